@@ -1,0 +1,34 @@
+"""nnScaler: compile a single-device PyTorch model into a multi-rank program, and know whether to believe it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from op_registry.register import register_op
+
+    from nnscaler.codegen.program import Program
+    from nnscaler.compile import parallelize
+    from nnscaler.errors import NnscalerError
+    from nnscaler.transform.plan import Plan
+
+__all__ = ["NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"]
+
+_HOMES = {
+    "NnscalerError": "nnscaler.errors",
+    "Plan": "nnscaler.transform.plan",
+    "Program": "nnscaler.codegen.program",
+    "parallelize": "nnscaler.compile",
+    "register_op": "op_registry.register",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported on first use: a rank program that needs the runtime alone loads no compiler."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nnscaler' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

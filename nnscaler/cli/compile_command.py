@@ -1,0 +1,92 @@
+"""`nnscaler compile`: write the program of every rank."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_verbosity
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+    from nnscaler.codegen.program import Program
+
+EPILOG = """examples:
+  nnscaler compile gpt.py --ranks 4 --plan dp=2,tp=2 --out build/
+  torchrun --nproc-per-node 4 -m nnscaler.runtime.launch build/ --steps 3      train it
+  nnscaler verify-plan gpt.py --program build/                                  check it
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "compile",
+        help="write the program that every rank runs",
+        description="Compile a model into a folder of readable Python: one file per role, a manifest, and the state.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_plan_options(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the program")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    add_verbosity(parser.add_argument_group("output"))
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compiles, writes, and says what was written."""
+    from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.plan_source import ranks_of, read_plan
+
+    console: Console = options.console
+    plan = read_plan(options.plan)
+    ranks = options.ranks or ranks_of(options.plan) or getattr(plan, "ranks", None) or 2
+    model = load_model_file(options.model, options.seed)
+    from nnscaler.compile import parallelize
+
+    program = parallelize(
+        model.build(),
+        model.inputs,
+        ranks=ranks,
+        plan=plan,
+        schedule=options.schedule,
+        micro_batches=options.micro_batches,
+        replicate=tuple(options.replicate),
+        model=model.description(),
+        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
+    )
+    path = program.save(options.out)
+    _warn(program, console)
+    if console.verbosity >= 2:
+        for line in describe(program.manifest):
+            console.result(line)
+    roles = program.manifest["roles"]
+    names = ", ".join(role["file"] for role in roles)
+    console.result(f"wrote {path}: {program.manifest['plan']}, {len(roles)} role{'s' * (len(roles) != 1)} ({names})")
+    console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {path}")
+    return 0
+
+
+def describe(manifest: Any) -> list[str]:
+    """What `-v` shows: how much of the matmul work is divided, and what is communicated."""
+    lines: list[str] = []
+    divided = manifest["matmul_flops_divided"]
+    shares = divided.items() if isinstance(divided, dict) else [("all axes", divided)]
+    for axis, share in shares:
+        lines.append(f"matmul FLOPs divided over {axis}: {100 * float(share):.1f} %")
+    for entry in manifest["communication"]:
+        lines.append(
+            f"{entry['collective']} over {entry['axis']}: {entry['calls']} calls, {entry['elements']} elements"
+        )
+    return lines
+
+
+def _warn(program: Program, console: Console) -> None:
+    for name in program.manifest["unannotated"]:
+        console.warning(
+            f'{name} has no annotation and runs whole on every rank; nnscaler.register_op("...")(torch.ops.{name}) gives one'
+        )

@@ -1,0 +1,96 @@
+"""Printing. Results go to stdout; progress, notes and warnings to stderr. The only file that uses rich.
+
+Colour: `--color` decides, then NO_COLOR (off), then FORCE_COLOR or CLICOLOR_FORCE (on), then whether the stream is a
+terminal and TERM is not `dumb`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+    from verify.report_formats.line import Line
+
+STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "unsure": "bold yellow", "faint": "dim"}
+
+
+def wants_color(choice: str, environment: Mapping[str, str], stream: TextIO) -> bool:
+    """Whether to colour what is written to `stream`."""
+    if choice != "auto":
+        return choice == "always"
+    if environment.get("NO_COLOR"):
+        return False
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):
+        if environment.get(name, "0") not in ("", "0"):
+            return True
+    return stream.isatty() and environment.get("TERM") != "dumb"
+
+
+class Console:
+    """Writes lines of text and of styled pieces, and one progress line per phase.
+
+    verbosity: 0 only results, 1 progress too (the default), 2 everything.
+    """
+
+    def __init__(self, color: str = "auto", verbosity: int = 1) -> None:
+        self.verbosity = verbosity
+        self.color = color
+        self._started = time.perf_counter()
+
+    def lines(self, lines: Iterable[Line]) -> None:
+        """Results, to stdout."""
+        if not wants_color(self.color, os.environ, sys.stdout):
+            sys.stdout.write("".join(line.text + "\n" for line in lines))
+            sys.stdout.flush()
+            return
+        from rich.text import Text
+
+        rich = _rich(sys.stdout)
+        for line in lines:
+            rich.print(Text.assemble(*((text, STYLES[style]) for text, style in line.pieces)))
+
+    def result(self, text: str) -> None:
+        """One plain line of results, to stdout."""
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def progress(self, text: str) -> None:
+        """What is being done, to stderr, with the time since the start; silent under -q."""
+        if self.verbosity >= 1:
+            self._error(f"[{time.perf_counter() - self._started:5.1f} s] {text}", "dim")
+
+    def detail(self, text: str) -> None:
+        """Something only -v shows, to stderr."""
+        if self.verbosity >= 2:
+            self._error(text, "dim")
+
+    def warning(self, text: str) -> None:
+        """A warning, to stderr; shown under -q too."""
+        self._error(f"warning: {text}", "yellow")
+
+    def error(self, text: str) -> None:
+        """Why nothing could be done, to stderr."""
+        self._error(text, "red", head=True)
+
+    def _error(self, text: str, style: str, head: bool = False) -> None:
+        if not wants_color(self.color, os.environ, sys.stderr):
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+            return
+        from rich.text import Text
+
+        first, newline, rest = text.partition("\n")
+        pieces = ((first, f"bold {style}"), (newline + rest, "")) if head else ((text, style),)
+        _rich(sys.stderr).print(Text.assemble(*pieces))
+
+
+def _rich(stream: TextIO) -> RichConsole:
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=stream, force_terminal=True, highlight=False, soft_wrap=True)

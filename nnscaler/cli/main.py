@@ -1,0 +1,106 @@
+"""The `nnscaler` command: parses arguments, runs one command, and turns what happened into an exit code.
+
+Everything heavy is imported inside the commands, so that `--help` and usage errors answer at once. Nothing but a
+verdict gives exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.exit_codes import ExitCode
+from nnscaler.cli.guard import wrong_package
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+
+EXIT_CODES = """exit codes:
+  0 verified   1 refuted: a counter-example exists   2 could not run (usage, model, plan)
+  3 inconclusive, or nothing was checked   101 a bug of nnScaler   130 interrupted"""
+EPILOG = f"""examples:
+  nnscaler verify-plan model.py --ranks 8                       choose a plan, compile, run 8 processes, compare
+  nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
+  torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
+  nnscaler verify-op my_ops.py::my_op                           is the annotation true?
+  nnscaler list plans
+
+{EXIT_CODES}"""
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code. Never raises."""
+    console: Console | None = None
+    try:
+        problem = wrong_package()
+        if problem is not None:
+            print(f"error: {problem}", file=sys.stderr)
+            return ExitCode.COULD_NOT_RUN
+        try:
+            options = build_parser().parse_args(argv)
+        except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a usage error
+            return stop.code if isinstance(stop.code, int) else ExitCode.COULD_NOT_RUN
+        from nnscaler.cli.console import Console
+        from nnscaler.cli.options import verbosity
+
+        console = Console(options.color, verbosity(options))
+        options.console = console
+        command: Command = options.command
+        return int(command(options))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except SystemExit as stop:
+        print(f"error: the model's code stopped the process: sys.exit({stop.code!r})", file=sys.stderr)
+        return ExitCode.COULD_NOT_RUN
+    except BrokenPipeError:
+        # the reader (`| head`) went away: nothing can be said any more, and it must not look like a verdict
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.COULD_NOT_RUN
+    except BaseException as error:
+        return _explain(error, console)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all its commands. `options.command` is the function that runs the chosen one."""
+    from nnscaler.cli import compile_command, list_things, verify_op, verify_plan
+
+    parser = argparse.ArgumentParser(
+        prog="nnscaler",
+        description="Turn a PyTorch model into a program for many ranks, and check that the program equals the model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (verify_plan, compile_command, verify_op, list_things):
+        command.add_parser(commands, EXIT_CODES)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"nnscaler {version('nnscaler')}"
+    except PackageNotFoundError:
+        return "nnscaler (not installed)"
+
+
+def _explain(error: BaseException, console: Console | None) -> int:
+    """What the user reads instead of our traceback, and the exit code."""
+    write = console.error if console is not None else lambda text: print(text, file=sys.stderr)
+    from op_registry.errors import ToolError
+
+    if isinstance(error, ToolError):
+        write(f"error: {error}")
+        return ExitCode.COULD_NOT_RUN
+    from nnscaler.cli.crash import crash_report
+
+    write(crash_report(error))
+    return ExitCode.INTERNAL_ERROR

@@ -1,0 +1,144 @@
+"""The user's model file: `build_model()` (or another factory) and `sample_inputs()`.
+
+The user's code runs here, so its errors are reported as the user's: with the line of the file, without our frames.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nnscaler.errors import NnscalerError, SourceLocation
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TEMPLATE = """\
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 4)
+
+    def forward(self, x, labels):
+        return torch.nn.functional.cross_entropy(self.layer(x), labels)  # a scalar loss
+
+
+def build_model():
+    return Model()
+
+
+def sample_inputs():  # one global batch, as forward's arguments
+    return {"x": torch.randn(24, 16), "labels": torch.randint(0, 4, (24,))}
+"""
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """`name` is the file's, as reports show it."""
+
+    path: Path
+    name: str
+    factory: str
+    build: Callable[[], nn.Module]
+    inputs: Mapping[str, Any] | tuple[Any, ...]
+
+    def description(self) -> dict[str, str]:
+        """For a program's manifest."""
+        return {"name": self.name, "file": str(self.path), "factory": self.factory}
+
+
+def load_model_file(target: str, seed: int) -> ModelFile:
+    """Imports `model.py` or `model.py::factory` and makes its sample batch; torch is seeded before each call.
+
+    Raises NnscalerError: `no_such_file`, `model_import_failed`, `model_incomplete` (with a template), `model_raised`.
+    """
+    file, _, factory = target.partition("::")
+    factory = factory or "build_model"
+    path = Path(file)
+    if not path.is_file():
+        raise NnscalerError("no_such_file", f"there is no file {file!r}", help="nnscaler verify-plan path/to/model.py")
+    module = _import(path)
+    build = _function(module, path, factory)
+    sample = _function(module, path, "sample_inputs")
+    inputs = _called(sample, path, seed, "sample_inputs()")
+    if not isinstance(inputs, Mapping | tuple | list):
+        inputs = (inputs,)
+    return ModelFile(path.resolve(), path.name, factory, lambda: _called(build, path, seed, f"{factory}()"), inputs)
+
+
+def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
+    """The last frame of the traceback in the user's folder, else the last outside of this package."""
+    own = str(Path(__file__).resolve().parents[1])
+    best: SourceLocation | None = None
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
+    for frame in traceback.extract_tb(error.__traceback__):
+        in_folder = Path(frame.filename).resolve().is_relative_to(folder) and "site-packages" not in frame.filename
+        if frame.lineno is not None and in_folder and not frame.filename.startswith(own):
+            best = SourceLocation(frame.filename, frame.lineno, frame.line or "")
+    return best
+
+
+def _import(path: Path) -> ModuleType:
+    from nnscaler.runtime.loader import load_user_module
+
+    try:
+        return load_user_module(str(path))
+    except NnscalerError:
+        raise
+    except SystemExit as stop:
+        raise NnscalerError(
+            "model_import_failed", f"{path} calls sys.exit({stop.code!r}) when imported", help=_GUARD_MAIN
+        ) from None
+    except Exception as error:
+        place = user_frame(error, path.resolve().parent) or SourceLocation(str(path), 1)
+        raise NnscalerError("model_import_failed", f"cannot import {path.name}: {_say(error)}", place) from error
+
+
+_GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    others = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+    known = f" (it defines {', '.join(others)})" if others else ""
+    hint = ""
+    if name not in ("build_model", "sample_inputs"):
+        hint = f"{path.name}::{others[0]} names a factory" if others else f"define {name}() in {path.name}"
+    raise NnscalerError(
+        "model_incomplete",
+        f"{path} has no function {name}(){known}",
+        help=hint or f"a model file looks like this:\n\n{_indented(TEMPLATE)}",
+    )
+
+
+def _called(function: Callable[[], Any], path: Path, seed: int, what: str) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    try:
+        return function()
+    except NnscalerError:
+        raise
+    except Exception as error:
+        place = user_frame(error, path.resolve().parent)
+        raise NnscalerError("model_raised", f"{what} of {path.name} raises {_say(error)}", place) from error
+
+
+def _say(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

@@ -1,0 +1,112 @@
+"""Options that several commands share, with the help that explains them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+PLAN_HELP = (
+    "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
+    "a plan.json written by `nnscaler compile`, or policy.py::function. Without it a plan is chosen and shown"
+)
+MODEL_HELP = (
+    "a Python file with build_model() -> nn.Module and sample_inputs() -> dict or tuple (one global batch); "
+    "forward returns a scalar loss. file.py::factory takes another factory"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """`full`, `concise`, `json`, or `json=PATH`: the report goes to the file and the text still to stdout."""
+
+    name: str
+    path: str | None = None
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = _integer(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return number
+
+
+def output_format(text: str) -> OutputFormat:
+    """Parses the value of --output-format."""
+    name, equals, path = text.partition("=")
+    if name not in ("full", "concise", "json"):
+        raise argparse.ArgumentTypeError(f"{name!r} is none of full, concise, json")
+    if equals and not path:
+        raise argparse.ArgumentTypeError(f"{text!r} has no path after the '='")
+    return OutputFormat(name, path or None)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """What decides how the model is laid out."""
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--ranks", type=positive, metavar="N", help="how many ranks (processes, devices) run the program"
+    )
+    group.add_argument("--plan", metavar="SPEC", help=PLAN_HELP)
+    group.add_argument(
+        "--schedule", metavar="NAME", help="order of micro-batches in a pipeline; `nnscaler list schedules` shows them"
+    )
+    group.add_argument(
+        "--micro-batches", type=positive, metavar="M", help="pieces into which a step's batch is cut for the pipeline"
+    )
+    group.add_argument(
+        "--replicate",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="modules left whole on every rank, by name or pattern such as 'lm_head*'; may be given several times",
+    )
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """How the result is shown."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-format",
+        type=output_format,
+        default=OutputFormat("full"),
+        metavar="FORMAT",
+        help="full (default), concise, json, or json=PATH to write the JSON to a file and the text to the screen",
+    )
+    add_verbosity(group)
+
+
+def add_verbosity(group: argparse._ArgumentGroup) -> None:
+    """-q, -v and --color."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument("-q", "--quiet", action="store_true", help="results only, no progress")
+    either.add_argument("-v", "--verbose", action="store_true", help="every detail of the plan and of the run")
+    group.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="colour the text (default: auto; NO_COLOR and FORCE_COLOR are obeyed)",
+    )
+
+
+def verbosity(options: argparse.Namespace) -> int:
+    """0 quiet, 1 normal, 2 verbose."""
+    return 0 if options.quiet else 2 if options.verbose else 1

@@ -1,0 +1,55 @@
+"""What `--plan` may say: mesh axes, a plan file, or a policy function of the user's."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nnscaler.errors import NnscalerError
+
+if TYPE_CHECKING:
+    from nnscaler.compile import PlanSource
+
+FORMS = "dp=2,tp=2 (mesh axes), plan.json (a saved plan), or policy.py::function"
+_AXES = re.compile(r"^\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*$")
+
+
+def read_plan(spec: str | None) -> PlanSource:
+    """The plan, its axes as text, or the policy function. Raises NnscalerError `plan_illegal`."""
+    if spec is None or "=" in spec:
+        return spec
+    if "::" in spec:
+        return _policy(spec)
+    path = Path(spec)
+    if path.is_dir() and (path / "plan.json").is_file():
+        path = path / "plan.json"
+    if not path.is_file():
+        raise NnscalerError("plan_illegal", f"{spec!r} is neither mesh axes nor a file", help=FORMS)
+    from nnscaler.transform.plan import Plan
+
+    return Plan.from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def ranks_of(spec: str | None) -> int | None:
+    """How many ranks a specification of axes means; None for anything else."""
+    if spec is None or not _AXES.match(spec):
+        return None
+    return prod(int(entry.partition("=")[2]) for entry in spec.split(","))
+
+
+def _policy(spec: str) -> Any:
+    from nnscaler.runtime.loader import load_user_module
+
+    file, _, name = spec.partition("::")
+    if not Path(file).is_file():
+        raise NnscalerError("plan_illegal", f"there is no file {file!r}", help=FORMS)
+    policy = getattr(load_user_module(file), name, None)
+    if not callable(policy):
+        raise NnscalerError(
+            "plan_illegal",
+            f"{file} has no function {name}",
+            help=f"def {name}(graph, ranks): return nnscaler.Plan(...)",
+        )
+    return policy

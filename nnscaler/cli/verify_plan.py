@@ -1,0 +1,150 @@
+"""`nnscaler verify-plan`: compile a model, run the program, and compare it with the model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_report_options, positive, seconds
+from nnscaler.errors import NnscalerError
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+    from nnscaler.runtime.launcher import ForkServer
+    from verify.plan_run import PlanRequest
+
+BACKENDS = ("simulator", "gloo", "nccl")
+PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
+EPILOG = """examples:
+  nnscaler verify-plan gpt.py --ranks 8                          choose a plan for 8 ranks
+  nnscaler verify-plan gpt.py --ranks 6 --plan tp=2,pp=3 --schedule gpipe --micro-batches 6
+  nnscaler verify-plan gpt.py::small_model --ranks 4 --plan my_policies.py::every_second_layer
+  nnscaler verify-plan gpt.py --ranks 4 --replicate 'lm_head*'   leave a module whole
+  nnscaler verify-plan gpt.py --program build/                   check a program that was edited
+  nnscaler verify-plan gpt.py --ranks 8 --output-format json=report.json
+
+what is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient put together
+from its shards, parameters and buffers after the steps, and copies bitwise. Parameters are disturbed at random first.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "verify-plan",
+        help="compile a model, run the program on every rank, and compare it with the model",
+        description="Compile a model into a program for many ranks, run it, and say whether it equals the model.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_plan_options(parser)
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help=f"simulator: threads of this process; gloo, nccl: a process per rank (default: gloo up to {PROCESS_LIMIT} "
+        "ranks and the simulator above; nccl on a machine with a GPU per rank)",
+    )
+    group.add_argument("--steps", type=positive, default=2, metavar="K", help="steps of SGD to compare (default: 2)")
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    group.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        default="float64",
+        help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
+    )
+    group.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="S", help="seconds the program may run (default: 300)"
+    )
+    group.add_argument(
+        "--program", type=Path, metavar="DIR", help="verify this program, written by `nnscaler compile`, as it is"
+    )
+    add_report_options(parser)
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verifies, prints the report, and returns the verdict's exit code."""
+    from nnscaler.cli.show import print_report
+
+    if not Path(options.model.partition("::")[0]).is_file():
+        raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help=MODEL_HELP)
+    ranks = _ranks(options)
+    with contextlib.ExitStack() as stack:
+        server = None
+        if options.backend != "simulator" and (options.backend or ranks <= PROCESS_LIMIT):
+            from nnscaler.runtime.launcher import ForkServer
+
+            # imports torch in another process while this one imports the model and traces it
+            server = stack.enter_context(ForkServer(preload=("verify.rank_program",)))
+        from verify.plan_run import verify_request
+
+        report = verify_request(_request(options, ranks, server))
+    print_report(report, options.output_format, options.console)
+    return report.exit_code
+
+
+def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None) -> PlanRequest:
+    from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.plan_source import read_plan
+    from verify.plan_run import DTYPES, PlanRequest
+
+    console: Console = options.console
+    model = load_model_file(options.model, options.seed)
+    console.progress(f"load         {model.name}")
+    return PlanRequest(
+        model.build,
+        model.inputs,
+        ranks=ranks,
+        plan=read_plan(options.plan),
+        schedule=options.schedule,
+        micro_batches=options.micro_batches,
+        replicate=tuple(options.replicate),
+        backend=options.backend or default_backend(ranks),
+        steps=options.steps,
+        seed=options.seed,
+        dtype=DTYPES[options.dtype],
+        timeout=options.timeout,
+        program=options.program,
+        model=model.description(),
+        reproduce=reproduce_line(),
+        server=server,
+        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
+    )
+
+
+def default_backend(ranks: int) -> str:
+    """Real processes where that is bearable; the GPUs where there are some."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= ranks:
+        return "nccl"
+    return "gloo" if ranks <= PROCESS_LIMIT else "simulator"
+
+
+def reproduce_line() -> str:
+    """This command line, to paste into a shell."""
+    return shlex.join(["nnscaler", *sys.argv[1:]])
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    from nnscaler.cli.plan_source import ranks_of
+
+    console: Console = options.console
+    if options.ranks is not None:
+        return int(options.ranks)
+    if options.program is not None:
+        from verify.program_directory import open_program
+
+        return open_program(options.program).ranks
+    implied = ranks_of(options.plan)
+    if implied is None:
+        console.progress("2 ranks, for --ranks was not given")
+    return implied or 2

@@ -1,0 +1,83 @@
+"""Runs of statements that share a region of the model (no_grad, autocast) or a recompute group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nnscaler.communication.communicated import Compute, Statement, Version
+from nnscaler.ir.operation import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`header`: the `with` line around the statements, "" for none. `recompute`: the name of the function that they
+    become; `reads` and `writes` are its arguments and results."""
+
+    statements: tuple[Statement, ...]
+    header: str = ""
+    recompute: str | None = None
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+def blocks(statements: Sequence[Statement], after: frozenset[str], stored: frozenset[str]) -> list[Block]:
+    """Consecutive statements of one region or group. Conversions stand outside of regions: what they make may be
+    read where gradients are recorded. `after`: variables read later; `stored`: attributes, which are no variables."""
+    runs: list[tuple[tuple[str, str | None], list[Statement]]] = []
+    for i, statement in enumerate(statements):
+        key = _key(statements, i)
+        if runs and runs[-1][0] == key:
+            runs[-1][1].append(statement)
+        else:
+            runs.append((key, [statement]))
+    result: list[Block] = []
+    names: dict[str, int] = {}
+    for position, ((header, group), run) in enumerate(runs):
+        if group is None:
+            result.append(Block(tuple(run), header))
+            continue
+        later = {v.variable for _, rest in runs[position + 1 :] for s in rest for v in reads(s)} | after
+        made = [v.variable for s in run for v in writes(s)]
+        local = {v.variable for s in run for v in reads(s)} - set(made)
+        names[group] = names.get(group, 0) + 1
+        name = group if names[group] == 1 else f"{group}_{names[group]}"
+        result.append(
+            Block(tuple(run), "", name, tuple(sorted(local - stored)), tuple(n for n in made if n in later))
+        )
+    return result
+
+
+def _key(statements: Sequence[Statement], position: int) -> tuple[str, str | None]:
+    statement = statements[position]
+    if isinstance(statement, Compute):
+        group = statement.placement.recompute
+        return ("" if group else header(statement.operation.region), group)
+    following = next((s for s in statements[position:] if isinstance(s, Compute)), None)
+    previous = next((s for s in reversed(statements[:position]) if isinstance(s, Compute)), None)
+    inside = following is not None and previous is not None and following.placement.recompute
+    return ("", inside if inside and previous and previous.placement.recompute == inside else None)  # type: ignore[return-value]
+
+
+def header(region: Region) -> str:
+    """The `with` line of a region."""
+    parts: list[str] = []
+    if not region.grad_enabled:
+        parts.append("torch.no_grad()")
+    if region.autocast == "off":
+        parts.append("torch.autocast(self.device.type, enabled=False)")
+    elif region.autocast:
+        parts.append(f"torch.autocast(self.device.type, dtypes.{region.autocast})")
+    return f"with {', '.join(parts)}:" if parts else ""
+
+
+def reads(statement: Statement) -> tuple[Version, ...]:
+    """Versions that a statement reads."""
+    return statement.inputs if isinstance(statement, Compute) else (statement.source,)
+
+
+def writes(statement: Statement) -> tuple[Version, ...]:
+    """Versions that a statement makes."""
+    if isinstance(statement, Compute):
+        return tuple(v for v in statement.outputs if v is not None)
+    return (statement.target,)

@@ -1,0 +1,128 @@
+"""From a communicated graph and a schedule to the text of every role, and the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from op_registry.registry import default_registry
+
+import nnscaler
+from nnscaler.codegen.program import FORMAT, sha256
+from nnscaler.codegen.role_writer import write_role
+from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram
+from nnscaler.ir.layout import Layout, format_layout
+from nnscaler.ir.placement import Split, Stage
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.transform.plan import Plan
+from nnscaler.transform.signature import Signature
+
+
+def generate(communicated: CommunicatedGraph, schedule: Schedule, plan: Plan, title: str) -> dict[str, str]:
+    """File name -> source, one per role (the ranks of one pipeline device)."""
+    graph = communicated.partitioned.graph
+    origins = operator_origins(communicated.stages)
+    sources: dict[str, str] = {}
+    for device, order in enumerate(schedule.orders):
+        programs = [p for p in communicated.stages if p.stage.device == device]
+        text = " ".join(str(i) for i in order)
+        head = f"Rank program of {title}: {plan.describe()}, role {device} of {len(schedule.orders)}."
+        sources[f"role_{device}.py"] = write_role(graph, programs, communicated.stages, head, text, origins)
+    return sources
+
+
+def operator_origins(programs: Sequence[StageProgram]) -> dict[str, tuple[str, str]]:
+    """User operator -> (file, qualified name) of its registration."""
+    registry = default_registry()
+    result: dict[str, tuple[str, str]] = {}
+    for program in programs:
+        for statement in (*program.prepare, *program.forward):
+            if isinstance(statement, Compute):
+                spec = registry.lookup(statement.call.operator)
+                if spec is not None and spec.where is not None:
+                    result[spec.name] = (spec.where.file, spec.qualname or "")
+    return result
+
+
+def manifest(
+    communicated: CommunicatedGraph,
+    schedule: Schedule,
+    plan: Plan,
+    sources: Mapping[str, str],
+    signatures: Mapping[str, Signature],
+    model: Mapping[str, str],
+) -> dict[str, Any]:
+    """What a program is, as JSON data."""
+    partitioned = communicated.partitioned
+    graph = partitioned.graph
+    roles = []
+    for device, (file, text) in enumerate(sources.items()):
+        stages = [s for s in partitioned.stages if s.device == device]
+        entry = {"file": file, "sha256": sha256(text), "ranks": list(stages[0].mesh.ranks), "stages": [s.index for s in stages]}
+        roles.append(entry)
+    missing = {op.operator for op in graph.operations if signatures[op.name].bound is None}
+    return {
+        "format": FORMAT,
+        "nnscaler": nnscaler.__version__,
+        "torch": torch.__version__,
+        "model": dict(model),
+        "ranks": plan.ranks,
+        "plan": plan.describe(),
+        "axes": [list(a) for a in plan.mesh],
+        "micro_batches": plan.micro_batches,
+        "schedule": schedule.name,
+        "roles": roles,
+        "inputs": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("input")],
+        "parameters": [
+            {
+                "fqns": list(t.fqns), "shape": list(t.shape), "dtype": t.dtype, "trainable": t.needs_grad,
+                "used": bool(graph.consumers[t.name]),
+            }
+            for t in graph.with_role("parameter")
+        ],
+        "buffers": [{"fqn": t.fqns[0], "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("buffer")],
+        "tensors": {str(p.stage.index): _variables(p) for p in communicated.stages},
+        "communication": [
+            {"axis": axis, "collective": kind, "calls": calls, "elements": sent}
+            for (axis, kind), (calls, sent) in sorted(communicated.volumes.items())
+        ],
+        "matmul_flops_divided": matmul_flops_divided(communicated, signatures),
+        "unannotated": sorted(missing),
+    }
+
+
+def _variables(program: StageProgram) -> dict[str, list[str]]:
+    """variable -> [logical tensor, layout], of everything that a stage computes, converts or receives."""
+    found: dict[str, list[str]] = {}
+
+    def add(variable: str, tensor: str, layout: Layout) -> None:
+        found[variable] = [tensor, _layout_text(layout, program.stage)]
+
+    for feed in (*program.prepare_feeds, *program.feeds):
+        add(feed.version.variable, feed.version.tensor, feed.version.layout)
+    for message in program.receives:
+        add(message.target.variable, message.tensor, message.target.layout)
+    for statement in (*program.prepare, *program.forward):
+        made = (statement.target,) if isinstance(statement, Convert) else statement.outputs
+        for version in made:
+            if version is not None:
+                add(version.variable, version.tensor, version.layout)
+    return found
+
+
+def _layout_text(layout: Layout, stage: Stage) -> str:
+    return format_layout(layout, stage.names)
+
+
+def matmul_flops_divided(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> dict[str, float]:
+    """Mesh axis -> the fraction of the FLOPs of matmul-like operations that the axis divides."""
+    partitioned = communicated.partitioned
+    total, divided = 0, dict.fromkeys((a.name for a in partitioned.stages[0].mesh.axes), 0)
+    for op in partitioned.graph.operations:
+        flops = signatures[op.name].flops
+        total += flops
+        for axis, choice in zip(partitioned.stages[0].axes, partitioned.placements[op.name].choices, strict=True):
+            if isinstance(choice, Split) and axis.name in divided:
+                divided[axis.name] += flops
+    return {name: (flops / total if total else 0.0) for name, flops in divided.items()}

@@ -1,0 +1,124 @@
+"""One stage of a program under construction: the versions of its tensors, and the statements that make them."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nnscaler.communication.communicated import Compute, Convert, Feed, Message, Statement, Stored, Version
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion import Move, find_path
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, format_layout
+from nnscaler.ir.placement import Stage
+
+# names that a rank program uses for other things: its imports, and the attributes of a stage
+RESERVED = frozenset(
+    "self torch aten comm ops dtypes recompute user device index ranks axes micro micro_batches parameters frozen "
+    "buffers constants inputs prepare_inputs receives sends updates forward prepare context rank coordinates sizes "
+    "loss".split()
+)
+
+
+@dataclass
+class StageBuilder:
+    """Mutable while a program is built; `materialise` freezes it. Versions made for `prepare` and for `forward` are
+    kept apart: a version of the one is not in scope in the other."""
+
+    graph: Graph
+    stage: Stage
+    stored: list[Stored] = field(default_factory=list)
+    feeds: list[Feed] = field(default_factory=list)
+    prepare_feeds: list[Feed] = field(default_factory=list)
+    prepare: list[Statement] = field(default_factory=list)
+    forward: list[Statement] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    prepared: dict[str, Version] = field(default_factory=dict)
+    versions: dict[bool, dict[str, dict[Layout, Version]]] = field(default_factory=lambda: {False: {}, True: {}})
+    names: dict[str, int] = field(default_factory=dict)
+
+    def variable(self, tensor: str) -> str:
+        """A fresh name: the tensor's, then with a number."""
+        base = "".join(c if c.isalnum() or c == "_" else "_" for c in tensor)
+        if base in RESERVED or base in self.stage.names or keyword.iskeyword(base) or not base or base[0].isdigit():
+            base = f"t_{base}"
+        while True:
+            count = self.names.get(base, 0)
+            self.names[base] = count + 1
+            name = base if count == 0 else f"{base}_v{count}"
+            if name == base or name not in self.names:
+                self.names.setdefault(name, 1)
+                return name
+
+    def add(self, tensor: str, layout: Layout, prepare: bool = False, variable: str | None = None) -> Version:
+        """Declare a version."""
+        version = Version(tensor, layout, variable or self.variable(tensor))
+        self.versions[prepare].setdefault(tensor, {})[layout] = version
+        return version
+
+    def known(self, tensor: str, prepare: bool = False) -> dict[Layout, Version]:
+        """The versions of a tensor in scope, by layout."""
+        return self.versions[prepare].get(tensor, {})
+
+    def path(self, source: Layout, target: Layout, tensor: str) -> tuple[float, tuple[Move, ...]] | None:
+        """The cheapest conversion on this stage's mesh."""
+        described = self.graph.tensors[tensor]
+        return find_path(
+            source, target, self.stage.sizes, described.shape, described.needs_grad, len(self.stage.sizes) - 1
+        )
+
+    def cheapest(self, tensor: str, target: Layout, prepare: bool = False) -> tuple[float, Version, tuple[Move, ...]] | None:
+        """The version from which the target layout is reached at the least cost."""
+        best: tuple[float, Version, tuple[Move, ...]] | None = None
+        for layout, version in self.known(tensor, prepare).items():
+            found = self.path(layout, target, tensor)
+            if found is not None and (best is None or found[0] < best[0]):
+                best = (found[0], version, found[1])
+        return best
+
+    def convert(self, version: Version, moves: tuple[Move, ...], prepare: bool = False) -> Version:
+        """Emit the moves; every intermediate layout becomes a version that others may start from."""
+        for move in moves:
+            there = self.known(version.tensor, prepare).get(move.target)
+            if there is None:
+                there = self.add(version.tensor, move.target, prepare)
+                (self.prepare if prepare else self.forward).append(Convert(version, there, move))
+            version = there
+        return version
+
+    def feed(self, tensor: str, layout: Layout, prepare: bool) -> None:
+        """Cut a piece of an input out of the global batch: any sharded or whole layout, without communication."""
+        fed = tuple(s if isinstance(s, Sharded) else INVARIANT for s in layout)
+        if fed in self.known(tensor, prepare):
+            return
+        version = self.add(tensor, fed, prepare)
+        (self.prepare_feeds if prepare else self.feeds).append(Feed(version))
+
+    def obtain(self, tensor: str, layout: Layout, prepare: bool = False) -> Version:
+        """The version of `tensor` in `layout`, converting what there is."""
+        there = self.known(tensor, prepare).get(layout)
+        if there is not None:
+            return there
+        if self.graph.tensors[tensor].role == "input":
+            self.feed(tensor, layout, prepare)
+        best = self.cheapest(tensor, layout, prepare)
+        if best is None:
+            have = [format_layout(v, self.stage.names) or "Invariant" for v in self.known(tensor, prepare)]
+            raise NnscalerError(
+                "no_conversion",
+                f"tensor {tensor} is needed as ({format_layout(layout, self.stage.names) or 'Invariant'}) "
+                f"and there is no legal conversion from {have}",
+            )
+        return self.convert(best[1], best[2], prepare)
+
+    def computes(self) -> Iterator[Compute]:
+        for statement in (*self.prepare, *self.forward):
+            if isinstance(statement, Compute):
+                yield statement
+
+
+def whole(layout: Layout) -> bool:
+    """Whether every rank holds the full value."""
+    return all(isinstance(s, Invariant) or type(s).__name__ == "Replicated" for s in layout)

@@ -1,0 +1,152 @@
+"""From a partitioned graph to a communicated one: the layouts that meet and disagree get their conversions.
+
+Operations are walked in order. A layout that is needed and does not exist is reached from the cheapest version that
+does, and every intermediate layout is a version that others may start from: conversions form a tree, so that three
+projections of one activation cost one backward all_reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from op_registry.call import Call
+from op_registry.localize import localise
+
+from nnscaler.communication.builder import StageBuilder
+from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Stored, Version
+from nnscaler.communication.messages import bring
+from nnscaler.communication.stored import StoredLayout, stored_layouts
+from nnscaler.communication.volumes import volumes
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import INVARIANT, Layout, Partial, local_shape
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, PartitionedGraph
+from nnscaler.transform.rules import input_layouts, output_layouts, shards_of
+from nnscaler.transform.signature import Signature
+
+
+def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> CommunicatedGraph:
+    """Insert communication. Raises NnscalerError("no_conversion") where a layout cannot be reached."""
+    graph = partitioned.graph
+    stored = stored_layouts(partitioned, signatures)
+    builders = [StageBuilder(graph, stage) for stage in partitioned.stages]
+    for builder in builders:
+        _declare_stored(builder, stored)
+    for op in graph.operations:
+        for index in partitioned.placements[op.name].stages:
+            _place(builders, index, partitioned, op, signatures[op.name])
+    programs: list[StageProgram] = []
+    loss_stage = _stage_of_loss(partitioned)
+    finals = {
+        b.stage.index: (_finish_loss(b, graph) if b.stage.index == loss_stage else None, _finish_updates(b, stored))
+        for b in builders
+    }
+    for builder in builders:
+        loss, updates = finals[builder.stage.index]
+        programs.append(
+            StageProgram(
+                builder.stage,
+                tuple(builder.stored),
+                tuple(builder.feeds),
+                tuple(builder.prepare_feeds),
+                tuple(builder.prepare),
+                tuple(builder.prepared.values()),
+                tuple(builder.forward),
+                tuple(builder.receives),
+                tuple(builder.sends),
+                loss,
+                updates,
+            )
+        )
+    return CommunicatedGraph(partitioned, tuple(programs), volumes(graph, programs))
+
+
+def _declare_stored(builder: StageBuilder, stored: Mapping[str, StoredLayout]) -> None:
+    for name, layouts in stored.items():
+        if builder.stage.index in layouts.stages:
+            version = builder.add(name, layouts.leaf)
+            builder.versions[True].setdefault(name, {})[layouts.leaf] = version
+            builder.stored.append(
+                Stored(name, version.variable, layouts.at_rest, layouts.leaf, layouts.reduce, layouts.stages)
+            )
+
+
+def _place(
+    builders: list[StageBuilder], index: int, partitioned: PartitionedGraph, op: Operation, signature: Signature
+) -> None:
+    graph, builder = partitioned.graph, builders[index]
+    placement = partitioned.placements[op.name]
+    needed = input_layouts(graph, op, signature, placement.choices)
+    inputs = tuple(
+        _obtain(builders, builder, name, layout, placement.prepare)
+        for name, layout in zip(op.inputs, needed, strict=True)
+    )
+    made = output_layouts(graph, op, signature, placement.choices)
+    outputs: list[Version | None] = []
+    for name, layout in zip(op.outputs, made, strict=True):
+        outputs.append(None if name is None else builder.add(name, layout, placement.prepare))
+    call = _localise(builder, graph, op, signature, placement.choices, made)
+    statements = builder.prepare if placement.prepare else builder.forward
+    statements.append(Compute(op, placement, call, inputs, tuple(outputs)))
+
+
+def _localise(
+    builder: StageBuilder,
+    graph: Graph,
+    op: Operation,
+    signature: Signature,
+    choices: Sequence[Choice],
+    made: Sequence[Layout],
+) -> Call:
+    """The operation's arguments for one shard."""
+    stage = builder.stage
+    axes = [(a.name, a.size) for a in stage.axes]
+    shards = shards_of(signature, choices, axes)
+    if not shards or signature.spec is None:
+        return signature.call
+    shapes = tuple(
+        None if name is None else local_shape(layout, stage.sizes, graph.tensors[name].shape)
+        for name, layout in zip(op.outputs, made, strict=True)
+    )
+    return localise(signature.spec, signature.call, shards, shapes)
+
+
+def _obtain(builders: list[StageBuilder], builder: StageBuilder, name: str, layout: Layout, prepare: bool) -> Version:
+    if not prepare and not builder.known(name):
+        made = builder.known(name, prepare=True)
+        if made:
+            _pass_on(builder, name)
+        elif builder.graph.tensors[name].role != "input":
+            return bring(builders, builder, name, layout)
+    return builder.obtain(name, layout, prepare)
+
+
+def _pass_on(builder: StageBuilder, name: str) -> None:
+    """Make a prepared value whole, and a version of `forward`."""
+    layout: Layout = (INVARIANT,) * len(builder.stage.axes)
+    version = builder.obtain(name, layout, prepare=True)
+    builder.prepared[name] = version
+    builder.add(name, layout, variable=version.variable)
+
+
+def _stage_of_loss(partitioned: PartitionedGraph) -> int:
+    producer = partitioned.graph.producers[partitioned.graph.loss]
+    return partitioned.placements[producer.name].stages[-1]
+
+
+def _finish_loss(builder: StageBuilder, graph: Graph) -> Version:
+    """The loss with gradient one on every rank: whole or a partial sum on each axis."""
+    layout = next(iter(builder.known(graph.loss)))
+    final = tuple(s if isinstance(s, Partial) else INVARIANT for s in layout)
+    return builder.obtain(graph.loss, final)
+
+
+def _finish_updates(builder: StageBuilder, stored: Mapping[str, StoredLayout]) -> tuple[tuple[str, Version], ...]:
+    result: list[tuple[str, Version]] = []
+    for buffer, value in builder.graph.updates:
+        at_rest = stored[buffer].at_rest
+        for prepare in (True, False):
+            if builder.known(value, prepare):
+                result.append((buffer, builder.obtain(value, at_rest, prepare)))
+                break
+    return tuple(result)

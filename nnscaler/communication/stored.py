@@ -1,0 +1,108 @@
+"""How parameters lie at rest, and which of their gradient reductions are deferred.
+
+A stored tensor has three layouts: at rest (what optimizer and checkpoint see; `Invariant` or `Sharded` per axis), leaf
+(at rest, with `Replicated` where some use wants a deferred reduction), and one per use. The layout at rest is chosen
+jointly over axes and uses, among the layouts that some use wants: two axes chosen apart could overlap on a dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion import find_path
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, local_shape
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.placement import PartitionedGraph, Stage
+from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.transform.rules import input_layouts
+from nnscaler.transform.signature import Signature
+
+MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer state
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """`reduce`: mesh axes over which the gradient is a partial sum. `stages`: the stages that hold the tensor."""
+
+    at_rest: Layout
+    leaf: Layout
+    reduce: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+def stored_layouts(
+    partitioned: PartitionedGraph, signatures: Mapping[str, Signature]
+) -> dict[str, StoredLayout]:
+    """Parameters, buffers and constants -> layouts. Unused ones rest whole on the first stage."""
+    graph = partitioned.graph
+    uses: dict[str, list[tuple[int, Layout]]] = {t.name: [] for t in graph.with_role("parameter", "buffer", "constant")}
+    for op in graph.operations:
+        placement = partitioned.placements[op.name]
+        layouts = input_layouts(graph, op, signatures[op.name], placement.choices)
+        for name, layout in zip(op.inputs, layouts, strict=True):
+            if name in uses:
+                uses[name].extend((s, layout) for s in placement.stages)
+    for buffer, value in graph.updates:
+        producer = graph.producers.get(value)
+        if producer is not None:
+            uses[buffer].extend((s, ()) for s in partitioned.placements[producer.name].stages)
+    return {name: _choose(partitioned, graph.tensors[name], found) for name, found in uses.items()}
+
+
+def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tuple[int, Layout]]) -> StoredLayout:
+    stages = tuple(sorted({s for s, _ in uses})) or (0,)
+    first = partitioned.stages[stages[0]]
+    wanted = [layout for _, layout in uses if layout]
+    whole: Layout = (INVARIANT,) * len(first.axes)
+    if any(not partitioned.stages[s].mesh.same_shape(first.mesh) for s in stages):
+        if tensor.role == "parameter":
+            raise NnscalerError(
+                "plan_illegal",
+                f"parameter {tensor.fqns[0]} is used on stages {list(stages)}, whose meshes differ in shape",
+                help="give these stages meshes of one shape, or assign the uses to one stage",
+            )
+        return StoredLayout(whole, whole, (), stages)
+    if tensor.role != "parameter" or not wanted:
+        return StoredLayout(whole, whole, (), stages)
+    candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole))
+    costs = [(_cost(tensor, first, rest, wanted), i) for i, rest in enumerate(candidates)]
+    best = tuple(candidates)[min(costs)[1]]
+    leaf = leaf_layout(tensor, first, best, wanted)
+    axes = zip(first.axes, leaf, strict=True)
+    reduce = tuple(a.name for a, s in axes if isinstance(s, Replicated) and a.name != MICRO)
+    return StoredLayout(best, leaf, reduce, stages)
+
+
+def _at_rest(layout: Layout) -> Layout:
+    """Sharded stays; anything else rests whole. Micro-batches are no place: nothing rests sharded over time."""
+    return (*(s if isinstance(s, Sharded) else INVARIANT for s in layout[:-1]), INVARIANT)
+
+
+def leaf_layout(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Iterable[Layout]) -> Layout:
+    """The layout of the autograd leaf."""
+    if not tensor.needs_grad:
+        return at_rest
+    leaf = list(at_rest)
+    for axis, state in enumerate(at_rest):
+        if state == INVARIANT and any(isinstance(layout[axis], Replicated) for layout in wanted):
+            leaf[axis] = REPLICATED
+    if stage.micro_batches > 1:
+        leaf[-1] = REPLICATED  # autograd accumulates over micro-batches
+    return tuple(leaf)
+
+
+def _cost(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Sequence[Layout]) -> float:
+    leaf = leaf_layout(tensor, stage, at_rest, wanted)
+    total = 0.0
+    for layout in dict.fromkeys(wanted):
+        found = find_path(leaf, layout, stage.sizes, tensor.shape, tensor.needs_grad, len(stage.sizes) - 1)
+        if found is None:
+            return float("inf")
+        total += found[0]
+    elements = 1
+    for size in local_shape(at_rest, stage.sizes, tensor.shape):
+        elements *= size
+    deferred = [a.size for a, s in zip(stage.axes, leaf, strict=True) if isinstance(s, Replicated) and a.name != MICRO]
+    return total + MEMORY * elements + sum(2 * (p - 1) / p * elements for p in deferred)

@@ -1,0 +1,133 @@
+"""The pipeline of the compiler: trace, plan, partition, communicate, schedule, generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from op_registry.registry import default_registry
+
+from nnscaler.codegen.generate import generate, manifest
+from nnscaler.codegen.program import Program
+from nnscaler.communication.materialise import materialise
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.planning.policies import choose_sizes, make_plan, parse_spec
+from nnscaler.scheduling.dependencies import check_acyclic
+from nnscaler.scheduling.registry import get_schedule
+from nnscaler.tracing import Traced, trace
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.plan import Plan
+from nnscaler.transform.signature import Signature, signatures
+
+PlanSource = Plan | str | Mapping[str, int] | Callable[[Graph, int], Plan] | None
+Progress = Callable[[str, float, str], None]  # phase, seconds, what came out
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and why it was taken."""
+
+    plan: Plan
+    signatures: dict[str, Signature]
+    why: str
+
+
+def parallelize(
+    module: torch.nn.Module,
+    sample_inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    ranks: int,
+    plan: PlanSource = None,
+    schedule: str | None = None,
+    micro_batches: int | None = 1,
+    replicate: Sequence[str] = (),
+    model: Mapping[str, str] | None = None,
+    self_check: bool = True,
+    progress: Progress | None = None,
+) -> Program:
+    """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
+
+    `sample_inputs`: one global batch, as keyword arguments (dict) or positional ones (tuple). `plan`: a `Plan`, a
+    specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or None to choose.
+    `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves whole.
+    Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
+    """
+    report = progress or (lambda phase, seconds, text: None)
+    start = time.perf_counter()
+    traced = trace(module, sample_inputs, self_check=self_check)
+    report("trace", time.perf_counter() - start, f"{len(traced.graph.operations)} operations")
+    return compile_traced(
+        traced, ranks=ranks, plan=plan, schedule=schedule, micro_batches=micro_batches, replicate=replicate,
+        model=model or {"name": type(module).__name__}, progress=progress,
+    )
+
+
+def compile_traced(
+    traced: Traced,
+    *,
+    ranks: int,
+    plan: PlanSource = None,
+    schedule: str | None = None,
+    micro_batches: int | None = 1,
+    replicate: Sequence[str] = (),
+    model: Mapping[str, str],
+    progress: Progress | None = None,
+) -> Program:
+    """`parallelize` from a traced model on."""
+    report = progress or (lambda phase, seconds, text: None)
+    start = time.perf_counter()
+    planned = make(traced.graph, ranks, plan, schedule, micro_batches, replicate)
+    chosen = planned.plan
+    report("plan", time.perf_counter() - start, f"{chosen.describe()}: {planned.why}")
+    start = time.perf_counter()
+    partitioned = apply_plan(traced.graph, planned.signatures, chosen)
+    communicated = materialise(partitioned, planned.signatures)
+    order = get_schedule(chosen.schedule)(chosen.devices, chosen.chunks, chosen.micro_batches)
+    check_acyclic(order, communicated.edges)
+    report("communicate", time.perf_counter() - start, f"{len(communicated.stages)} stages")
+    start = time.perf_counter()
+    sources = generate(communicated, order, chosen, model.get("name", traced.graph.name))
+    described = manifest(communicated, order, chosen, sources, planned.signatures, model)
+    report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
+    return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)
+
+
+def make(
+    graph: Graph,
+    ranks: int,
+    plan: PlanSource,
+    schedule: str | None,
+    micro_batches: int | None,
+    replicate: Sequence[str],
+) -> Planned:
+    """The plan that the caller wants, checked against `ranks`."""
+    known = dict(signatures(graph, default_registry()))
+    if isinstance(plan, Plan):
+        return Planned(_for_ranks(plan, ranks), known, "as given")
+    if callable(plan):
+        made = plan(graph, ranks)
+        if not isinstance(made, Plan):
+            raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
+        return Planned(_for_ranks(made, ranks), known, f"made by {getattr(plan, '__name__', 'the policy')}")
+    if plan is None:
+        sizes, why = choose_sizes(graph, known, ranks)
+    elif isinstance(plan, str):
+        sizes, why = parse_spec(plan, ranks), "as asked"
+    else:
+        sizes, why = parse_spec(",".join(f"{n}={v}" for n, v in plan.items()), ranks), "as asked"
+    wanted = make_plan(graph, known, sizes, schedule=schedule, micro_batches=micro_batches, replicate=replicate)
+    return Planned(wanted, known, why)
+
+
+def _for_ranks(plan: Plan, ranks: int) -> Plan:
+    if plan.ranks != ranks:
+        raise NnscalerError(
+            "plan_illegal",
+            f"the plan is for {plan.ranks} ranks ({plan.describe()}), and there are {ranks}",
+            help=f"use --ranks {plan.ranks}",
+        )
+    return plan

@@ -1,0 +1,52 @@
+"""The intermediate representation: graphs, meshes, layouts, placements."""
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.invariants import InternalError, check_graph
+from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State
+from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
+from nnscaler.ir.operation import Operation, Region, Slot, as_call, map_slots
+from nnscaler.ir.placement import (
+    Choice,
+    PartitionedGraph,
+    Placement,
+    RunInvariant,
+    RunPartial,
+    RunReplicated,
+    Split,
+    Stage,
+)
+from nnscaler.ir.printer import print_graph
+from nnscaler.ir.tensor import LogicalTensor, Role
+from nnscaler.ir.text_parser import parse_graph
+
+__all__ = [
+    "Axis",
+    "Choice",
+    "DeviceMesh",
+    "Graph",
+    "InternalError",
+    "Invariant",
+    "Layout",
+    "LogicalTensor",
+    "MICRO",
+    "Operation",
+    "Partial",
+    "PartitionedGraph",
+    "Placement",
+    "Region",
+    "Replicated",
+    "Role",
+    "RunInvariant",
+    "RunPartial",
+    "RunReplicated",
+    "Sharded",
+    "Slot",
+    "Split",
+    "Stage",
+    "State",
+    "as_call",
+    "check_graph",
+    "map_slots",
+    "parse_graph",
+    "print_graph",
+]

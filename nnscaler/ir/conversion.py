@@ -1,0 +1,169 @@
+"""The conversion table: from one layout state to another on one mesh axis, forward and backward.
+
+| from \\ to  | Invariant            | Replicated                  | Sharded(e)                 | Partial                 |
+|------------|----------------------|-----------------------------|----------------------------|-------------------------|
+| Invariant  |                      | - / all_reduce              | slice / all_gather         | keep first / -          |
+| Sharded(d) | all_gather / slice   | all_gather / reduce_scatter | all_to_all / all_to_all    | place in zeros / slice  |
+| Partial    | all_reduce / -       | all_reduce / all_reduce     | reduce_scatter / all_gather|                         |
+| Replicated | - / keep first       |                             | slice / place in zeros     | keep first / keep first |
+
+(forward / backward.) Each row's backward is the adjoint of its forward under the pairing of values and gradients
+that defines the four states. Conversions over several axes are shortest paths over layouts, one row at a time: two
+axes that exchange their places on one dim have no direct order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf, prod
+
+from nnscaler.ir.layout import (
+    INVARIANT,
+    Invariant,
+    Layout,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    explain_illegal,
+    intervals_nest,
+    local_shape,
+)
+
+STEP = 0.01  # tie-break: fewer conversions
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`function` names the runtime's autograd function; `forward` and `backward` the collectives that it runs."""
+
+    function: str
+    forward: str | None
+    backward: str | None
+
+
+ROWS: dict[tuple[type, type], Row] = {
+    (Invariant, Replicated): Row("replicate", None, "all_reduce"),
+    (Invariant, Sharded): Row("shard", None, "all_gather"),
+    (Invariant, Partial): Row("keep_first", None, None),
+    (Sharded, Invariant): Row("all_gather", "all_gather", None),
+    (Sharded, Replicated): Row("all_gather_replicated", "all_gather", "reduce_scatter"),
+    (Sharded, Sharded): Row("all_to_all", "all_to_all", "all_to_all"),
+    (Sharded, Partial): Row("place", None, None),
+    (Partial, Invariant): Row("all_reduce", "all_reduce", None),
+    (Partial, Replicated): Row("all_reduce_replicated", "all_reduce", "all_reduce"),
+    (Partial, Sharded): Row("reduce_scatter", "reduce_scatter", "all_gather"),
+    (Replicated, Invariant): Row("invariant", None, None),
+    (Replicated, Sharded): Row("shard_replicated", None, None),
+    (Replicated, Partial): Row("keep_first_replicated", None, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One row of the table applied on one axis of a layout."""
+
+    axis: int
+    source: Layout
+    target: Layout
+
+    @property
+    def row(self) -> Row:
+        return ROWS[type(self.source[self.axis]), type(self.target[self.axis])]
+
+
+def volume(collective: str | None, elements: int, parts: int) -> float:
+    """Elements that a rank sends in a ring algorithm; `elements` is the size of the tensor full along the axis."""
+    if collective is None or parts == 1:
+        return 0.0
+    share = (parts - 1) / parts * elements
+    if collective == "all_reduce":
+        return 2 * share
+    return share / parts if collective == "all_to_all" else share
+
+
+def move_cost(move: Move, sizes: Sequence[int], shape: Sequence[int], needs_grad: bool, in_time: bool) -> float:
+    """Elements communicated by one move, forward and backward; `inf` where no such row exists.
+
+    `in_time`: the axis is that of micro-batches, which cannot communicate.
+    """
+    before, after = move.source[move.axis], move.target[move.axis]
+    parts = sizes[move.axis]
+    if isinstance(before, Partial) and before.reduction != "sum" and not isinstance(after, Invariant):
+        return inf
+    if isinstance(after, Partial) and after.reduction != "sum":
+        return inf
+    if isinstance(before, Sharded) and isinstance(after, Sharded) and not _exchangeable(before, after, parts):
+        return inf
+    row = move.row
+    full = [*local_shape(move.source, sizes, shape)]
+    if isinstance(before, Sharded):
+        full[before.dim] *= parts
+    elements = prod(full)
+    cost = volume(row.forward, elements, parts) + (volume(row.backward, elements, parts) if needs_grad else 0.0)
+    if in_time and (row.forward or (row.backward and needs_grad)):
+        return inf
+    return cost + STEP
+
+
+def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:
+    if before.sections or after.sections:
+        return False
+    return before.dim != after.dim or intervals_nest(before.outer, parts, after.outer, parts)
+
+
+@lru_cache(maxsize=65536)
+def find_path(
+    source: Layout,
+    target: Layout,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    needs_grad: bool,
+    in_time: int | None = None,
+) -> tuple[float, tuple[Move, ...]] | None:
+    """The cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
+
+    `in_time`: the position of the micro-batch axis, if there is one.
+    """
+    if source == target:
+        return 0.0, ()
+    options: list[tuple[State, ...]] = [
+        tuple(dict.fromkeys((a, b, INVARIANT))) for a, b in zip(source, target, strict=True)
+    ]
+    best: dict[Layout, float] = {source: 0.0}
+    came: dict[Layout, Move] = {}
+    queue: list[tuple[float, int, Layout]] = [(0.0, 0, source)]
+    order = 0
+    while queue:
+        cost, _, layout = heapq.heappop(queue)
+        if layout == target:
+            break
+        if cost > best[layout]:
+            continue
+        for move in _moves(layout, options):
+            step = move_cost(move, sizes, shape, needs_grad, move.axis == in_time)
+            total = cost + step
+            if total >= best.get(move.target, inf) or explain_illegal(move.target, sizes, shape):
+                continue
+            best[move.target] = total
+            came[move.target] = move
+            order += 1
+            heapq.heappush(queue, (total, order, move.target))
+    if target not in best:
+        return None
+    moves: list[Move] = []
+    at = target
+    while at != source:
+        moves.append(came[at])
+        at = came[at].source
+    return best[target], tuple(reversed(moves))
+
+
+def _moves(layout: Layout, options: Sequence[Sequence[State]]) -> Iterable[Move]:
+    for axis, states in enumerate(options):
+        for state in states:
+            if state != layout[axis] and (type(layout[axis]), type(state)) in ROWS:
+                yield Move(axis, layout, (*layout[:axis], state, *layout[axis + 1 :]))

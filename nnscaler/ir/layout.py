@@ -1,0 +1,156 @@
+"""How a logical tensor lies on a mesh: per axis a pair (value, gradient).
+
+| state               | value on each rank | gradient on each rank |
+|---------------------|--------------------|-----------------------|
+| Invariant           | full, equal        | full, equal           |
+| Replicated          | full, equal        | partial sum           |
+| Sharded(dim, outer) | a shard            | the same shard        |
+| Partial(reduction)  | partial sum        | full, equal           |
+
+`outer` is measured in the *logical* dim: the dim is viewed as (outer, parts, inner) and the axis owns the radix
+interval [outer, outer * parts). Axes therefore have no order, and two of them may share a dim iff their intervals
+nest. A `Layout` is one state per axis of a mesh. States of tensors without gradient never are `Replicated`.
+
+Invariants: outer >= 1; `sections` (sizes of concatenated parts, each sharded) excludes outer > 1 and a second axis
+on the same dim.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    def __str__(self) -> str:
+        return "Invariant"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    def __str__(self) -> str:
+        return "Replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    dim: int
+    outer: int = 1
+    sections: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.sections:
+            return f"Sharded({self.dim}, sections={self.sections})"
+        return f"Sharded({self.dim})" if self.outer == 1 else f"Sharded({self.dim}, outer={self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    reduction: str = "sum"  # "sum" | "max"
+
+    def __str__(self) -> str:
+        return "Partial()" if self.reduction == "sum" else f"Partial({self.reduction!r})"
+
+
+State = Invariant | Replicated | Sharded | Partial
+Layout = tuple[State, ...]
+
+INVARIANT = Invariant()
+REPLICATED = Replicated()
+PARTIAL = Partial()
+
+
+def letter(state: State) -> str:
+    """I, R, S or P: for compact listings."""
+    return type(state).__name__[0]
+
+
+def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bool:
+    """Whether two axes may split one dim: their radix intervals do not overlap, and the digits divide."""
+    return outer_b % (outer_a * parts_a) == 0 or outer_a % (outer_b * parts_b) == 0
+
+
+def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> str | None:
+    """Why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can."""
+    on_dim: dict[int, list[tuple[int, int]]] = {}
+    sectioned: set[int] = set()
+    for state, parts in zip(layout, sizes, strict=True):
+        if not isinstance(state, Sharded):
+            continue
+        if state.dim >= len(shape):
+            return f"dim {state.dim} of a tensor with {len(shape)} dims"
+        size = shape[state.dim]
+        if state.sections:
+            if sum(state.sections) != size or any(s % parts for s in state.sections):
+                return f"sections {state.sections} of dim {state.dim} (size {size}) do not divide by {parts}"
+            sectioned.add(state.dim)
+        elif size % (state.outer * parts):
+            return f"dim {state.dim} of size {size} does not divide by {state.outer} x {parts}"
+        others = on_dim.setdefault(state.dim, [])
+        for outer, other_parts in others:
+            if not intervals_nest(outer, other_parts, state.outer, parts):
+                return f"two axes overlap on dim {state.dim}"
+        others.append((state.outer, parts))
+    for dim in sectioned:
+        if len(on_dim[dim]) > 1:
+            return f"a second axis on the sectioned dim {dim}"
+    return None
+
+
+def local_shape(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of one rank's shard."""
+    local = list(shape)
+    for state, parts in zip(layout, sizes, strict=True):
+        if isinstance(state, Sharded):
+            local[state.dim] //= parts
+    return tuple(local)
+
+
+def local_outer(layout: Layout, sizes: Sequence[int], axis: int) -> int:
+    """The `outer` of the state on `axis`, measured in the local dim that the other axes leave."""
+    state = layout[axis]
+    assert isinstance(state, Sharded)
+    inner_of = prod(
+        parts
+        for other, (s, parts) in enumerate(zip(layout, sizes, strict=True))
+        if other != axis and isinstance(s, Sharded) and s.dim == state.dim and s.outer < state.outer
+    )
+    assert state.outer % inner_of == 0, (layout, sizes, axis)
+    return state.outer // inner_of
+
+
+def without_gradient(layout: Layout) -> Layout:
+    """The canonical layout of a tensor that needs no gradient: `Replicated` and `Invariant` coincide."""
+    return tuple(INVARIANT if isinstance(s, Replicated) else s for s in layout)
+
+
+def format_layout(layout: Layout, axes: Sequence[str]) -> str:
+    """`dp: Sharded(0), tp: Partial()`; empty when every axis is `Invariant`."""
+    return ", ".join(f"{a}: {s}" for a, s in zip(axes, layout, strict=True) if not isinstance(s, Invariant))
+
+
+_STATE = re.compile(r"(Invariant|Replicated|Sharded|Partial)(?:\((.*)\))?$")
+
+
+@lru_cache(maxsize=4096)
+def parse_state(text: str) -> State:
+    """The inverse of `str(state)`. Raises ValueError on any other text."""
+    match = _STATE.match(text.strip())
+    if not match:
+        raise ValueError(f"not a layout state: {text!r}")
+    name, inside = match.group(1), match.group(2) or ""
+    if name == "Invariant":
+        return INVARIANT
+    if name == "Replicated":
+        return REPLICATED
+    if name == "Partial":
+        return Partial(inside.strip("'\"") or "sum")
+    if "sections" in inside:
+        numbers = [int(n) for n in re.findall(r"\d+", inside)]
+        return Sharded(numbers[0], 1, tuple(numbers[1:]))
+    numbers = [int(n) for n in re.findall(r"\d+", inside)]
+    return Sharded(numbers[0], numbers[1] if len(numbers) > 1 else 1)

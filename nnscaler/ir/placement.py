@@ -1,0 +1,98 @@
+"""Where and how each operation runs: its stages, and one choice per mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class RunInvariant:
+    """Every rank of the axis runs the whole operation; gradients are full and equal."""
+
+    def __str__(self) -> str:
+        return "invariant"
+
+
+@dataclass(frozen=True, slots=True)
+class RunReplicated:
+    """Every rank of the axis runs the whole operation on partial gradients: their sum is deferred."""
+
+    def __str__(self) -> str:
+        return "replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The identifier is split over the axis, viewed as (outer, parts, inner), or, with `sections`, as a
+    concatenation of parts each of which is split."""
+
+    identifier: str
+    outer: int = 1
+    sections: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        how = f" outer {self.outer}" if self.outer > 1 else f" sections {self.sections}" if self.sections else ""
+        return f"split {self.identifier}{how}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPartial:
+    """A linear operation runs on partial sums in these input slots."""
+
+    slots: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"partial {sorted(self.slots)}"
+
+
+Choice = RunInvariant | RunReplicated | Split | RunPartial
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One segment of the pipeline and the mesh that runs it. `device` numbers the group of ranks (several stages of
+    an interleaved pipeline share one)."""
+
+    index: int
+    mesh: DeviceMesh
+    device: int
+    micro_batches: int = 1
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of every layout on this stage: the mesh's, then `micro` (size 1 without micro-batches)."""
+        return (*self.mesh.axes, Axis(MICRO, self.micro_batches))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(a.size for a in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`stages`: where the operation runs (more than one: it is repeated on each). `choices`: one per axis of the
+    stage's `axes`. `prepare`: it runs once per step, on all micro-batches together, before the first forward.
+    `recompute`: a group whose activations are recomputed in backward."""
+
+    stages: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    prepare: bool = False
+    recompute: str | None = None
+
+
+@dataclass(frozen=True)
+class PartitionedGraph:
+    """A graph whose every operation has a placement."""
+
+    graph: Graph
+    stages: tuple[Stage, ...]
+    placements: Mapping[str, Placement]
+    micro_batches: int = 1

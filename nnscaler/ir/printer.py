@@ -1,0 +1,90 @@
+"""Graphs as text: one line per stored tensor, input and operation. `text_parser.parse_graph` reads it back.
+
+graph Tiny
+parameter %weight: float32[8, 4] grad = "weight"
+input %x: float32[2, 4] = "x"
+%linear: float32[2, 8] grad = aten.linear.default(%x, %weight)  | module="proj" type="Linear" at="tiny.py":7
+loss %mean
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from op_registry.call import DType
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation, Slot
+from nnscaler.ir.tensor import LogicalTensor
+
+_WORD = re.compile(r"[A-Za-z_][\w.:]*\Z")
+
+
+def print_graph(graph: Graph) -> str:
+    """The graph as text; equal graphs give equal texts."""
+    lines = [f"graph {_word(graph.name)}"]
+    for tensor in graph.tensors.values():
+        if tensor.role != "activation":
+            names = ", ".join(json.dumps(f) for f in tensor.fqns)
+            lines.append(f"{tensor.role} {_typed(tensor)}" + (f" = {names}" if names else ""))
+    lines += [print_operation(operation, graph) for operation in graph.operations]
+    lines += [f"update %{buffer} = %{value}" for buffer, value in graph.updates]
+    lines.append(f"loss %{graph.loss}")
+    return "\n".join(lines) + "\n"
+
+
+def print_operation(operation: Operation, graph: Graph) -> str:
+    """One operation on one line."""
+    outputs = ", ".join("_" if name is None else _typed(graph.tensors[name]) for name in operation.outputs) or "()"
+    arguments = [_value(a, operation) for a in operation.args]
+    arguments += [f"{key}={_value(v, operation)}" for key, v in operation.kwargs]
+    line = f"{outputs} = {_word(operation.operator)}({', '.join(arguments)})"
+    fields = " ".join(_fields(operation))
+    return f"{line}  | {fields}" if fields else line
+
+
+def _fields(operation: Operation) -> list[str]:
+    first = next((name for name in operation.outputs if name is not None), None)
+    fields = [] if operation.name == first else [f"name={json.dumps(operation.name)}"]
+    if not operation.region.grad_enabled:
+        fields.append("no_grad")
+    if operation.region.autocast is not None:
+        fields.append(f"autocast={json.dumps(operation.region.autocast)}")
+    if operation.module:
+        fields.append(f"module={json.dumps(operation.module)}")
+    if operation.module_type:
+        fields.append(f"type={json.dumps(operation.module_type)}")
+    if operation.where is not None:
+        fields.append(f"at={json.dumps(operation.where.file)}:{operation.where.line}")
+        if operation.where.text:
+            fields.append(f"text={json.dumps(operation.where.text)}")
+    return fields
+
+
+def _typed(tensor: LogicalTensor) -> str:
+    shape = ", ".join(str(s) for s in tensor.shape)
+    return f"%{tensor.name}: {tensor.dtype}[{shape}]" + (" grad" if tensor.needs_grad else "")
+
+
+def _word(text: str) -> str:
+    return text if _WORD.match(text) else json.dumps(text)
+
+
+def _value(value: Any, operation: Operation) -> str:
+    if isinstance(value, Slot):
+        return f"%{operation.inputs[value.index]}"
+    if isinstance(value, DType):
+        return value.name
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, complex):
+        return f"complex({value.real!r}, {value.imag!r})"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(v, operation) for v in value) + "]"
+    if isinstance(value, tuple):
+        inside = ", ".join(_value(v, operation) for v in value)
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    assert value is None or isinstance(value, bool | int | float), f"{value!r} of {operation.operator} has no text"
+    return repr(value)

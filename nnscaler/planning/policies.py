@@ -1,0 +1,124 @@
+"""From a short specification to a plan: `dp=2,tp=2,pp=2`, or what suits the model when nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.planning.pipeline import pipeline
+from nnscaler.planning.tensor_parallel import tensor_parallel
+from nnscaler.transform.apply import follow_batch, largest_micro_batches
+from nnscaler.transform.layers import layers_of
+from nnscaler.transform.plan import Plan, SplitStep, Step
+from nnscaler.transform.select import select
+from nnscaler.transform.signature import Signature
+
+AXES = {"dp": "data parallel: the batch is split, parameters are held whole",
+        "tp": "tensor parallel: operators are split as their annotations allow, by least communication",
+        "pp": "pipeline parallel: layers are split into stages"}
+
+
+def parse_spec(text: str, ranks: int) -> dict[str, int]:
+    """`dp=2,tp=2,pp=2` as a dict. Raises NnscalerError("plan_illegal") unless the product is `ranks`."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, number = part.partition("=")
+        if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
+            raise NnscalerError(
+                "plan_illegal",
+                f"--plan {text!r}: {part!r} is not one of dp=N, tp=N, pp=N",
+                help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
+            )
+        sizes[name] = int(number)
+    if prod(sizes.values()) != ranks:
+        options = ", ".join(",".join(f"{n}={v}" for n, v in s.items()) for s in _factorisations(ranks)[:6])
+        raise NnscalerError(
+            "plan_illegal",
+            f"plan {text!r} is for {prod(sizes.values())} ranks, and there are {ranks}",
+            help=f"the product of dp, tp and pp must be {ranks}: {options}",
+        )
+    return sizes
+
+
+def make_plan(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    sizes: Mapping[str, int],
+    *,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    replicate: Sequence[str] = (),
+    chunks: int | None = None,
+) -> Plan:
+    """The product of the policies data_parallel, tensor_parallel and pipeline.
+
+    `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline.
+    `replicate`: patterns of modules or operations that tensor parallelism leaves whole.
+    """
+    dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
+    interleaved = (schedule or "").lower().startswith("interleaved")
+    chunks = chunks or (2 if interleaved and pp > 1 else 1)
+    whole = {op.name for op in select(graph, replicate)} if replicate else set()
+    if micro_batches is None:
+        micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
+    mesh = tuple((n, sizes[n]) for n in ("dp", "tp", "pp") if n in sizes)
+    plan = Plan(mesh, (), micro_batches, schedule or "1f1b", chunks)
+    steps: list[Step] = []
+    if tp > 1:
+        made, axes = follow_batch(graph, signatures, plan)
+        steps.extend(tensor_parallel(graph, signatures, "tp", tp, whole, made, axes))
+    if pp > 1:
+        steps.extend(pipeline(graph, signatures, pp, chunks))
+    return replace(plan, steps=tuple(steps))
+
+
+def choose_sizes(graph: Graph, signatures: Mapping[str, Signature], ranks: int) -> tuple[dict[str, int], str]:
+    """dp, tp and pp for a model when nothing is said, and why.
+
+    Legal are: a batch that divides by dp, no more stages than layers, and a tp that divides at least 90 % of the
+    FLOPs of matmul-like operations. Among those, the most axes are used (each is another source of errors to check),
+    the largest axis is the smallest, and tp comes before dp before pp.
+    """
+    batch = next((t.shape[0] for t in graph.with_role("input") if t.shape), 1)
+    layers = len(layers_of(graph))
+    found: list[tuple[tuple[int, ...], dict[str, int]]] = []
+    for sizes in _factorisations(ranks):
+        dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
+        if batch % dp or pp > max(layers, 1) or (pp > 1 and layers < 2):
+            continue
+        if tp > 1 and _divided(graph, signatures, tp) < 0.9:
+            continue
+        used = sum(v > 1 for v in sizes.values())
+        found.append(((-used, max(sizes.values(), default=1), -tp, -dp), sizes))
+    if not found:
+        raise NnscalerError(
+            "plan_illegal",
+            f"no combination of dp, tp and pp with product {ranks} suits this model (batch {batch}, {layers} layers)",
+            help="change --ranks or the batch of sample_inputs(), or give --plan plan.json",
+        )
+    sizes = min(found, key=lambda f: f[0])[1]
+    why = f"{ranks} ranks over dp, tp and pp as evenly as a batch of {batch} and {layers} layers allow"
+    return sizes, why
+
+
+def _divided(graph: Graph, signatures: Mapping[str, Signature], tp: int) -> float:
+    total = sum(s.flops for s in signatures.values())
+    steps = tensor_parallel(graph, signatures, "tp", tp)
+    split = {n for s in steps if isinstance(s, SplitStep) for n in s.operations}
+    return sum(signatures[n].flops for n in split) / total if total else 0.0
+
+
+def _factorisations(ranks: int) -> list[dict[str, int]]:
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    found: list[dict[str, int]] = []
+    for dp, tp in product(divisors, divisors):
+        if ranks % (dp * tp) == 0:
+            sizes = {"dp": dp, "tp": tp, "pp": ranks // dp // tp}
+            found.append({n: v for n, v in sizes.items() if v > 1} or {"dp": 1})
+    return found
+
+

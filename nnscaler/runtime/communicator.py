@@ -1,0 +1,247 @@
+"""What a rank program may ask of the other ranks: the protocol, the record of each call, and the common checks.
+
+Two implementations: `simulator` (a thread per rank) and `distributed` (torch.distributed). Rank programs cannot tell
+them apart. Semantics, for both:
+
+* `ranks` is the group in axis order; every rank of the group makes the same calls on it in the same order. Results of
+  collectives with several tensors are in the order of `ranks`, and sums are equal bitwise on all ranks of the group.
+* arguments are never changed, and results never share memory with arguments.
+* `send` does not wait for its receiver; messages are matched by (source, destination, key).
+* a rank that waits for ever is an error (`CommunicationError`) where the implementation can see it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Key = tuple[object, ...]
+
+
+class ProgramError(Exception):
+    """A rank program, or what it was given, is not what the runtime can run. The message says rank, stage and place."""
+
+
+class CommunicationError(ProgramError):
+    """Ranks disagree on a collective, wait for each other for ever, or name peers that do not exist.
+
+    `secondary` is True on ranks that only stopped because another rank failed; `waiting` says, per rank, what it
+    waited for (deadlocks).
+    """
+
+    def __init__(self, message: str, *, secondary: bool = False, waiting: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.secondary = secondary
+        self.waiting = waiting or {}
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationCall:
+    """One call of a communicator: enough to compare it with the calls of the group's other ranks, and to print it."""
+
+    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv"
+    ranks: tuple[int, ...]  # the group; (source, destination) for messages
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype | None = None
+    reduction: str = ""
+    source: int | None = None  # broadcast only
+    key: Key = ()
+    place: str | None = None  # file:line of the rank program
+    context: str = ""  # the instruction that runs, "F0.1"
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else ""
+        shapes = sorted(set(self.shapes))
+        what = f" {dtype}{'/'.join(str(list(s)) for s in shapes)}" if shapes else ""
+        name = f"{self.kind}({self.reduction})" if self.reduction else self.kind
+        if self.kind in ("send", "recv"):
+            key = " ".join(str(k) for k in self.key)
+            return f"{name}{what} {self.ranks[0]} -> {self.ranks[1]} key ({key})" + self.where()
+        source = f" from rank {self.source}" if self.source is not None else ""
+        return f"{name}{what}{source} over ranks {self.ranks}" + self.where()
+
+    def where(self) -> str:
+        return (f" in {self.context}" if self.context else "") + (f" at {self.place}" if self.place else "")
+
+
+class Communicator(Protocol):
+    """The protocol. `context` is what the executor runs; `at` says the place where the stack has no program frame."""
+
+    rank: int
+    world_size: int
+    context: str
+    current: CommunicationCall | None
+    listener: Callable[[CommunicationCall], None] | None
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor: ...
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]: ...
+    def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor: ...
+    def all_to_all(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]: ...
+    def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor: ...
+    def barrier(self, ranks: Sequence[int]) -> None: ...
+    def send(self, tensor: Tensor, destination: int, key: Key) -> None: ...
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor: ...
+    def finish(self) -> None: ...
+    def at(self, place: str | None) -> AbstractContextManager[None]: ...
+
+
+_OWN_MODULES = ("nnscaler.runtime.", "torch.", "contextlib", "threading")
+
+
+def program_place() -> str | None:
+    """file:line of the innermost frame outside the runtime and torch: the line of the rank program that called."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_OWN_MODULES) and name not in ("torch", "nnscaler.runtime"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class CommunicatorBase:
+    """Records and checks calls, answers groups of one rank itself, and leaves the rest to `_all_reduce` and so on.
+
+    Implementations write the methods that begin with an underscore; `ranks` there has at least two members, contains
+    this rank, and tensors are contiguous and detached.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.context = ""
+        self.current: CommunicationCall | None = None
+        self.listener: Callable[[CommunicationCall], None] | None = None
+        self._place: str | None = None
+
+    @contextmanager
+    def at(self, place: str | None) -> Iterator[None]:
+        """Calls inside are recorded as made at `place` (None: search the stack, the default)."""
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
+
+    # -- the protocol ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor:
+        if reduction not in ("sum", "max"):
+            raise CommunicationError(f"rank {self.rank}: unknown reduction {reduction!r}")
+        call = self._record("all_reduce", ranks, [tensor], reduction=reduction)
+        value = tensor.detach()
+        return value.clone() if len(call.ranks) == 1 else self._all_reduce(value.contiguous(), call)
+
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        call = self._record("all_gather", ranks, [tensor])
+        value = tensor.detach()
+        return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value.contiguous(), call)
+
+    def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
+        """The reduction of piece i of every rank goes to the i-th rank of the group."""
+        call = self._record("reduce_scatter", ranks, pieces, reduction=reduction)
+        self._check_count(pieces, call)
+        values = [p.detach().contiguous() for p in pieces]
+        return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
+
+    def all_to_all(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+        """Piece i goes to the i-th rank of the group; the result holds what each rank sent here."""
+        call = self._record("all_to_all", ranks, pieces)
+        self._check_count(pieces, call)
+        values = [p.detach().contiguous() for p in pieces]
+        return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
+
+    def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
+        """`tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
+        call = self._record("broadcast", ranks, [tensor], source=source)
+        if source not in call.ranks:
+            raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
+        value = tensor.detach()
+        return value.clone() if len(call.ranks) == 1 else self._broadcast(value.contiguous(), call)
+
+    def barrier(self, ranks: Sequence[int]) -> None:
+        call = self._record("barrier", ranks, [])
+        if len(call.ranks) > 1:
+            self._barrier(call)
+
+    def send(self, tensor: Tensor, destination: int, key: Key) -> None:
+        """Hands the message over and returns; `key` names it for the receiver."""
+        call = self._record("send", (self.rank, destination), [tensor], key=key)
+        self._send(tensor.detach().contiguous(), call)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
+        call = self._record("recv", (source, self.rank), [], key=key, shape=tuple(shape), dtype=dtype)
+        return self._recv(call)
+
+    def finish(self) -> None:
+        """Returns when the messages sent from here no longer need their memory. The executor calls it after a step."""
+
+    # -- for implementations --------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        reduction: str = "",
+        source: int | None = None,
+        key: Key = (),
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CommunicationCall:
+        call = CommunicationCall(
+            kind,
+            tuple(ranks),
+            tuple(tuple(t.shape) for t in tensors) if shape is None else (shape,),
+            tensors[0].dtype if tensors else dtype,
+            reduction,
+            source,
+            key,
+            self._place or program_place(),
+            self.context,
+        )
+        self.current = call
+        if self.listener is not None:
+            self.listener(call)
+        if self.rank not in call.ranks or any(not 0 <= r < self.world_size for r in call.ranks):
+            raise CommunicationError(
+                f"rank {self.rank} of {self.world_size}: {call}: this rank is not in it, or a rank does not exist"
+            )
+        if kind not in ("send", "recv") and len(set(call.ranks)) != len(call.ranks):
+            raise CommunicationError(f"rank {self.rank}: {call}: a rank is in the group twice")
+        return call
+
+    def _check_count(self, pieces: Sequence[Tensor], call: CommunicationCall) -> None:
+        if len(pieces) != len(call.ranks):
+            raise CommunicationError(f"rank {self.rank}: {call}: {len(pieces)} pieces for {len(call.ranks)} ranks")
+
+    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        raise AssertionError("implementations define this")
+
+    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
+        raise AssertionError("implementations define this")
+
+    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
+        raise AssertionError("implementations define this")
+
+    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
+        raise AssertionError("implementations define this")
+
+    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        raise AssertionError("implementations define this")
+
+    def _barrier(self, call: CommunicationCall) -> None:
+        raise AssertionError("implementations define this")
+
+    def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
+        raise AssertionError("implementations define this")
+
+    def _recv(self, call: CommunicationCall) -> Tensor:
+        raise AssertionError("implementations define this")

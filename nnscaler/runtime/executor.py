@@ -1,0 +1,287 @@
+"""Runs a role module on one rank: the instructions of a step, and what a training loop needs of it.
+
+A step cuts this rank's pieces out of the global batch, runs `prepare` of each stage once, then SCHEDULE instruction by
+instruction, then sums gradients over ranks. Gradients accumulate over micro-batches in the parameter's `.grad`, in
+float32 where the parameter is of half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.axis import AxisGroup
+from nnscaler.runtime.build import StageBuilder, stages_of
+from nnscaler.runtime.communicator import CommunicationError, Communicator, ProgramError
+from nnscaler.runtime.gradients import Gradients
+from nnscaler.runtime.layout import Invariant, Partial
+from nnscaler.runtime.messages import Mail
+from nnscaler.runtime.observe import observed_copy
+from nnscaler.runtime.precision import dtype_named, in_precision, precision_of_run
+from nnscaler.runtime.role import MICRO, Input, RunContext, Stage
+from nnscaler.runtime.schedule import Instruction, parse_schedule
+from nnscaler.runtime.shards import shard
+
+Observe = Callable[[int, int, str, str, Tensor], None]
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One micro-batch between its forward and its backward."""
+
+    outputs: Mapping[str, Tensor]
+    received: dict[str, Tensor]
+
+
+class RankExecutor:
+    """`role_module` on rank `rank`, with parameters and buffers cut from the logical tensors in `state`.
+
+    `precision` replaces every floating dtype of the program (None: as written). `dropout=False` makes dropout the
+    identity. `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is
+    "prepare" (micro is -1), "forward", or "backward" for its gradient.
+
+    `parameters` maps (stage index, attribute) to the trainable parameters, each with its `.description`; a tied
+    parameter that two stages hold on this rank occurs twice, as one object.
+    Raises ProgramError for a role or a state that does not fit.
+    """
+
+    def __init__(
+        self,
+        role_module: ModuleType,
+        rank: int,
+        communicator: Communicator,
+        state: Mapping[str, Tensor],
+        *,
+        precision: str | None = None,
+        device: torch.device | str = "cpu",
+        dropout: bool = True,
+        seed: int = 0,
+        observe: Observe | None = None,
+    ) -> None:
+        if rank != communicator.rank:
+            raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
+        self.module = role_module if observe is None else observed_copy(role_module)
+        self.rank, self.communicator = rank, communicator
+        self.precision, self.device = precision, torch.device(device)
+        self.context = RunContext(seed, dropout)
+        self._observe, self._running = observe, ("", -1)
+        classes = stages_of(self.module, rank)
+        self.schedule = parse_schedule(self.module.SCHEDULE, classes)
+        builder = StageBuilder(communicator, state, precision, self.device, self.context)
+        with precision_of_run(precision):
+            self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
+        self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
+            (index, name): getattr(stage, name) for index, stage in self.stages.items() for name in stage.parameters
+        }
+        self._gradients = Gradients(self.stages, communicator)
+        self._mail = Mail(communicator, self.device)
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+
+    # -- a training step ------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> Tensor | None:
+        """Forward and backward of the global `batch`; the loss, on the ranks whose stage computes it (else None).
+
+        Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
+        Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
+        """
+        self._in_flight.clear()
+        self._mail.clear()
+        with (
+            precision_of_run(self.precision),
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
+        ):
+            self._gradients.begin()
+            prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
+            losses: dict[int, list[Tensor]] = {}
+            for instruction in self.schedule:
+                stage = self.stages[instruction.stage]
+                stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
+                if instruction.kind == "F":
+                    loss = self._forward(stage, instruction, prepared[stage.index], batch)
+                    if loss is not None:
+                        losses.setdefault(stage.index, []).append(loss)
+                else:
+                    self._backward(stage, instruction)
+            with self._working("the gradient sum"):
+                self._gradients.finish()
+            total = None
+            for index, values in losses.items():
+                with self._working("the sum of the loss"):
+                    total = self._total(self.stages[index], values)
+            self._in_flight.clear()
+            self.communicator.finish()
+        self.context.step += 1
+        return total
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @property
+    def buffers(self) -> dict[tuple[int, str], Tensor]:
+        """(stage index, attribute) to the local tensor, as of now: steps replace the tensors of updated buffers."""
+        return {(i, name): getattr(s, name) for i, s in self.stages.items() for name in s.buffers}
+
+    def local_tensors(self, kind: str) -> list[tuple[int, str, str, Tensor | None]]:
+        """(stage index, attribute, fqn, tensor) of every "parameter" (frozen ones too), "gradient" or "buffer"."""
+        found: list[tuple[int, str, str, Tensor | None]] = []
+        for index, stage in self.stages.items():
+            if kind == "buffer":
+                found += [(index, name, d.fqn, getattr(stage, name)) for name, d in stage.buffers.items()]
+            elif kind == "parameter":
+                both = {**stage.parameters, **stage.frozen}
+                found += [(index, name, d.fqn, getattr(stage, name).detach()) for name, d in both.items()]
+            elif kind == "gradient":
+                found += [(index, name, d.fqn, getattr(stage, name).grad) for name, d in stage.parameters.items()]
+            else:
+                raise ValueError(f"kind {kind!r} is not 'parameter', 'gradient' or 'buffer'")
+        return found
+
+    # -- instructions ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, stage: Stage, batch: Batch) -> Mapping[str, Any]:
+        if not hasattr(stage, "prepare"):
+            return {}
+        with self._working(f"prepare of stage {stage.index}"), torch.no_grad():
+            self._running = ("prepare", -1)
+            pieces = {name: self._piece(stage, source, batch) for name, source in stage.prepare_inputs.items()}
+            return stage.prepare(**pieces)
+
+    def _forward(
+        self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch
+    ) -> Tensor | None:
+        """Runs the micro-batch, sends what other stages read, and returns the local loss if this stage has one."""
+        micro = instruction.micro
+        with self._working(str(instruction), stage):
+            self._running = ("forward", micro)
+            arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
+            received: dict[str, Tensor] = {}
+            for name, receive in stage.receives.items():
+                with self.communicator.at(_place(stage)):
+                    dtype = dtype_named(receive.dtype, self.precision)
+                    value = self._mail.receive_value(stage, receive, dtype, micro)
+                received[name] = value.requires_grad_(receive.needs_grad)
+            arguments.update(received)
+            if self._observe is not None:
+                for name, value in arguments.items():
+                    stage._observe(name, value)
+            outputs = stage.forward(**arguments, **prepared)
+            self._check_outputs(stage, outputs)
+            for send in stage.sends:
+                with self.communicator.at(_place(stage)):
+                    self._mail.send_value(stage, send, outputs[send.key], micro)
+            for key, attribute in stage.updates.items():
+                setattr(stage, attribute, outputs[key].detach())
+            self._in_flight[stage.index, micro] = InFlight(outputs, received)
+            return outputs["loss"].detach() if stage.loss is not None else None
+
+    def _backward(self, stage: Stage, instruction: Instruction) -> None:
+        """Receives the gradients of what was sent, runs backward, and returns the gradients of what was received."""
+        micro = instruction.micro
+        with self._working(str(instruction), stage):
+            self._running = ("backward", micro)
+            flight = self._in_flight.pop((stage.index, micro))
+            roots: dict[str, tuple[Tensor, Tensor]] = {}
+            for send in stage.sends:
+                if send.needs_grad:
+                    value = flight.outputs[send.key]
+                    with self.communicator.at(_place(stage)):
+                        gradient = self._mail.receive_gradient(stage, send, value, micro)
+                    roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
+            if stage.loss is not None:
+                roots["loss"] = (flight.outputs["loss"], torch.ones_like(flight.outputs["loss"]))
+            needed = [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
+            if needed:
+                torch.autograd.backward([v for v, _ in needed], [g for _, g in needed])
+            self._gradients.collect()
+            for name, receive in stage.receives.items():
+                if receive.needs_grad:
+                    leaf = flight.received[name]
+                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    with self.communicator.at(_place(stage)):
+                        self._mail.send_gradient(stage, receive, gradient, micro)
+
+    def _total(self, stage: Stage, losses: list[Tensor]) -> Tensor:
+        """The loss of the step: the sum over micro-batches and ranks on the axes where it is a partial sum."""
+        assert stage.loss is not None
+        states = stage.loss.states
+        total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]
+        for axis in stage.axes:
+            state = states.get(axis, Invariant())
+            if isinstance(state, Partial):
+                total = self.communicator.all_reduce(total, getattr(stage, axis).ranks, state.reduction)
+            elif not isinstance(state, Invariant):
+                raise ProgramError(f"the loss is {state} on axis {axis!r}: only Invariant and Partial are a loss")
+        return total
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _piece(self, stage: Stage, source: Input, batch: Batch) -> Tensor:
+        if source.name not in batch:
+            raise ProgramError(f"the batch has no input {source.name!r}")
+        try:
+            piece = shard(batch[source.name].detach(), source.states, stage.sizes(), stage.coordinates())
+        except ValueError as error:
+            raise ProgramError(f"input {source.name!r}: {error}") from error
+        return piece.to(self.device, in_precision(piece.dtype, self.precision))
+
+    def _check_outputs(self, stage: Stage, outputs: Mapping[str, Tensor]) -> None:
+        wanted = {*(send.key for send in stage.sends), *stage.updates, *(["loss"] if stage.loss is not None else [])}
+        missing = sorted(wanted - set(outputs))
+        if missing:
+            raise ProgramError(f"forward does not return {missing}")
+
+    def _observer(self, stage: int) -> Callable[[str, Tensor], None] | None:
+        if self._observe is None:
+            return None
+        observe = self._observe
+
+        def observer(name: str, value: Tensor) -> None:
+            phase, micro = self._running
+            if phase == "backward":  # an activation that is computed again
+                return
+            observe(stage, micro, phase, name, value.detach())
+            if value.requires_grad and phase == "forward":
+                value.register_hook(lambda gradient: observe(stage, micro, "backward", name, gradient))
+
+        return observer
+
+    @contextmanager
+    def _working(self, what: str, stage: Stage | None = None) -> Iterator[None]:
+        """Communication inside is said to happen in `what`; other errors become ProgramErrors that say so."""
+        self.communicator.context = what
+        try:
+            yield
+        except CommunicationError:  # says all that itself
+            raise
+        except Exception as error:
+            place = self._last_place(error.__traceback__) or (_place(stage) if stage is not None else "")
+            at = f" at {place}" if place else ""
+            kind = "" if isinstance(error, ProgramError) else f"{type(error).__name__}: "
+            raise ProgramError(f"rank {self.rank}, {what}{at}: {kind}{error}") from error
+        finally:
+            self.communicator.context = ""
+
+    def _last_place(self, traceback: TracebackType | None) -> str | None:
+        place = None
+        while traceback is not None:
+            frame = traceback.tb_frame
+            if frame.f_globals is self.module.__dict__:
+                place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
+            traceback = traceback.tb_next
+        return place
+
+
+def _place(stage: Stage) -> str:
+    """file:line of the stage's forward: where its messages are declared to come and go."""
+    code = stage.forward.__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,161 @@
+"""Trains a compiled program on its sample batch and prints the loss of each step. Every rank runs this:
+
+    torchrun --nproc-per-node 4 -m nnscaler.runtime.launch build/ --steps 3
+
+A program for one rank needs no torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
+from nnscaler.runtime.distributed import torch_communicator
+from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.process_group import Place, join, leave, torchrun_place
+from nnscaler.runtime.program_directory import ProgramDirectory, groups_of, pairs_of, rank_with_loss, read_program
+
+COULD_NOT_RUN, CRASHED, INTERRUPTED = 2, 101, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0; 2 when the program cannot run so; 101 when running it failed; 130 interrupted."""
+    options = _parse(arguments)
+    try:
+        place = torchrun_place() or Place(0, 1, 0, 1)
+        program = read_program(options.program)
+        _check_ranks(program, place)
+        backend, device = _choose_device(options.device, place)
+    except ProgramError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return COULD_NOT_RUN
+    try:
+        _train(program, place, backend, device, options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ProgramError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return CRASHED
+    except Exception:  # noqa: BLE001 - Python's own exit code 1 would say that something was refuted
+        traceback.print_exc()
+        return CRASHED
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="nnscaler.runtime.launch", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("program", metavar="DIR", help="what `nnscaler compile --out DIR` wrote")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default 0.01)")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default sgd")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        help="run every floating tensor so (default: the model's)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of dropout (default 0)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: GPUs if any")
+    return parser.parse_args(arguments)
+
+
+def _check_ranks(program: ProgramDirectory, place: Place) -> None:
+    if place.world_size != program.ranks:
+        command = f"torchrun --nproc-per-node {program.ranks} -m nnscaler.runtime.launch {program.path}"
+        needed, run = program.ranks, place.world_size
+        raise ProgramError(f"{program.path} is a program for {needed} ranks, and {run} run; start it with\n  {command}")
+
+
+def _choose_device(choice: str, place: Place) -> tuple[str, torch.device]:
+    """Backend and device: NCCL where each rank of this machine has a GPU; fewer GPUs are shared, over gloo."""
+    count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
+    if choice == "cuda" and not count:
+        raise ProgramError("--device cuda: torch finds no GPU")
+    if not count:
+        return "gloo", torch.device("cpu")
+    backend = "nccl" if count >= place.local_world_size else "gloo"
+    return backend, torch.device("cuda", place.local_rank % count)
+
+
+def _train(
+    program: ProgramDirectory, place: Place, backend: str, device: torch.device, options: argparse.Namespace
+) -> None:
+    stages = program.stages()
+    if place.rank == 0:
+        print(_headline(program, backend, device, options), flush=True)
+    communicator: Communicator = CommunicatorBase(0, 1)
+    if place.world_size > 1:
+        join(backend, place.rank, place.world_size, device)
+        communicator = torch_communicator(
+            backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
+        )
+    executor = RankExecutor(
+        program.role(place.rank),
+        place.rank,
+        communicator,
+        program.state(),
+        precision=options.dtype,
+        device=device,
+        seed=options.seed,
+    )
+    batch = program.inputs()
+    optimizer = _optimizer(options, executor)
+    source = rank_with_loss(stages)
+    for step in range(1, options.steps + 1):
+        executor.zero_grad()
+        loss = executor.step(batch)
+        if optimizer is not None:
+            optimizer.step()
+        value = _loss_at_rank_0(loss, source, communicator, step)
+        if value is not None:
+            print(f"step {step}  loss {value!r}", flush=True)
+    if place.world_size > 1:
+        communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
+        leave()
+
+
+def _headline(program: ProgramDirectory, backend: str, device: torch.device, options: argparse.Namespace) -> str:
+    manifest = program.manifest
+    model = manifest["model"]
+    name = model.get("file") or model.get("name") or "model"
+    axes = " ".join(f"{axis}={size}" for axis, size in manifest["axes"])
+    plan = ", ".join(
+        part for part in (axes, manifest["schedule"], f"{manifest['micro_batches']} micro-batches") if part
+    )
+    precision = options.dtype or "the model's dtypes"
+    ranks = "1 rank" if program.ranks == 1 else f"{program.ranks} ranks over {backend}"
+    return f"{name} on {ranks} ({plan}): {options.optimizer}, lr {options.lr}, {precision}, {device.type}"
+
+
+def _optimizer(options: argparse.Namespace, executor: RankExecutor) -> torch.optim.Optimizer | None:
+    """None on a rank without trainable parameters. A tied parameter of two stages counts once."""
+    parameters = list(dict.fromkeys(executor.parameters.values()))
+    if not parameters:
+        return None
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=options.lr)
+    return torch.optim.SGD(parameters, lr=options.lr)
+
+
+def _loss_at_rank_0(loss: torch.Tensor | None, source: int, communicator: Communicator, step: int) -> float | None:
+    """The loss on rank 0, wherever it was computed; None on other ranks."""
+    value = None if loss is None else loss.detach().double()
+    key = ("loss", step)
+    if source != 0 and communicator.rank == source:
+        assert value is not None
+        communicator.send(value, 0, key)
+        communicator.finish()
+    if communicator.rank != 0:
+        return None
+    if source != 0:
+        value = communicator.recv((), torch.float64, source, key)
+    assert value is not None
+    return float(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

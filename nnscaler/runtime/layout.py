@@ -1,0 +1,64 @@
+"""How a logical tensor lies on the axes of a mesh, as rank programs write it.
+
+The same four states as the compiler's (this tower imports nothing of it), with the same text. Per axis, a state says
+what each rank holds of the value and of the gradient:
+
+| state               | value on each rank | gradient on each rank | pairing <v, g>      |
+|---------------------|--------------------|-----------------------|---------------------|
+| Invariant           | full, equal        | full, equal           | v . g on one rank   |
+| Replicated          | full, equal        | partial sum           | v . sum_r g_r       |
+| Sharded(dim, outer) | a shard            | the same shard        | sum_r v_r . g_r     |
+| Partial(reduction)  | partial sum        | full, equal           | (sum_r v_r) . g     |
+
+`outer` is measured in the logical dim: the dim is viewed as (outer, parts, inner) and the axis owns the middle digit.
+`sections` are sizes of concatenated pieces of the dim, each of which is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    def __repr__(self) -> str:
+        return "Invariant()"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    def __repr__(self) -> str:
+        return "Replicated()"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    dim: int
+    outer: int = 1
+    sections: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        if self.sections:
+            return f"Sharded({self.dim}, sections={self.sections})"
+        return f"Sharded({self.dim})" if self.outer == 1 else f"Sharded({self.dim}, outer={self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    reduction: str = "sum"  # "sum" | "max"
+
+    def __repr__(self) -> str:
+        return "Partial()" if self.reduction == "sum" else f"Partial({self.reduction!r})"
+
+
+State = Invariant | Replicated | Sharded | Partial
+States = Mapping[str, State]  # by axis name; an axis that is missing is Invariant
+
+
+def gradient_states(states: States) -> dict[str, State]:
+    """How the gradient of a tensor with these states lies, read as a value."""
+    return {axis: _GRADIENT.get(type(state), state) for axis, state in states.items()}
+
+
+_GRADIENT: Mapping[type, State] = {Replicated: Partial(), Partial: Invariant()}

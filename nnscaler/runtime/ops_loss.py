@@ -1,0 +1,62 @@
+"""Losses and means whose sums may be spread over ranks: operators that divide by logical counts, not local ones.
+
+Cross entropy is four operators so that its classes can be split: the maximum and the sum of exponentials are reduced
+over the blocks of classes, and so is the logit of the label, which lies in one block. The whole loss of logits [N, C]
+is ce_tail(ce_sumexp(logits, m), m, ce_pick(logits, labels, i), labels, i) with m = ce_max(logits). Half precision is
+computed in float32, as torch's own cross entropy does inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def ce_max(logits: Tensor) -> Tensor:
+    """[N, C] -> [N]: the largest logit of each row; without gradient, which cancels in the loss."""
+    with torch.no_grad():
+        return _wide(logits.detach()).amax(1)
+
+
+def ce_sumexp(logits: Tensor, maximum: Tensor) -> Tensor:
+    """[N, C], [N] -> [N]: the sum over classes of exp(logit - maximum)."""
+    return torch.exp(_wide(logits) - maximum.unsqueeze(1)).sum(1)
+
+
+def ce_pick(logits: Tensor, labels: Tensor, ignore_index: int, first_class: int = 0) -> Tensor:
+    """[N, C], [N] -> [N]: the logit of the label; 0 where the label is ignored or not in this block of classes, which
+    begins at `first_class`."""
+    local = labels - first_class
+    here = (labels != ignore_index) & (local >= 0) & (local < logits.shape[1])
+    picked = _wide(logits).gather(1, torch.where(here, local, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(here, picked, 0.0)
+
+
+def ce_tail(sumexp: Tensor, maximum: Tensor, picked: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """[N] each -> (): the sum over rows that count of log(sumexp) + maximum - picked."""
+    return torch.where(labels != ignore_index, sumexp.log() + maximum - picked, 0.0).sum()
+
+
+def ce_count(labels: Tensor, ignore_index: int) -> Tensor:
+    """[N] -> (), int64: the number of rows that count."""
+    return (labels != ignore_index).sum()
+
+
+def mean_over(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """sum(x, dim) / count, where `count` is the logical number of elements summed. `dim` None or [] is every dim."""
+    dims = list(dim) if dim else list(range(x.dim()))
+    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+
+def mean_of(loss: str, count: int, *args: Any) -> Tensor:
+    """aten.<loss>(*args) / count, where `args` ask for the sum of the loss."""
+    return getattr(torch.ops.aten, loss).default(*args) / count

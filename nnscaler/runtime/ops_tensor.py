@@ -1,0 +1,36 @@
+"""Operators on one shard of a larger tensor: vocabulary-parallel embedding, and batch norm with explicit statistics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: int) -> Tensor:
+    """[v, d], [*] -> [*, d]: the rows of `ids`, zero where an id is not in this block of rows.
+
+    `weight` holds rows first_row .. first_row + v of the vocabulary. The row whose logical number is `padding_idx`
+    (-1: none) gets no gradient.
+    """
+    local = ids - first_row
+    here = (local >= 0) & (local < weight.shape[0])
+    padding = padding_idx - first_row
+    inside = padding_idx >= 0 and 0 <= padding < weight.shape[0]  # -1 is torch's "none" as well
+    rows = torch.ops.aten.embedding.default(weight, torch.where(here, local, 0), padding if inside else -1)
+    return torch.where(here.unsqueeze(-1), rows, 0.0)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Batch norm of training: (y, running mean, running variance) with the statistics as values, nothing in place."""
+    mean = None if running_mean is None else running_mean.detach().clone()
+    variance = None if running_var is None else running_var.detach().clone()
+    y = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
+    return y, mean, variance

@@ -1,0 +1,174 @@
+"""What a generated role module is made of: the declarations of its stages, and the base class of the stages.
+
+A role module defines `STAGES`, `RANKS` and `SCHEDULE`; a stage declares where its tensors come from and go to, and
+`forward` computes one micro-batch. Shapes of stored tensors are logical; those of messages are local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nnscaler.runtime.axis import AxisGroup
+from nnscaler.runtime.layout import State
+
+MICRO = "micro"  # the axis of micro-batches
+
+Ranks = tuple[int, ...]
+Slices = tuple[tuple[int, int, int], ...]  # (start, stop, step) of each dim
+Message = tuple[int, int, Slices, Slices]  # source rank, destination rank, slices there and here
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable tensor. `reduce`: axes on which each rank's gradient is a partial sum; `copies`: the ranks of every
+    stage that holds it, this one included, position by position (empty: only this stage). `used` is False for one that
+    no operation reads: its gradient stays None."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    states: Mapping[str, State] = field(default_factory=dict)
+    reduce: tuple[str, ...] = ()
+    copies: tuple[Ranks, ...] = ()
+    used: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A stored tensor without gradient."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    states: Mapping[str, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Buffer):
+    """A tensor that the model's code made, stored with the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """This rank's piece of an input of the step; the axis "micro" cuts micro-batches."""
+
+    name: str
+    states: Mapping[str, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A tensor that stage `stage` computes; `shape` is local, `peers[i]` sends to this stage's i-th rank."""
+
+    key: str
+    stage: int
+    shape: tuple[int, ...]
+    dtype: str
+    peers: Ranks
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """An output of this stage that stage `stage` reads; this stage's i-th rank sends to `peers[i]`."""
+
+    key: str
+    stage: int
+    peers: Ranks
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A tensor that crosses to a mesh of another shape, as a `receives` entry on one side and a `sends` entry on the
+    other. `messages` go from producer to consumer ranks, `backward` the other way; the pieces of the messages that
+    reach a rank tile its local tensor, whose shape is `shape`. `stage` is the stage on the other side."""
+
+    key: str
+    stage: int
+    messages: tuple[Message, ...]
+    backward: tuple[Message, ...]
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The states of the returned loss, per axis ("micro" included): Invariant or Partial."""
+
+    states: Mapping[str, State] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RunContext:
+    """What operators may ask about the run: dropout needs it. The executor keeps `step` up to date."""
+
+    seed: int = 0
+    dropout: bool = True
+    step: int = 0
+
+
+Observer = Callable[[str, Tensor], None]
+
+
+class Stage:
+    """Base of the stages of a role module. The executor makes one object per rank, with an `AxisGroup` for each axis
+    (`micro` is the current micro-batch) and a tensor for each declared parameter, frozen parameter, buffer and
+    constant. Subclasses define `forward`, and `prepare` where `prepare_inputs` is not empty."""
+
+    index: ClassVar[int] = 0
+    ranks: ClassVar[Ranks] = (0,)
+    axes: ClassVar[Mapping[str, int]] = {}
+    micro_batches: ClassVar[int] = 1
+    parameters: ClassVar[Mapping[str, Parameter]] = {}
+    frozen: ClassVar[Mapping[str, Parameter]] = {}
+    buffers: ClassVar[Mapping[str, Buffer]] = {}
+    constants: ClassVar[Mapping[str, Buffer]] = {}
+    inputs: ClassVar[Mapping[str, Input]] = {}
+    prepare_inputs: ClassVar[Mapping[str, Input]] = {}
+    receives: ClassVar[Mapping[str, Receive | Exchange]] = {}
+    sends: ClassVar[tuple[Send | Exchange, ...]] = ()
+    loss: ClassVar[Loss | None] = None
+    updates: ClassVar[Mapping[str, str]] = {}
+
+    micro: AxisGroup
+    context: RunContext
+    prepare: Callable[..., Mapping[str, Any]]
+    forward: Callable[..., Mapping[str, Tensor]]
+
+    def __init__(self, rank: int, context: RunContext, observer: Observer | None = None) -> None:
+        self.rank = rank
+        self.context = context
+        self.micro = AxisGroup(MICRO, self.micro_batches, 0)
+        self._observer = observer
+
+    def coordinates(self) -> dict[str, int]:
+        """This rank's index on every axis, and the current micro-batch."""
+        return {axis: getattr(self, axis).index for axis in (*self.axes, MICRO)}
+
+    def sizes(self) -> dict[str, int]:
+        return {**self.axes, MICRO: self.micro_batches}
+
+    def _observe(self, name: str, value: Any) -> None:
+        """Called after each assignment in a program that was loaded for observation."""
+        if self._observer is not None and isinstance(value, Tensor):
+            self._observer(name, value)
+
+
+def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
+    """`function(*tensors)`, whose activations are computed again in backward instead of being kept."""
+    return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+
+def piece_shape(slices: Slices) -> tuple[int, ...]:
+    return tuple(len(range(*s)) for s in slices)
+
+
+def as_index(slices: Slices) -> tuple[slice, ...]:
+    return tuple(slice(*s) for s in slices)

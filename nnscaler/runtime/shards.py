@@ -1,0 +1,253 @@
+"""Pieces of a logical tensor: what a rank holds, and the logical tensor that the pieces of all ranks make.
+
+One mechanism for every layout: the logical indices that a rank holds along one dim. A dim that several axes share is
+a number in mixed radix, whose digits are, from the outermost: what is left, an axis, what is left, an axis, ... ; a
+rank fixes the digits of its axes. Sections are ranges of the dim that are cut one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.layout import Invariant, Partial, Sharded, State, States
+
+Coordinates = Mapping[str, int]
+Sizes = Mapping[str, int]
+
+
+def unravel(position: int, sizes: Sizes) -> dict[str, int]:
+    """The coordinates of the rank at `position` of a mesh with these axes (row-major: the last varies fastest)."""
+    coordinates: dict[str, int] = {}
+    for axis in reversed(list(sizes)):
+        position, coordinates[axis] = divmod(position, sizes[axis])
+    return {axis: coordinates[axis] for axis in sizes}
+
+
+def ravel(coordinates: Coordinates, sizes: Sizes) -> int:
+    """The inverse of `unravel`."""
+    position = 0
+    for axis, size in sizes.items():
+        position = position * size + coordinates[axis]
+    return position
+
+
+def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates) -> Tensor:
+    """The piece of the logical `tensor` that the rank at `coordinates` holds; contiguous, its own memory.
+
+    A partial sum is held by the first rank of its axis, with zeros elsewhere (a partial maximum: by every rank).
+    Raises ValueError when a size does not divide.
+    """
+    piece = tensor
+    for dim, indices in enumerate(logical_indices(tuple(tensor.shape), states, sizes, coordinates)):
+        if indices is not None:
+            piece = _select(piece, dim, indices)
+    if any(isinstance(s, Partial) and s.reduction == "sum" and coordinates[a] for a, s in states.items()):
+        return torch.zeros_like(piece, memory_format=torch.contiguous_format)
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def local_shape(shape: Sequence[int], states: States, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of every rank's piece."""
+    local = list(shape)
+    for axis, state in states.items():
+        if isinstance(state, Sharded):
+            local[state.dim] //= sizes[axis]
+    return tuple(local)
+
+
+def logical_coordinates(
+    shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates, device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """For each dim, the int64 logical indices that the rank at `coordinates` holds, in the order of its piece."""
+    held = logical_indices(shape, states, sizes, coordinates)
+    return [
+        torch.arange(size, device=device) if indices is None else indices.to(device)
+        for size, indices in zip(shape, held, strict=True)
+    ]
+
+
+def logical_indices(
+    shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates
+) -> list[Tensor | None]:
+    """As `logical_coordinates`; None for a dim that is held whole. Raises ValueError when a size does not divide."""
+    on_dim: dict[int, list[tuple[Sharded, int, int]]] = {}
+    for axis, state in states.items():
+        if isinstance(state, Sharded):
+            if axis not in sizes:
+                raise ValueError(f"{state} on axis {axis!r}, which the mesh lacks: {dict(sizes)}")
+            on_dim.setdefault(state.dim, []).append((state, sizes[axis], coordinates[axis]))
+    if any(dim >= len(shape) for dim in on_dim):
+        raise ValueError(f"states {dict(states)} split a dim that a tensor of shape {tuple(shape)} lacks")
+    return [_held(size, on_dim[dim]) if dim in on_dim else None for dim, size in enumerate(shape)]
+
+
+def _held(size: int, splits: list[tuple[Sharded, int, int]]) -> Tensor:
+    """The indices below `size` whose digits are those given: (state, parts, digit) of each axis on the dim."""
+    positions = torch.arange(size)
+    sectioned = next((s for s in splits if s[0].sections), None)
+    if sectioned is not None:
+        state, parts, digit = sectioned
+        if len(splits) > 1 or sum(state.sections) != size or any(s % parts for s in state.sections):
+            raise ValueError(f"sections {state.sections} of a dim of size {size} over {parts} parts, or a second axis")
+        return torch.cat([piece.view(parts, -1)[digit] for piece in positions.split(list(state.sections))])
+    digits: list[int] = []
+    owned: list[tuple[int, int]] = []  # (position among the digits, value)
+    below = 1
+    for state, parts, digit in sorted(splits, key=lambda split: (split[0].outer, split[1])):
+        if state.outer % below:
+            raise ValueError(f"two axes overlap on a dim: outers {[s[0].outer for s in splits]}")
+        digits += [state.outer // below, parts]
+        owned.append((len(digits) - 1, digit))
+        below = state.outer * parts
+    if size % below:
+        raise ValueError(f"a dim of size {size} does not divide by {below}")
+    view = positions.view(*digits, -1)
+    for place, digit in reversed(owned):
+        view = view.select(place, digit)
+    return view.reshape(-1)
+
+
+def _select(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """`tensor` at `indices` of `dim`; a view where they are a range."""
+    first = int(indices[0]) if len(indices) else 0
+    if len(indices) and int(indices[-1]) - first == len(indices) - 1:  # indices increase, so this is a range
+        return tensor.narrow(dim, first, len(indices))
+    return tensor.index_select(dim, indices.to(tensor.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two ranks hold unequal copies of what should be one value."""
+
+    coordinates: tuple[tuple[str, int], ...]
+    other: tuple[tuple[str, int], ...]
+    elements: int  # how many differ
+    largest: float  # the largest absolute difference (inf where NaN or shapes are involved)
+
+    def __str__(self) -> str:
+        names = [" ".join(f"{axis}={index}" for axis, index in c) or "()" for c in (self.coordinates, self.other)]
+        return f"copies at {names[0]} and {names[1]} differ in {self.elements} elements, by {self.largest:.3g} at most"
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    value: Tensor
+    differences: tuple[Difference, ...]
+
+
+def assemble(
+    pieces: Sequence[tuple[Coordinates, Tensor]], states: States, sizes: Sizes, shape: Sequence[int]
+) -> Assembled:
+    """The logical tensor of `shape` that the pieces of all ranks make: one piece for each point of `sizes`.
+
+    Copies along Invariant and Replicated axes must be bitwise equal (each unequal one is reported once, against the
+    first of its copies, whose value is taken); partial results are combined in the order of coordinates.
+    Raises ValueError when a piece is missing, given twice or of the wrong shape.
+    """
+    found = _by_position(pieces, sizes, local_shape(shape, states, sizes))
+    combined = [a for a in sizes if isinstance(states.get(a), Partial)]
+    split = [a for a in sizes if isinstance(states.get(a), Sharded)]
+    copied = [a for a in sizes if a not in combined and a not in split]
+    first = next(iter(found.values()))
+    value = first.new_zeros(tuple(shape))
+    differences: list[Difference] = []
+    for at_split in _points(split, sizes):
+        total: Tensor | None = None
+        for at_combined in _points(combined, sizes):
+            here = {**at_split, **at_combined}
+            piece, unequal = _one_of_copies(found, here, copied, sizes)
+            differences += unequal
+            total = piece if total is None else _combine(total, piece, _reduction(states, combined))
+        assert total is not None
+        _put(value, total, logical_indices(shape, states, sizes, {**dict.fromkeys(sizes, 0), **at_split}))
+    return Assembled(value, tuple(differences))
+
+
+def _by_position(
+    pieces: Sequence[tuple[Coordinates, Tensor]], sizes: Sizes, expected: tuple[int, ...]
+) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+    for coordinates, piece in pieces:
+        position = ravel(coordinates, sizes)
+        if position in found:
+            raise ValueError(f"two pieces at {dict(coordinates)}")
+        if tuple(piece.shape) != expected:
+            raise ValueError(f"the piece at {dict(coordinates)} has shape {tuple(piece.shape)}, not {expected}")
+        found[position] = piece
+    count = 1
+    for size in sizes.values():
+        count *= size
+    if len(found) != count:
+        missing = next(p for p in range(count) if p not in found)
+        raise ValueError(f"no piece at {unravel(missing, sizes)}")
+    return found
+
+
+def _points(axes: Sequence[str], sizes: Sizes) -> list[dict[str, int]]:
+    return [dict(zip(axes, point, strict=True)) for point in product(*(range(sizes[a]) for a in axes))]
+
+
+def _one_of_copies(
+    found: Mapping[int, Tensor], here: Mapping[str, int], copied: Sequence[str], sizes: Sizes
+) -> tuple[Tensor, list[Difference]]:
+    points = [{**here, **at} for at in _points(copied, sizes)]
+    original = found[ravel(points[0], sizes)]
+    differences = []
+    for point in points[1:]:
+        copy = found[ravel(point, sizes)]
+        if not same_bits(original, copy):
+            elements, largest = _distance(original, copy)
+            names = [tuple((a, p[a]) for a in sizes) for p in (points[0], point)]
+            differences.append(Difference(names[0], names[1], elements, largest))
+    return original, differences
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality: NaN equals itself, and -0.0 differs from 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.is_floating_point():
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
+        if bits is not None:
+            a, b = a.contiguous().view(bits), b.contiguous().view(bits)
+    return torch.equal(a, b)
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    gap = (a.double() - b.double()).abs()
+    gap = torch.where(torch.isnan(gap), torch.where(torch.isnan(a) & torch.isnan(b), 0.0, torch.inf), gap)
+    return int((gap != 0).sum()), float(gap.max())
+
+
+def _reduction(states: States, combined: Sequence[str]) -> str:
+    reductions = {s.reduction for a in combined if isinstance(s := states[a], Partial)}
+    if len(reductions) > 1:
+        raise ValueError("a tensor that is a partial sum on one axis and a partial maximum on another")
+    return reductions.pop()
+
+
+def _combine(a: Tensor, b: Tensor, reduction: str) -> Tensor:
+    return torch.maximum(a, b) if reduction == "max" else a + b
+
+
+def _put(value: Tensor, piece: Tensor, held: Sequence[Tensor | None]) -> None:
+    """value[held indices of every dim] = piece."""
+    if value.dim() == 0:
+        value.copy_(piece)
+        return
+    index = [torch.arange(size) if h is None else h for size, h in zip(value.shape, held, strict=True)]
+    value[torch.meshgrid([i.to(value.device) for i in index], indexing="ij")] = piece
+
+
+def state_of(states: States, axis: str) -> State:
+    """The state on `axis`: Invariant when it is not listed."""
+    return states.get(axis, Invariant())

@@ -1,0 +1,89 @@
+"""The user's operators that a rank program calls: found in this process, or registered by importing the user's file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from nnscaler.runtime.communicator import ProgramError
+from nnscaler.runtime.loader import load_user_module
+
+_NAMESPACE = "nnscaler_user"  # of torch.ops: where `register_op` defines functions as operators
+Origin = tuple[str, str, str]  # registered name, file, qualified name in the file
+
+
+def user_operators(**operators: Origin) -> SimpleNamespace:
+    """A namespace with a callable for each operator.
+
+    `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
+    "namespace.name.overload" of an operator of torch.library. The file is where it was registered; one that is not
+    absolute is looked for beside the role file, then in the current folder; it is imported if the operator is not in
+    this process. Raises ProgramError, which names operator and file, when it cannot be found.
+    """
+    caller = sys._getframe(1).f_globals.get("__file__")
+    beside = Path(caller).parent if caller else Path.cwd()
+    return SimpleNamespace(**{local: _find(*origin, beside) for local, origin in operators.items()})
+
+
+def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., Any]:
+    path = _locate(file, beside)
+    found = _in_process(name, path, qualname)
+    if found is not None:
+        return found
+    if path is None:
+        missing = f"{file!r}, where it was registered, does not exist" if file else "the program does not say where"
+        raise ProgramError(f"operator `{name}` is not registered in this process, and {missing}")
+    try:
+        module = load_user_module(path)
+    except Exception as error:
+        raise ProgramError(f"operator `{name}`: importing {path} failed: {type(error).__name__}: {error}") from error
+    found = _member(module, qualname) or _in_process(name, path, qualname)
+    if found is None:
+        raise ProgramError(f"operator `{name}`: {path} was imported, but has no `{qualname or name}`")
+    return found
+
+
+def _in_process(name: str, path: Path | None, qualname: str) -> Callable[..., Any] | None:
+    """The operator, if it is here: the object of the user's file where that is loaded, under whatever name, since it
+    is the latest and the compiled one; else the operator of torch."""
+    parts = name.split(".")
+    if len(parts) == 3 and (overload := _attribute(torch.ops, parts)) is not None:
+        return overload
+    if path is not None:
+        for module in list(sys.modules.values()):
+            origin = getattr(module, "__file__", None)
+            if isinstance(origin, str) and Path(origin).name == path.name and Path(origin).resolve() == path:
+                found = _member(module, qualname)
+                if found is not None:
+                    return found
+    return _attribute(torch.ops, [_NAMESPACE, re.sub(r"\W", "_", name, flags=re.ASCII), "default"])
+
+
+def _member(module: ModuleType, qualname: str) -> Callable[..., Any] | None:
+    found = _attribute(module, qualname.split(".")) if qualname and "<locals>" not in qualname else None
+    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+        return found.apply
+    return found if callable(found) else None
+
+
+def _attribute(start: Any, names: list[str]) -> Any:
+    for name in names:
+        start = getattr(start, name, None)
+        if start is None:
+            return None
+    return start
+
+
+def _locate(file: str, beside: Path) -> Path | None:
+    if not file:
+        return None
+    for candidate in (Path(file), beside / file):
+        if candidate.is_file():
+            return candidate.resolve()
+    return None

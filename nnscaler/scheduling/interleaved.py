@@ -1,0 +1,33 @@
+"""Interleaved 1F1B: several stages on each device."""
+
+from __future__ import annotations
+
+from nnscaler.scheduling.one_f_one_b import alternate
+from nnscaler.scheduling.schedule import Instruction, Schedule, stage_devices
+
+
+def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
+    """1F1B with several stages (chunks) on each device: the bubble shrinks by the number of chunks.
+
+    Micro-batches go in groups of `devices`: a device runs a group through its first stage, then through its second,
+    and so on; backward in the reverse order of stages. All devices run through the same two sequences. Device d
+    starts backward passes after (chunks - 1) * devices + 2 * (devices - d - 1) forward passes, when the first gradient
+    can reach it. With one chunk there is no second round to keep fed: its warm-up is that of 1F1B, devices - d - 1.
+
+    A last group that is not full would deadlock under these warm-ups. So it is filled up, and the passes of the
+    micro-batches that do not exist are left out: since nothing depends on another micro-batch, what remains of an
+    order without deadlock has none.
+    """
+    filled = range(0, micro_batches, devices)
+    forward = [(chunk, m) for start in filled for chunk in range(chunks) for m in range(start, start + devices)]
+    backward = [(chunks - 1 - chunk, m) for chunk, m in forward]
+    slope = 1 if chunks == 1 else 2
+    orders = []
+    for device in range(devices):
+        order = alternate(
+            [Instruction("F", chunk * devices + device, m) for chunk, m in forward],
+            [Instruction("B", chunk * devices + device, m) for chunk, m in backward],
+            (chunks - 1) * devices + slope * (devices - device - 1),
+        )
+        orders.append(tuple(i for i in order if i.micro < micro_batches))
+    return Schedule("interleaved", stage_devices(devices, chunks), micro_batches, tuple(orders))

@@ -1,0 +1,32 @@
+"""1F1B: one forward, one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nnscaler.errors import NnscalerError
+from nnscaler.scheduling.schedule import Instruction, Schedule, stage_devices
+
+
+def one_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
+    """One forward, one backward, after a warm-up: at most (devices - d) micro-batches are live on device d.
+
+    Raises NnscalerError("plan_illegal") unless `chunks` is 1: with more stages per device it is `interleaved`.
+    """
+    if chunks != 1:
+        raise NnscalerError(
+            "plan_illegal",
+            f"schedule 1f1b runs one stage on each device, not {chunks}",
+            help="use schedule interleaved, or chunks=1",
+        )
+    forward = [[Instruction("F", device, m) for m in range(micro_batches)] for device in range(devices)]
+    backward = [[Instruction("B", device, m) for m in range(micro_batches)] for device in range(devices)]
+    orders = tuple(alternate(forward[d], backward[d], devices - d - 1) for d in range(devices))
+    return Schedule("1f1b", stage_devices(devices, 1), micro_batches, orders)
+
+
+def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], warm_up: int) -> tuple[Instruction, ...]:
+    """`warm_up` forward passes, then forward and backward in turn, then the backward passes that are left."""
+    ahead = min(warm_up, len(forward))
+    steady = [i for pair in zip(forward[ahead:], backward, strict=False) for i in pair]
+    return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])

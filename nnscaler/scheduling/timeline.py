@@ -1,0 +1,88 @@
+"""Event simulation of a schedule: when each instruction runs, the bubble, and the live micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from nnscaler.scheduling.dependencies import Edge, chain, check_acyclic, dependencies
+from nnscaler.scheduling.schedule import Instruction, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an instruction runs."""
+
+    instruction: Instruction
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """`rows`: per device its spans in order. `bubble`: the idle fraction of all devices' time until the last one
+    finishes. `peak_live`: per device, the most (stage, micro-batch) pairs whose backward pass was still to come or
+    running."""
+
+    rows: tuple[tuple[Span, ...], ...]
+    makespan: float
+    bubble: float
+    peak_live: tuple[int, ...]
+
+
+def simulate(
+    schedule: Schedule,
+    edges: Collection[Edge] | None = None,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+) -> Timeline:
+    """Run each device's order as early as dependencies allow; communication takes no time.
+
+    `forward` and `backward` are costs per stage (1 and 2 unless given); `edges` says which stages feed which (each
+    the next one unless given). Raises what `check_acyclic` raises.
+    """
+    edges = chain(schedule.stages) if edges is None else edges
+    costs = {"F": forward or [1.0] * schedule.stages, "B": backward or [2.0] * schedule.stages}
+    rows: list[list[Span]] = [[] for _ in schedule.orders]
+    finished: dict[Instruction, float] = {}
+    for instruction in check_acyclic(schedule, edges):
+        row = rows[schedule.devices[instruction.stage]]
+        ready = [finished[d] for d in dependencies(instruction, edges)]
+        start = max([row[-1].stop if row else 0.0, *ready])
+        finished[instruction] = start + costs[instruction.kind][instruction.stage]
+        row.append(Span(instruction, start, finished[instruction]))
+    makespan = max(finished.values(), default=0.0)
+    busy = sum(span.stop - span.start for row in rows for span in row)
+    available = makespan * len(rows)
+    return Timeline(
+        tuple(tuple(row) for row in rows),
+        makespan,
+        1 - busy / available if available else 0.0,
+        tuple(_peak(order) for order in schedule.orders),
+    )
+
+
+def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
+    """One row per device, one column per `unit` of time: an instruction stands where it starts and `----` follows
+    while it runs; `.` is idle."""
+    columns = round(timeline.makespan / unit)
+    width = max((len(str(s.instruction)) for row in timeline.rows for s in row), default=1)
+    label = len(f"device {len(timeline.rows) - 1}")
+    lines = []
+    for device, row in enumerate(timeline.rows):
+        cells = ["."] * columns
+        for span in row:
+            first, last = round(span.start / unit), round(span.stop / unit)
+            cells[first:last] = [str(span.instruction), *["-" * width] * (last - first - 1)][: last - first]
+        lines.append(f"{f'device {device}':<{label}} | " + " ".join(f"{c:<{width}}" for c in cells).rstrip())
+    peaks = " ".join(map(str, timeline.peak_live))
+    lines.append(f"{timeline.makespan:g} long, bubble {timeline.bubble:.1%}, live micro-batches {peaks}")
+    return "\n".join(lines) + "\n"
+
+
+def _peak(order: Sequence[Instruction]) -> int:
+    live = most = 0
+    for instruction in order:
+        live += 1 if instruction.kind == "F" else -1
+        most = max(most, live)
+    return most

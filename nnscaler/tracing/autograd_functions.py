@@ -1,0 +1,139 @@
+"""Keeps every `torch.autograd.Function` whole during export.
+
+Without this, export records what `forward` does and differentiates that: the user's `backward` is lost without a
+word. Each call becomes one operator of a private library (CompositeImplicitAutograd: eager autograd is untouched).
+Registered functions are operators already and never come here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+
+from op_registry.spec import SourceLocation
+
+NAMESPACE = "nnscaler_function"
+
+_REAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class OpaqueFunction:
+    """An unregistered autograd.Function as one operator. `constants`: (position, value) of arguments that no schema
+    can carry, such as dicts; they are not among the operation's arguments."""
+
+    operator: str
+    function: type[torch.autograd.Function]
+    constants: tuple[tuple[int, Any], ...] = ()
+
+    @property
+    def where(self) -> SourceLocation | None:
+        try:
+            file = inspect.getsourcefile(self.function)
+            lines, number = inspect.getsourcelines(self.function)
+        except (OSError, TypeError):
+            return None
+        return SourceLocation(file, number, lines[0].strip()) if file else None
+
+
+@dataclass
+class OpaqueFunctions:
+    """What one export met. Operators are shared by calls with the same kinds of arguments."""
+
+    found: dict[str, OpaqueFunction] = field(default_factory=dict)
+    _by_key: dict[Any, Any] = field(default_factory=dict)
+
+    def notes(self) -> tuple[str, ...]:
+        """One line per class."""
+        classes = {f.function: f for f in self.found.values()}
+        return tuple(
+            f"{f.where or '?'}: autograd.Function {cls.__name__} is not registered: every rank runs it whole. "
+            f'Annotate it: nnscaler.register_op("...")({cls.__name__})'
+            for cls, f in classes.items()
+        )
+
+    def operator(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+        """The operator for this call, defined at the first one."""
+        kinds = tuple(_kind(a) for a in args)
+        constants = tuple((i, a) for i, (kind, a) in enumerate(zip(kinds, args, strict=True)) if kind is None)
+        outputs = _count_outputs(cls, args)
+        key = (cls, kinds, tuple((i, id(a)) for i, a in constants), outputs)
+        if key not in self._by_key:
+            self._by_key[key] = self._define(cls, kinds, constants, outputs)
+        return self._by_key[key]
+
+    def _define(
+        self,
+        cls: type[torch.autograd.Function],
+        kinds: tuple[str | None, ...],
+        constants: tuple[tuple[int, Any], ...],
+        outputs: int,
+    ) -> Any:
+        name = f"{cls.__name__.strip('_')}_{next(_numbers)}"
+        parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds) if kind is not None)
+        result = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor"
+        fixed: Mapping[int, Any] = dict(constants)
+
+        def implementation(*given: Any) -> Any:
+            rest = iter(given)
+            return _REAL_APPLY(cls, *(fixed[i] if i in fixed else next(rest) for i in range(len(kinds))))
+
+        _library.define(f"{name}({parameters}) -> {result}")
+        _library.impl(name, implementation, "CompositeImplicitAutograd")
+        operator = f"{NAMESPACE}.{name}.default"
+        self.found[operator] = OpaqueFunction(operator, cls, constants)
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+@contextmanager
+def opaque_autograd_functions() -> Iterator[OpaqueFunctions]:
+    """While open, each `Function.apply` under an export calls one operator."""
+    functions = OpaqueFunctions()
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # inside the body of an operator nothing is recorded: there the function is itself
+        if kwargs or get_proxy_mode() is None:
+            return _REAL_APPLY(cls, *args, **kwargs)
+        operator = functions.operator(cls, args)
+        return operator(*(a for a in args if _kind(a) is not None))
+
+    before = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield functions
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+def _kind(value: Any) -> str | None:
+    """The schema type of an argument; None when a schema cannot carry it."""
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if isinstance(value, list | tuple) and value and all(isinstance(t, Tensor) for t in value):
+        return "Tensor[]"
+    if value is None:
+        return "Tensor?"
+    many = "[]" if isinstance(value, list | tuple) and value else ""
+    items = value if many else (value,)
+    kinds = ((bool, "bool"), (int | torch.SymInt, "SymInt"), (float, "float"), (str, "str"), (torch.dtype, "ScalarType"))
+    for kind, name in kinds:
+        if all(isinstance(item, kind) for item in items):
+            return name + many
+    return None
+
+
+def _count_outputs(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> int:
+    """How many tensors the function returns in a tuple, 0 for a tensor by itself; by running it unrecorded."""
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        result = _REAL_APPLY(cls, *(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
+    return len(result) if isinstance(result, tuple | list) else 0

@@ -1,0 +1,82 @@
+"""The module that is exported: it takes the sample's tensors one by one and returns the scalar loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.sample_inputs import SampleInputs
+
+PREFIX = "model"  # the name of the user's module inside `LossModule`
+
+_TEMPLATE = """return the loss from forward, as the output itself, as its `.loss`, or first in a tuple:
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, labels):
+            logits = self.model(ids)
+            return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+"""
+
+
+class LossModule(nn.Module):
+    """Calls `model` on the sample's structure around `tensors`, and returns its loss."""
+
+    def __init__(self, model: nn.Module, sample: SampleInputs) -> None:
+        super().__init__()
+        self.model = model
+        self._sample = sample
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        args, kwargs = self._sample.rebuild(dict(zip(self._sample.tensors, tensors, strict=True)))
+        return loss_of(self.model(*args, **kwargs))
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar loss in a module's output. Raises NnscalerError "no_loss" when there is none."""
+    found = output
+    if not isinstance(output, Tensor):
+        if isinstance(output, Mapping) and "loss" in output:
+            found = output["loss"]
+        elif isinstance(getattr(output, "loss", None), Tensor):
+            found = output.loss
+        elif isinstance(output, tuple | list) and output:
+            found = output[0]
+    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found if found.ndim == 0 else found.reshape(())
+    raise NnscalerError("no_loss", f"the model returns {_describe(found)}, not a scalar loss", help=_TEMPLATE)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+@contextmanager
+def training(module: nn.Module) -> Iterator[None]:
+    """Train mode for a module that is in evaluation mode as a whole; one whose root trains is left as it is."""
+    if module.training:
+        yield
+        return
+    modes = [(m, m.training) for m in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether some parameter or buffer has no data."""
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    return any(t.device == torch.device("meta") for t in tensors)

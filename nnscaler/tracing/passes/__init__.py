@@ -1,0 +1,28 @@
+"""Passes from what the importer reads to the final graph, in order."""
+
+from nnscaler.ir.graph import Graph
+from nnscaler.tracing.passes.attention_dropout import lower_attention_dropout
+from nnscaler.tracing.passes.batch_norm import lower_batch_norm
+from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
+from nnscaler.tracing.passes.dead_code import remove_dead_code
+from nnscaler.tracing.passes.identities import drop_identities
+from nnscaler.tracing.passes.in_place import to_values
+from nnscaler.tracing.passes.needs_grad import mark_needs_grad
+from nnscaler.tracing.passes.shapes import spell_shapes
+from nnscaler.tracing.passes.tile_slices import tile_slices
+from nnscaler.tracing.raw import RawGraph
+
+
+def run_passes(raw: RawGraph) -> Graph:
+    """In-place writes become values before dead code is removed: a write into a view looks dead until then."""
+    graph = to_values(lower_batch_norm(raw))
+    graph = drop_identities(graph)
+    graph = remove_dead_code(graph)
+    graph = spell_shapes(graph)
+    graph = lower_cross_entropy(graph)
+    graph = lower_attention_dropout(graph)
+    graph = tile_slices(graph)
+    return mark_needs_grad(remove_dead_code(graph))
+
+
+__all__ = ["run_passes"]

@@ -1,0 +1,81 @@
+"""Cross entropy over class indices becomes five operators that can be split over rows and over classes.
+
+A mean of local means is wrong when ranks hold different numbers of valid rows, so the mean is a sum and a count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from op_registry.call import DType
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation, Region
+from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.tracing.infer import is_floating
+from nnscaler.tracing.rewrite import Builder, Ref
+
+_MEAN, _SUM = 1, 2
+
+
+def lower_cross_entropy(graph: Graph) -> Graph:
+    """`aten.cross_entropy_loss(logits[N, C], labels[N])` with a sum or mean, without weights and label smoothing,
+    becomes `nnscaler.ce_max, ce_sumexp, ce_pick, ce_tail`, and for a mean `ce_count` and a division. Other
+    variants stay.
+    """
+    builder = Builder(graph)
+    for operation in graph.operations:
+        if not _lower(operation, builder):
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _lower(operation: Operation, builder: Builder) -> bool:
+    if operation.operator != "aten.cross_entropy_loss.default":
+        return False
+    args, kwargs = builder.references(operation)
+    names = ("logits", "labels", "weight", "reduction", "ignore_index", "label_smoothing")
+    given: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    logits, labels = (builder.tensor(given[n].name) for n in ("logits", "labels"))
+    plain = given["weight"] is None and given["label_smoothing"] == 0 and given["reduction"] in (_MEAN, _SUM)
+    if not plain or len(logits.shape) != 2 or len(labels.shape) != 1 or is_floating(labels.dtype):
+        return False
+    _emit(operation, builder, logits, labels, given["ignore_index"], given["reduction"] == _MEAN)
+    return True
+
+
+def _emit(
+    operation: Operation, builder: Builder, logits: LogicalTensor, labels: LogicalTensor, ignore: int, mean: bool
+) -> None:
+    assert operation.outputs[0] is not None
+    result = builder.source.tensors[operation.outputs[0]]
+    rows = labels.shape
+
+    def emit(
+        name: str,
+        operator: str,
+        args: tuple[Any, ...],
+        shape: tuple[int, ...],
+        dtype: str,
+        region: Region | None = None,
+    ) -> Ref:
+        made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), shape, dtype)
+        builder.emit(operator, args, outputs=(made,), like=operation, region=region)
+        return Ref(made.name)
+
+    scores, targets = Ref(logits.name), Ref(labels.name)
+    wide = "float32" if logits.dtype in ("float16", "bfloat16") else logits.dtype
+    off = Region(False, operation.region.autocast)
+    peak = emit("max", "nnscaler.ce_max", (scores,), rows, wide, off)
+    total = emit("sumexp", "nnscaler.ce_sumexp", (scores, peak), rows, wide)
+    picked = emit("pick", "nnscaler.ce_pick", (scores, targets, ignore), rows, wide)
+    last: tuple[str, tuple[Any, ...]] = ("nnscaler.ce_tail", (total, peak, picked, targets, ignore))
+    if mean:
+        summed = emit("tail", *last, (), wide)
+        count = emit("count", "nnscaler.ce_count", (targets, ignore), (), "int64", off)
+        last = ("aten.div.Tensor", (summed, count))
+    if result.dtype != wide:
+        loss = emit("wide", *last, (), wide)
+        last = ("aten.to.dtype", (loss, DType(result.dtype)))
+    builder.emit(*last, outputs=(result,), like=operation, name=operation.name)

@@ -1,0 +1,124 @@
+"""Operators that return their input's value disappear; casts are spelled one way."""
+
+from __future__ import annotations
+
+from op_registry.call import DType
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.tracing.passes.needs_grad import needing_grad
+from nnscaler.tracing.passes.shapes import EXPANSIONS, RESHAPES
+from nnscaler.tracing.passes.view_inverse import slice_bounds
+from nnscaler.tracing.rewrite import Builder, Ref
+
+_SAME_VALUE = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "alias contiguous clone lift_fresh lift_fresh_copy requires_grad_ resolve_conj resolve_neg positive".split()
+    )
+)
+_CASTS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "to.dtype to.dtype_layout to.device to.other to.prim_Device to.prim_dtype to.prim_other type_as.default "
+        "_to_copy.default _autocast_to_reduced_precision.default _autocast_to_full_precision.default"
+    ).split()
+)
+_DROPOUTS = frozenset(
+    f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
+)
+_NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
+
+
+def drop_identities(graph: Graph) -> Graph:
+    """Without aliases, copies, casts to the same dtype, reshapes, slices and expansions to the same shape, adding 0,
+    dropout that drops nothing, detaching of what has no gradient, and concatenation with nothing. Casts become
+    `aten.to.dtype(x, dtype)`, dropout becomes `nnscaler.dropout(x, p)`.
+    """
+    differentiable = needing_grad(graph)
+    builder = Builder(graph)
+    for operation in graph.operations:
+        kept = _identity_of(operation, builder, differentiable)
+        if kept is not None:
+            assert operation.outputs[0] is not None
+            builder.alias(operation.outputs[0], kept)
+        elif not _respelled(operation, builder):
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _identity_of(operation: Operation, builder: Builder, differentiable: frozenset[str]) -> str | None:
+    """The input that is the operation's value, if there is one."""
+    if len(operation.outputs) != 1 or operation.outputs[0] is None or not operation.inputs:
+        return None
+    args, kwargs = builder.references(operation)
+    first = args[0].name if args and isinstance(args[0], Ref) else None
+    kind = operation.operator
+    if kind == "aten.cat.default":
+        return _only_part(operation, builder)
+    if first is None:
+        return None
+    have, want = builder.tensor(first), builder.source.tensors[operation.outputs[0]]
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return None
+    same = kind in _SAME_VALUE or kind in _CASTS or kind in RESHAPES or kind in EXPANSIONS
+    if kind in ("aten.detach.default", "aten.detach_.default"):
+        same = operation.inputs[0] not in differentiable
+    elif kind in _DROPOUTS:
+        same = args[1] == 0 or not args[2]
+    elif kind in _NEUTRAL:
+        same = len(args) == 2 and not kwargs and isinstance(args[1], int | float) and args[1] == _NEUTRAL[kind]
+    elif kind == "aten.slice.Tensor":
+        same = True  # of the same shape: the whole, unless the step is negative, which torch does not have
+    return first if same else None
+
+
+def _parts(operation: Operation, builder: Builder) -> list[Ref]:
+    """The operands of a concatenation that are not empty and so make a difference."""
+    args, _ = builder.references(operation)
+    return [r for r in args[0] if builder.tensor(r.name).elements]
+
+
+def _only_part(operation: Operation, builder: Builder) -> str | None:
+    parts = _parts(operation, builder)
+    result = builder.source.tensors[operation.outputs[0] or ""]
+    if len(parts) != 1 or builder.tensor(parts[0].name).dtype != result.dtype:
+        return None
+    return parts[0].name
+
+
+def _respelled(operation: Operation, builder: Builder) -> bool:
+    """Emit the operation in its one spelling; False if it has only one."""
+    args, kwargs = builder.references(operation)
+    outputs = tuple(None if o is None else builder.source.tensors[o] for o in operation.outputs)
+    kind, output = operation.operator, outputs[0] if outputs else None
+    if output is None:
+        return False
+    if kind in _CASTS:
+        builder.emit(
+            "aten.to.dtype", (args[0], DType(output.dtype)), outputs=outputs, like=operation, name=operation.name
+        )
+    elif kind == "aten.dropout.default":
+        builder.emit("nnscaler.dropout", args[:2], outputs=outputs, like=operation, name=operation.name)
+    elif kind == "aten.detach_.default":
+        builder.emit("aten.detach.default", args, outputs=outputs, like=operation, name=operation.name)
+    elif kind == "aten.slice.Tensor":
+        dim, start, stop, step = _slice_arguments(args, kwargs)
+        start, stop = slice_bounds(start, stop, builder.tensor(args[0].name).shape[dim])
+        last = () if step == 1 else (step,)
+        builder.emit(kind, (args[0], dim, start, stop, *last), outputs=outputs, like=operation, name=operation.name)
+    elif kind == "aten.cat.default" and len(_parts(operation, builder)) < len(args[0]):
+        parts = tuple(_parts(operation, builder)) or args[0][:1]
+        rest = args[1:] if all(builder.tensor(p.name).dtype == output.dtype for p in parts) else None
+        if rest is None:
+            return False
+        builder.emit(kind, (parts, *rest), kwargs, outputs=outputs, like=operation, name=operation.name)
+    else:
+        return False
+    return True
+
+
+def _slice_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[int, int | None, int | None, int]:
+    values = dict(zip(("dim", "start", "end", "step"), args[1:], strict=False)) | kwargs
+    given = {"dim": 0, "start": None, "end": None, "step": 1} | values
+    return given["dim"], given["start"], given["end"], given["step"]  # type: ignore[return-value]

@@ -1,0 +1,211 @@
+"""In-place operators become values: a write makes new values of the written tensor and of everything that aliases it.
+
+Memory that is written has a *root*, the tensor that allocated it; every other tensor in it is a view of another
+(its parent). A write gives the view a new value, carries it back to the root through the views' inverses, and
+outdates the other aliases, which are viewed again when next used. What the root of a buffer is worth at the end is
+an update of the buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.tracing.infer import infer
+from nnscaler.tracing.passes.batch_norm import BATCH_NORM, statistics_written
+from nnscaler.tracing.passes.functional_forms import functional_form
+from nnscaler.tracing.passes.view_inverse import write_through
+from nnscaler.tracing.raw import RawGraph, written_inputs
+from nnscaler.tracing.rewrite import Builder, Ref, iterate_references, map_references, references
+
+
+def to_values(raw: RawGraph) -> Graph:
+    """The graph without in-place operators, with `updates` of the buffers that the model writes.
+
+    Raises NnscalerError "trace_failed" for a parameter that is written, for operators without a functional form,
+    and for writes through views that have no inverse.
+    """
+    written = {raw.storages[name] for op in raw.graph.operations for name in _written_names(op)}
+    if not written:
+        return raw.graph
+    state = _Values(raw, Builder(raw.graph), written)
+    for operation in raw.graph.operations:
+        state.step(operation)
+    return state.finish()
+
+
+def _written_names(operation: Operation) -> list[str]:
+    if operation.operator == BATCH_NORM:
+        return [name for name, _ in statistics_written(operation)]
+    args, _kwargs = references(operation)
+    positions = written_inputs(operation.operator)
+    return [r.name for p in positions if p < len(args) for r in iterate_references(args[p])]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """`tensor` is the `output`-th result of `operation` (of the source graph) on `parent`."""
+
+    parent: str
+    operation: Operation | None  # None: the same tensor (an in-place operator returns its input)
+    output: int = 0
+
+
+@dataclass
+class _Values:
+    raw: RawGraph
+    builder: Builder
+    written: set[int]
+    views: dict[str, _View] = field(default_factory=dict)  # source tensor -> how it views its parent
+    roots: dict[int, str] = field(default_factory=dict)  # storage -> source tensor that allocated it
+    values: dict[int, dict[str, str]] = field(default_factory=dict)  # storage -> source tensor -> present value
+    changed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for name in self.builder.tensors:
+            self._define(name, None)
+
+    # ---- reading ----
+
+    def value(self, name: str) -> str:
+        """The present value of a tensor of the source graph, viewed again when a write outdated it."""
+        storage = self.raw.storages.get(name)
+        if storage is None or storage not in self.written:
+            return name
+        present = self.values[storage]
+        if name not in present:
+            view = self.views[name]
+            parent = self.value(view.parent)
+            if view.operation is None:
+                present[name] = parent
+            else:
+                self._view_again(view.operation, view.parent, parent, present)
+        return present[name]
+
+    def _view_again(self, operation: Operation, parent: str, value: str, present: dict[str, str]) -> None:
+        source = self.raw.graph.tensors
+        outputs: list[LogicalTensor | None] = []
+        for name in operation.outputs:
+            if name is None:
+                outputs.append(None)
+            else:
+                present[name] = self.builder.fresh(name)
+                outputs.append(replace(source[name], name=present[name]))
+        args, kwargs = references(operation)
+
+        def current(ref: Ref) -> Ref:
+            return Ref(value if ref.name == parent else self.value(ref.name))
+
+        new_args = tuple(map_references(a, current) for a in args)
+        new_kwargs = {k: map_references(v, current) for k, v in kwargs.items()}
+        self.builder.emit(operation.operator, new_args, new_kwargs, outputs=tuple(outputs), like=operation)
+
+    # ---- stepping ----
+
+    def step(self, operation: Operation) -> None:
+        names = _written_names(operation)
+        if names and operation.operator != BATCH_NORM:
+            self._write_in_place(operation, names)
+            return
+        inputs = tuple(self.value(n) for n in operation.inputs)
+        self.builder.keep(replace(operation, inputs=inputs))
+        for index, name in enumerate(operation.outputs):
+            if name is not None:
+                self._define(name, operation, index)
+        if operation.operator == BATCH_NORM:
+            for statistic, new in statistics_written(operation):
+                self._assign(statistic, new, operation)
+
+    def _define(self, name: str, operation: Operation | None, output: int = 0) -> None:
+        """Record a tensor: as the root of its memory, or as a view of an input of the operation that made it."""
+        storage = self.raw.storages.get(name)
+        if storage is None or storage not in self.written:
+            return
+        parent = next((n for n in (operation.inputs if operation else ()) if self.raw.storages.get(n) == storage), None)
+        if parent is None:
+            if storage in self.roots:  # made by an operator that hides what it views
+                raise _unwritable(operation, "memory that an operator shares without saying how is changed in place")
+            self.roots[storage] = name
+            self.values[storage] = {}
+        else:
+            self.views[name] = _View(parent, operation, output)
+        self.values[storage][name] = name
+
+    def _write_in_place(self, operation: Operation, names: list[str]) -> None:
+        if len(names) != 1 or len(operation.outputs) > 1:
+            raise _unwritable(operation, f"{operation.operator} changes several tensors in place")
+        target = names[0]
+        args, kwargs = references(operation)
+
+        def current(ref: Ref) -> Ref:
+            return Ref(self.value(ref.name))
+
+        new_args = tuple(map_references(a, current) for a in args)
+        new_kwargs = {k: map_references(v, current) for k, v in kwargs.items()}
+        source = self.raw.graph.tensors
+        value = new_args[0].name
+        form = functional_form(operation, new_args, new_kwargs, self.builder.tensor)
+        for operator, form_args, form_kwargs in form:
+            ready = tuple(Ref(value) if a is ... else a for a in form_args)
+            ((shape, dtype),) = infer(operator, ready, form_kwargs, self.builder.tensor)  # type: ignore[misc]
+            made = LogicalTensor(self.builder.fresh(operation.name), shape, dtype)
+            self.builder.emit(operator, ready, form_kwargs, outputs=(made,), like=operation)
+            value = made.name
+        result = operation.outputs[0] if operation.outputs else None
+        if result is not None and source[result].shape != source[target].shape:
+            # `x.unsqueeze_(0)` changes no element: its result is a view, and later uses name the result
+            self.views[result] = _View(target, replace(operation, operator=form[0][0]))
+            self.values[self.raw.storages[result]][result] = value
+            return
+        self._assign(target, value, operation)
+        if result is not None:
+            self.views[result] = _View(target, None)
+            self.values[self.raw.storages[result]][result] = value
+
+    # ---- writing ----
+
+    def _assign(self, name: str, value: str, operation: Operation) -> None:
+        """Let the tensor be worth `value`, and its root, and outdate every other alias."""
+        storage = self.raw.storages[name]
+        path = {name: value}
+        while name in self.views:
+            view = self.views[name]
+            if view.operation is not None:
+                base = self.builder.tensor(self.value(view.parent))
+                value = write_through(
+                    view.operation, view.output, base, self.builder.tensor(value), self._emitter(operation)
+                )
+            name = view.parent
+            path[name] = value
+        if self.raw.graph.tensors[name].role == "parameter":
+            raise _unwritable(operation, f"the parameter {self.raw.graph.tensors[name].fqns[0]} is changed in forward")
+        self.values[storage] = path
+        self.changed.add(storage)
+
+    def _emitter(self, operation: Operation) -> Any:
+        def emit(operator: str, args: tuple[Any, ...], like: LogicalTensor) -> str:
+            made = replace(like, name=self.builder.fresh(operation.name), role="activation", fqns=(), needs_grad=False)
+            self.builder.emit(operator, args, outputs=(made,), like=operation)
+            return made.name
+
+        return emit
+
+    def finish(self) -> Graph:
+        updates = []
+        for storage in self.changed:
+            root = self.raw.graph.tensors[self.roots[storage]]
+            if root.role == "buffer":
+                updates.append((root.name, self.value(root.name)))
+        order = {name: i for i, name in enumerate(self.builder.tensors)}
+        updates.sort(key=lambda pair: order[pair[0]])
+        graph = self.builder.finish(tuple(updates))
+        return graph.replace(loss=self.value(self.raw.graph.loss))
+
+
+def _unwritable(operation: Operation | None, message: str) -> NnscalerError:
+    where = operation.where if operation is not None else None
+    return NnscalerError("trace_failed", message, where=where, help="write it without the in-place operator")

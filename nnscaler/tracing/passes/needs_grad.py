@@ -1,0 +1,52 @@
+"""Which tensors have gradients, by dataflow; and regions only where they make a difference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation, Region
+from nnscaler.tracing.infer import is_floating
+
+# results that torch does not connect to their input, though their dtype may be floating
+_DISCONNECTED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "detach.default detach_.default zeros_like.default ones_like.default full_like.default empty_like.default "
+        "rand_like.default randn_like.default randint_like.default new_zeros.default new_ones.default "
+        "new_full.default new_empty.default new_empty_strided.default bernoulli.default bernoulli.p "
+        "one_hot.default bucketize.Tensor searchsorted.Tensor histc.default heaviside.default nextafter.default"
+    ).split()
+)
+_STATISTICS = {"nnscaler.batch_norm": (1, 2), "nnscaler.ce_max": (0,), "nnscaler.ce_count": (0,)}
+
+
+def needing_grad(graph: Graph) -> frozenset[str]:
+    """Names of the tensors through which gradients reach a trainable parameter."""
+    found = {t.name for t in graph.tensors.values() if t.role == "parameter" and t.needs_grad}
+    for operation in graph.operations:
+        if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
+            continue
+        if found.isdisjoint(operation.inputs):
+            continue
+        for index, name in enumerate(operation.outputs):
+            if name is not None and is_floating(graph.tensors[name].dtype) and not _is_statistic(operation, index):
+                found.add(name)
+    return frozenset(found)
+
+
+def _is_statistic(operation: Operation, index: int) -> bool:
+    return index in _STATISTICS.get(operation.operator, ())
+
+
+def mark_needs_grad(graph: Graph) -> Graph:
+    """The graph with `needs_grad` set, and without no-grad regions around operations that have no gradient anyway."""
+    found = needing_grad(graph)
+    tensors = {name: replace(t, needs_grad=name in found) for name, t in graph.tensors.items()}
+
+    def simplified(operation: Operation) -> Operation:
+        if operation.region.grad_enabled or not found.isdisjoint(operation.inputs):
+            return operation
+        return replace(operation, region=Region(True, operation.region.autocast))
+
+    return graph.replace(tensors=tensors, operations=tuple(simplified(op) for op in graph.operations))

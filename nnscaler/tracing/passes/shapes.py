@@ -1,0 +1,54 @@
+"""Reshaping is spelled one way, with explicit sizes; so are expansion and the dtypes of factories."""
+
+from __future__ import annotations
+
+from op_registry.call import DType
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.tracing.rewrite import Builder
+
+RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int view_as.default "
+        "reshape_as.default ravel.default"
+    ).split()
+)
+EXPANSIONS = frozenset(("aten.expand.default", "aten.expand_as.default"))
+_FACTORIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "arange.default arange.start arange.start_step zeros.default ones.default full.default empty.memory_format "
+        "eye.default eye.m linspace.default rand.default randn.default scalar_tensor.default"
+    ).split()
+)
+
+
+def spell_shapes(graph: Graph) -> Graph:
+    """Views and reshapes become `aten.reshape(x, sizes)` (strides of the traced run are not a property of shards),
+    expansions `aten.expand(x, sizes)`, and factories name their dtype.
+    """
+    builder = Builder(graph)
+    for operation in graph.operations:
+        if not _spell(operation, builder):
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _spell(operation: Operation, builder: Builder) -> bool:
+    kind = operation.operator
+    if not operation.outputs or operation.outputs[0] is None:
+        return False
+    args, kwargs = builder.references(operation)
+    output = builder.source.tensors[operation.outputs[0]]
+    if kind in RESHAPES:
+        spelled, args, kwargs = "aten.reshape.default", (args[0], output.shape), {}
+    elif kind in EXPANSIONS:
+        spelled, args, kwargs = "aten.expand.default", (args[0], output.shape), {}
+    elif kind in _FACTORIES:
+        spelled, kwargs = kind, {**kwargs, "dtype": DType(output.dtype)}
+    else:
+        return False
+    builder.emit(spelled, args, kwargs, outputs=(output,), like=operation, name=operation.name)
+    return True

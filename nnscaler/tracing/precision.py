@@ -1,0 +1,140 @@
+"""The exact run: a model in float64 throughout, also where its code asks for another floating dtype, without dropout.
+
+In float64 the rounding of two ways to compute one thing is some 1e-15, so that any real difference stands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+# function -> (position of the probability, its name, default)
+_DROPOUTS: dict[Any, tuple[int, str, float]] = {
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+    F.multi_head_attention_forward: (10, "dropout_p", 0.0),
+    torch.dropout: (1, "p", 0.5),
+    torch.dropout_: (1, "p", 0.5),
+    torch.feature_dropout: (1, "p", 0.5),
+    torch.feature_dropout_: (1, "p", 0.5),
+    torch.alpha_dropout: (1, "p", 0.5),
+    torch.alpha_dropout_: (1, "p", 0.5),
+    torch.feature_alpha_dropout: (1, "p", 0.5),
+    torch.feature_alpha_dropout_: (1, "p", 0.5),
+    F.dropout: (1, "p", 0.5),
+    F.dropout1d: (1, "p", 0.5),
+    F.dropout2d: (1, "p", 0.5),
+    F.dropout3d: (1, "p", 0.5),
+    F.alpha_dropout: (1, "p", 0.5),
+    F.feature_alpha_dropout: (1, "p", 0.5),
+}
+_NAMED_CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double))
+# these turn Python numbers into tensors, which a trace records as constants of the model's own dtype
+_FROM_DATA = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
+
+
+def exact_dtype(dtype: torch.dtype, floating: torch.dtype = torch.float64) -> torch.dtype:
+    """The dtype that stands for `dtype` in an exact run."""
+    if dtype.is_floating_point:
+        return floating
+    if dtype.is_complex:
+        return torch.complex128 if floating == torch.float64 else torch.complex64
+    return dtype
+
+
+def exact_tensor(tensor: Tensor, floating: torch.dtype = torch.float64) -> Tensor:
+    """The tensor in the dtype of an exact run; itself when it has it already."""
+    return tensor.to(exact_dtype(tensor.dtype, floating))
+
+
+@contextmanager
+def exact(module: nn.Module | None = None, *, dtype: str = "float64", dropout: bool = False) -> Iterator[None]:
+    """While open, every floating dtype that code asks for is `dtype`, and no dropout drops anything (unless asked).
+
+    `module` is converted, for good: give it a copy.
+    """
+    floating = getattr(torch, dtype)
+    default = torch.get_default_dtype()
+    if module is not None:
+        _convert(module, floating, dropout)
+    torch.set_default_dtype(floating)
+    try:
+        with _ExactMode(floating, default, dropout):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """While open, no dropout drops anything; dtypes are the model's own."""
+    with _ExactMode(None, torch.get_default_dtype(), False):
+        yield
+
+
+def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
+    module.to(floating)
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor) and value.is_floating_point():  # tensors that are not registered
+                setattr(part, name, value.to(floating))
+        if isinstance(part, nn.RNNBase) and not dropout:
+            part.dropout = 0.0
+
+
+class _ExactMode(TorchFunctionMode):
+    """`floating` None: dtypes stay as they are."""
+
+    def __init__(self, floating: torch.dtype | None, default: torch.dtype, dropout: bool) -> None:
+        super().__init__()
+        self._floating = floating
+        self._default = default
+        self._dropout = dropout
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        given = list(args)
+        if not self._dropout and func in _DROPOUTS:
+            _keep_everything(_DROPOUTS[func], given, named)
+        floating = self._floating
+        if floating is None:
+            return func(*given, **named)
+        if func in _FROM_DATA and not (given and isinstance(given[0], Tensor)):
+            return exact_tensor(self._as_recorded(func, given, named), floating)
+        if func in _NAMED_CASTS:
+            return given[0].to(exact_dtype(floating, floating), **named)
+        return func(
+            *(self._mapped(a, floating) for a in given), **{k: self._mapped(v, floating) for k, v in named.items()}
+        )
+
+    def _mapped(self, value: Any, floating: torch.dtype) -> Any:
+        return exact_dtype(value, floating) if isinstance(value, torch.dtype) else value
+
+    def _as_recorded(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        present = torch.get_default_dtype()
+        torch.set_default_dtype(self._default)
+        try:
+            made: Tensor = func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(present)
+        return made
+
+
+def _keep_everything(where: tuple[int, str, float], args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Set the probability to 0."""
+    position, name, _default = where
+    if position < len(args):
+        args[position] = 0.0
+    else:
+        kwargs[name] = 0.0

@@ -1,0 +1,163 @@
+"""Building blocks of passes: operations written with tensor names, and a graph under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation, Region, Slot, map_slots
+from nnscaler.ir.tensor import LogicalTensor
+
+LEAF_ROLES = ("parameter", "buffer", "constant", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in arguments for the tensor called `name`, where an `Operation` would have a `Slot`."""
+
+    name: str
+
+
+def references(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The operation's args and kwargs with a `Ref` in place of each slot."""
+
+    def reference(slot: Slot) -> Ref:
+        return Ref(operation.inputs[slot.index])
+
+    kwargs = {k: map_slots(v, reference) for k, v in operation.kwargs}
+    return map_slots(operation.args, reference), kwargs
+
+
+def iterate_references(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested arguments, left to right."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from iterate_references(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iterate_references(item)
+
+
+def map_references(value: Any, function: Callable[[Ref], Any]) -> Any:
+    """Rebuild nested arguments with `function(ref)` in place of each `Ref`; lists become tuples."""
+    if isinstance(value, Ref):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return tuple(map_references(v, function) for v in value)
+    return value
+
+
+def make_operation(
+    name: str,
+    operator: str,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    outputs: tuple[str | None, ...] = (),
+    like: Operation | None = None,
+    region: Region | None = None,
+) -> Operation:
+    """An operation from arguments with `Ref`s; slots are numbered in the order in which the arguments name tensors.
+
+    `like` lends its region, place and module; `region` overrides.
+    """
+    inputs: list[str] = []
+
+    def slot(ref: Ref) -> Slot:
+        inputs.append(ref.name)
+        return Slot(len(inputs) - 1)
+
+    new_args = tuple(map_references(a, slot) for a in args)
+    new_kwargs = tuple((k, map_references(v, slot)) for k, v in (kwargs or {}).items())
+    made = Operation(name, operator, tuple(inputs), new_args, new_kwargs, outputs)
+    if like is not None:
+        made = replace(made, region=like.region, where=like.where, module=like.module, module_type=like.module_type)
+    return made if region is None else replace(made, region=region)
+
+
+@dataclass
+class Builder:
+    """A graph under construction, started from the stored tensors and inputs of `source`.
+
+    `keep` copies an operation with the current names of its inputs; `alias` makes later uses of one name read
+    another; `emit` adds a new operation. `finish` gives the graph: activations that nothing makes are dropped.
+    """
+
+    source: Graph
+    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tensors = {n: t for n, t in self.source.tensors.items() if t.role in LEAF_ROLES}
+        self._taken = set(self.source.tensors) | {op.name for op in self.source.operations}
+
+    def fresh(self, name: str) -> str:
+        """`name`, or `name_1`, ... when it is taken."""
+        candidate, number = name, 0
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._taken.add(candidate)
+        return candidate
+
+    def current(self, name: str) -> str:
+        """The tensor that later uses of `name` read."""
+        while name in self._names:
+            name = self._names[name]
+        return name
+
+    def tensor(self, name: str) -> LogicalTensor:
+        return self.tensors[self.current(name)]
+
+    def alias(self, name: str, to: str) -> None:
+        """Let later uses of `name` read `to`."""
+        target = self.current(to)
+        if target != name:
+            self._names[name] = target
+
+    def references(self, operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`references` with current names."""
+        args, kwargs = references(operation)
+
+        def rename(ref: Ref) -> Ref:
+            return Ref(self.current(ref.name))
+
+        return map_references(args, rename), {k: map_references(v, rename) for k, v in kwargs.items()}
+
+    def keep(self, operation: Operation, **changes: Any) -> None:
+        """The operation as it is, reading current names; `changes` replaces fields."""
+        inputs = tuple(self.current(n) for n in operation.inputs)
+        self.operations.append(replace(operation, inputs=inputs, **changes))
+        for name in operation.outputs:
+            if name is not None:
+                self.tensors[name] = self.source.tensors[name]
+
+    def emit(
+        self,
+        operator: str,
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        outputs: tuple[LogicalTensor | None, ...],
+        like: Operation,
+        region: Region | None = None,
+        name: str | None = None,
+    ) -> Operation:
+        """Add a new operation that makes `outputs`; it is named after its first output unless `name` is given."""
+        names = tuple(None if t is None else t.name for t in outputs)
+        chosen = name or next((n for n in names if n is not None), None) or self.fresh(like.name)
+        operation = make_operation(chosen, operator, args, kwargs, names, like, region)
+        self.operations.append(operation)
+        self.tensors.update({t.name: t for t in outputs if t is not None})
+        return operation
+
+    def finish(self, updates: tuple[tuple[str, str], ...] | None = None) -> Graph:
+        """The graph; `updates` replaces those of the source."""
+        kept = self.source.updates if updates is None else updates
+        renamed = tuple((buffer, self.current(value)) for buffer, value in kept)
+        return Graph(self.source.name, self.tensors, tuple(self.operations), self.current(self.source.loss), renamed)

@@ -1,0 +1,111 @@
+"""The sample batch: nested inputs flattened into named tensors, and rebuilt around other tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from nnscaler.tracing.rewrite import Ref
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """`tensors` by name, in order; `args` and `kwargs` of the module with a `Ref` where each tensor stood.
+
+    The tensors are detached clones: two arguments that share one tensor stay two inputs. Everything else in the
+    arguments is a constant of the trace.
+    """
+
+    tensors: Mapping[str, Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def rebuild(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module's arguments with these tensors in their places."""
+
+        def tensor(ref: Ref) -> Tensor:
+            return tensors[ref.name]
+
+        return _map(self.args, tensor), {k: _map(v, tensor) for k, v in self.kwargs.items()}
+
+
+def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
+    """Name the tensors of a sample batch.
+
+    A mapping is passed as keyword arguments and a tuple or list as positional ones; anything else is the only
+    argument. Names come from keys, field names and the parameters of `module.forward`: `ids`, `batch_labels`.
+    """
+    tensors: dict[str, Tensor] = {}
+    if isinstance(sample_inputs, Mapping):
+        kwargs = {str(k): _flatten(v, str(k), tensors) for k, v in sample_inputs.items()}
+        return SampleInputs(tensors, (), kwargs)
+    is_plain_sequence = isinstance(sample_inputs, tuple | list) and not hasattr(sample_inputs, "_fields")
+    items: Sequence[Any] = sample_inputs if is_plain_sequence else (sample_inputs,)
+    names = _positional_names(module, len(items))
+    args = tuple(_flatten(v, name, tensors) for v, name in zip(items, names, strict=True))
+    return SampleInputs(tensors, args, {})
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        parameters = {}.values()
+    names = [p.name for p in parameters if p.kind in kinds]
+    return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
+
+
+def _identifier(path: str, taken: Mapping[str, Tensor]) -> str:
+    name = re.sub(r"\W", "_", path)
+    if not name or name[0].isdigit() or keyword.iskeyword(name):
+        name = f"input_{name}"
+    number, candidate = 0, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        name = _identifier(path, tensors)
+        tensors[name] = value.detach().clone()
+        return Ref(name)
+    return _rebuild(value, lambda key, item: _flatten(item, f"{path}_{key}", tensors))
+
+
+def _map(value: Any, function: Callable[[Ref], Tensor]) -> Any:
+    if isinstance(value, Ref):
+        return function(value)
+    return _rebuild(value, lambda _key, item: _map(item, function))
+
+
+def _rebuild(value: Any, function: Callable[[str, Any], Any]) -> Any:
+    """A container with each item replaced by `function(key, item)`; any other value as it is."""
+    if isinstance(value, Mapping):
+        items = {k: function(str(k), v) for k, v in value.items()}
+        if type(value) is dict or not hasattr(value, "__setitem__"):
+            return items
+        rebuilt = copy.copy(value)
+        for key, item in items.items():
+            rebuilt[key] = item
+        return rebuilt
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(f, v) for f, v in zip(value._fields, value, strict=True)))
+    if isinstance(value, tuple | list):
+        return type(value)(function(str(i), v) for i, v in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made: Any = copy.copy(value)
+        for f in dataclasses.fields(value):
+            object.__setattr__(made, f.name, function(f.name, getattr(value, f.name)))
+        return made
+    return value

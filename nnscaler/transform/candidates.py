@@ -1,0 +1,87 @@
+"""Which splits are worth considering: a work-list fixpoint that carries them between producers and consumers.
+
+A split of a `view`'s heads induces a strided split of the packed `qkv` projection five operations earlier, which no
+identifier of the projection names by itself. Terminates because an `outer` divides the size of its identifier.
+The walk is per tensor layout; a global union of dims would merge batch and sequence through `view(-1)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Sharded, State
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Split
+from nnscaler.transform.rules import by_tensor, input_states, is_legal, output_states, resolve
+from nnscaler.transform.signature import Signature
+
+Candidates = Mapping[str, tuple[Split, ...]]
+
+
+def all_candidates(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Candidates:
+    """Every split of every operation that an identifier names, or that a neighbour's split induces."""
+    seeds = [
+        (op, Split(identifier)) for op in graph.operations for identifier in signatures[op.name].identifiers
+    ]
+    return _fixpoint(graph, signatures, parts, seeds)
+
+
+def reach(
+    graph: Graph, signatures: Mapping[str, Signature], parts: int, layouts: Mapping[str, State]
+) -> Candidates:
+    """The splits induced, transitively, by these states of these tensors: what a batch dim of the inputs reaches."""
+    places = by_tensor(graph)
+    seeds: list[tuple[Operation, Split]] = []
+    for name, state in layouts.items():
+        seeds.extend(_induced(signatures, parts, places, name, state))
+    return _fixpoint(graph, signatures, parts, seeds)
+
+
+def _fixpoint(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    parts: int,
+    seeds: Iterable[tuple[Operation, Split]],
+) -> Candidates:
+    places = by_tensor(graph)
+    found: dict[str, dict[Split, None]] = {op.name: {} for op in graph.operations}
+    pending = [(op, split) for op, split in seeds if is_legal(signatures[op.name], split, parts)]
+    while pending:
+        op, split = pending.pop()
+        if split in found[op.name]:
+            continue
+        found[op.name][split] = None
+        signature = signatures[op.name]
+        states = (
+            *zip(op.inputs, input_states(signature, split), strict=True),
+            *zip(op.outputs, output_states(signature, split, len(op.outputs)), strict=True),
+        )
+        for name, state in states:
+            if name is None or not isinstance(state, Sharded):
+                continue
+            for other, induced in _induced(signatures, parts, places, name, state):
+                if induced not in found[other.name]:
+                    pending.append((other, induced))
+    return {name: tuple(sorted(splits, key=_order)) for name, splits in found.items()}
+
+
+def _order(split: Split) -> tuple[str, int, tuple[int, ...]]:
+    return (split.identifier, split.outer, split.sections)
+
+
+def _induced(
+    signatures: Mapping[str, Signature],
+    parts: int,
+    places: Mapping[str, tuple[tuple[Operation, bool, int], ...]],
+    name: str,
+    state: State,
+) -> Iterable[tuple[Operation, Split]]:
+    for op, is_output, position in places[name]:
+        signature = signatures[op.name]
+        if signature.bound is None:
+            continue
+        operands = signature.bound.outputs if is_output else signature.bound.inputs
+        split = resolve(signature, operands[position] if position < len(operands) else None, state, parts)
+        if split is not None and is_legal(signature, split, parts):
+            yield op, split

@@ -1,0 +1,133 @@
+"""Choices that nobody made: on one axis, let every operation follow the layouts that reach it.
+
+Data parallelism and micro-batches are this and nothing else: the inputs are sharded along their batch dim, and each
+operation takes the choice that its inputs' layouts suggest at the least communication. So is the completion of a
+hand-written plan, where the user's choices are fixed and the rest follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion import find_path
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Sharded, State
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.transform.rules import explain_illegal_choices, input_states, output_states, resolve
+from nnscaler.transform.signature import Signature
+
+
+@dataclass(frozen=True, slots=True)
+class FollowAxis:
+    """The axis whose choices are made. `in_time`: it is that of micro-batches, which cannot communicate."""
+
+    name: str
+    parts: int
+    in_time: bool = False
+
+
+def follow(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    axis: FollowAxis,
+    inputs: Mapping[str, State],
+    explicit: Mapping[str, Choice],
+    made: Mapping[str, Sequence[Choice]],
+    axes: Sequence[tuple[str, int]],
+) -> dict[str, Choice]:
+    """One choice per operation.
+
+    `inputs`: the state of input tensors on this axis. `explicit`: choices that stand. `made`: the choices on `axes`,
+    made before, with which the new ones must be legal together.
+    Raises NnscalerError("micro_batches_coupled") where an operation needs values of several micro-batches at once.
+    """
+    states: dict[str, State] = {}
+    for tensor in graph.tensors.values():
+        if tensor.role != "activation":
+            default = REPLICATED if tensor.needs_grad else INVARIANT
+            states[tensor.name] = inputs.get(tensor.name, default)
+    every = (*axes, (axis.name, axis.parts))
+    choices: dict[str, Choice] = {}
+    for op in graph.operations:
+        signature = signatures[op.name]
+        choice = explicit.get(op.name)
+        if choice is None:
+            options = [
+                c
+                for c in _options(op, signature, axis.parts, states)
+                if not explain_illegal_choices(graph, op, signature, (*made[op.name], c), every)
+            ]
+            costs = [(_cost(graph, op, signature, c, axis, states), i) for i, c in enumerate(options)]
+            cost, best = min(costs)
+            if cost == inf:
+                raise _coupled(op, graph)
+            choice = options[best]
+        choices[op.name] = choice
+        for name, state in zip(op.outputs, output_states(signature, choice, len(op.outputs)), strict=True):
+            if name is not None:
+                full = isinstance(state, type(REPLICATED)) and not graph.tensors[name].needs_grad
+                states[name] = INVARIANT if full else state
+    return choices
+
+
+def _options(op: Operation, signature: Signature, parts: int, states: Mapping[str, State]) -> list[Choice]:
+    """Choices worth comparing, best first where costs tie."""
+    options: dict[Choice, None] = {}
+    if signature.bound is not None:
+        for name, operand in zip(op.inputs, signature.bound.inputs, strict=True):
+            split = resolve(signature, operand, states[name], parts)
+            if split is not None:
+                options[split] = None
+        for slots in signature.linear:
+            options[RunPartial(slots)] = None
+    whole: tuple[Choice, ...] = (RunReplicated(), RunInvariant())
+    if all(isinstance(states[name], Invariant) for name in op.inputs):
+        whole = (RunInvariant(), RunReplicated())
+        return [*whole, *options]
+    followed = [c for c in options if isinstance(c, Split)]
+    return [*followed, *whole, *(c for c in options if not isinstance(c, Split))]
+
+
+def _cost(
+    graph: Graph,
+    op: Operation,
+    signature: Signature,
+    choice: Choice,
+    axis: FollowAxis,
+    states: Mapping[str, State],
+) -> float:
+    """Elements communicated to bring the inputs into the layouts that the choice needs, plus work left whole."""
+    total = 0.0
+    for name, needed in zip(op.inputs, input_states(signature, choice), strict=True):
+        tensor = graph.tensors[name]
+        here = states[name]
+        if not tensor.needs_grad and isinstance(needed, type(REPLICATED)):
+            needed = INVARIANT
+        if here == needed:
+            continue
+        stored = tensor.role != "activation" and tensor.role != "input"
+        found = find_path((here,), (needed,), (axis.parts,), tensor.shape, tensor.needs_grad, 0 if axis.in_time else None)
+        if found is not None and found[0] < inf:
+            total += 0.0 if stored else found[0]
+        elif axis.in_time and not tensor.needs_grad:
+            total += 1.0 + tensor.elements  # computed once per step, on all micro-batches
+        else:
+            return inf
+    if isinstance(choice, RunInvariant | RunReplicated) and any(isinstance(states[n], Sharded) for n in op.inputs):
+        # the whole operation is run by every rank although its inputs are sharded
+        total += sum(graph.tensors[n].elements for n in op.outputs if n is not None)
+    return total
+
+
+def _coupled(op: Operation, graph: Graph) -> NnscalerError:
+    return NnscalerError(
+        "micro_batches_coupled",
+        f"{op.operator} ({op.name}, in {op.module or 'the model'}) needs the values of all micro-batches at once",
+        where=op.where,
+        help="use one micro-batch (--micro-batches 1); or compute this value from the inputs alone, "
+        "so that it can be computed once per step",
+    )

@@ -1,0 +1,161 @@
+"""Values that all micro-batches share: computed once per step, before the first forward.
+
+Micro-batches are a mesh axis in time, on which nothing can be communicated. A tensor that is a shard or a partial sum
+over micro-batches (the number of labels that count) and is needed whole must depend on no parameter; the operations
+that compute it are repeated in the program's `prepare`, where they see the rank's whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.conversion import find_path
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import INVARIANT, Replicated
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
+from nnscaler.transform.rules import input_states, output_states
+from nnscaler.transform.signature import Signature
+
+SUFFIX = "_of_step"
+
+
+def hoist(partitioned: PartitionedGraph, signatures: dict[str, Signature]) -> PartitionedGraph:
+    """Move what couples micro-batches into `prepare`. `signatures` gains the repeated operations."""
+    graph, count = partitioned.graph, partitioned.micro_batches
+    if count == 1:
+        return partitioned
+    uses = [
+        (op, slot)
+        for op in graph.operations
+        for slot in range(len(op.inputs))
+        if not _reachable_in_time(partitioned, signatures, op, slot)
+    ]
+    if not uses and not graph.updates:
+        return partitioned
+    hoisted: dict[str, None] = {}
+    for op, slot in uses:
+        _collect(graph, op, op.inputs[slot], hoisted)
+    for _, value in graph.updates:  # a buffer changes once per step, not once per micro-batch
+        _collect(graph, graph.producers[value], value, hoisted)
+    return _rebuild(partitioned, signatures, uses, hoisted)
+
+
+def _reachable_in_time(
+    partitioned: PartitionedGraph, signatures: Mapping[str, Signature], op: Operation, slot: int
+) -> bool:
+    graph = partitioned.graph
+    name = op.inputs[slot]
+    tensor = graph.tensors[name]
+    producer = graph.producers.get(name)
+    if producer is None:
+        return True
+    made = output_states(signatures[producer.name], partitioned.placements[producer.name].choices[-1], len(producer.outputs))
+    state = made[producer.outputs.index(name)]
+    needed = input_states(signatures[op.name], partitioned.placements[op.name].choices[-1])[slot]
+    if not tensor.needs_grad:
+        state, needed = (INVARIANT if isinstance(s, Replicated) else s for s in (state, needed))
+    found = find_path((state,), (needed,), (partitioned.micro_batches,), tensor.shape, tensor.needs_grad, 0)
+    return found is not None
+
+
+
+def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None]) -> None:
+    """Add the operations that compute `name`, which must depend on inputs and constants only."""
+    tensor = graph.tensors[name]
+    if tensor.needs_grad or tensor.role == "parameter":
+        raise NnscalerError(
+            "micro_batches_coupled",
+            f"{user.operator} ({user.name}) needs {name} of all micro-batches at once, and it depends on parameters",
+            where=user.where,
+            help="use one micro-batch (--micro-batches 1)",
+        )
+    producer = graph.producers.get(name)
+    if producer is None or producer.name in hoisted:
+        return
+    for source in producer.inputs:
+        _collect(graph, user, source, hoisted)
+    hoisted[producer.name] = None
+
+
+def _rebuild(
+    partitioned: PartitionedGraph,
+    signatures: dict[str, Signature],
+    uses: list[tuple[Operation, int]],
+    hoisted: dict[str, None],
+) -> PartitionedGraph:
+    graph = partitioned.graph
+    tensors = dict(graph.tensors)
+    placements = dict(partitioned.placements)
+    stages_of = _stages_that_need(graph, partitioned, uses, hoisted)
+    rename: dict[str, str] = {}
+    clones: list[Operation] = []
+    for op in graph.operations:
+        if op.name not in hoisted:
+            continue
+        for name in op.outputs:
+            if name is not None:
+                rename[name] = name + SUFFIX
+                tensors[name + SUFFIX] = replace(graph.tensors[name], name=name + SUFFIX)
+        clone = replace(
+            op,
+            name=op.name + SUFFIX,
+            inputs=tuple(rename.get(n, n) for n in op.inputs),
+            outputs=tuple(rename[n] if n is not None else None for n in op.outputs),
+        )
+        clones.append(clone)
+        signatures[clone.name] = signatures[op.name]
+        old = partitioned.placements[op.name]
+        placements[clone.name] = Placement(
+            stages_of[op.name], (*old.choices[:-1], RunInvariant()), prepare=True
+        )
+    changed = {(op.name, slot) for op, slot in uses}
+    updates = tuple((buffer, rename[value]) for buffer, value in graph.updates)
+    rest = [
+        replace(
+            op, inputs=tuple(rename[n] if (op.name, s) in changed else n for s, n in enumerate(op.inputs))
+        )
+        for op in graph.operations
+    ]
+    changed_graph = graph.replace(tensors=tensors, operations=(*clones, *rest), updates=updates)
+    return _without_dead(replace(partitioned, graph=changed_graph, placements=placements))
+
+
+def _stages_that_need(
+    graph: Graph, partitioned: PartitionedGraph, uses: list[tuple[Operation, int]], hoisted: dict[str, None]
+) -> dict[str, tuple[int, ...]]:
+    needed: dict[str, set[int]] = {name: set() for name in hoisted}
+    for op, slot in uses:
+        needed[graph.producers[op.inputs[slot]].name].update(partitioned.placements[op.name].stages)
+    for _, value in graph.updates:
+        producer = graph.producers[value]
+        needed[producer.name].update(partitioned.placements[producer.name].stages)
+    for op in reversed(graph.operations):
+        if op.name in hoisted:
+            for name in op.inputs:
+                producer = graph.producers.get(name)
+                if producer is not None:
+                    needed[producer.name].update(needed[op.name])
+    return {name: tuple(sorted(stages)) for name, stages in needed.items()}
+
+
+def _without_dead(partitioned: PartitionedGraph) -> PartitionedGraph:
+    """Drop operations whose results only the hoisted copies replaced."""
+    graph = partitioned.graph
+    live = {graph.loss, *(value for _, value in graph.updates)}
+    kept: list[Operation] = []
+    for op in reversed(graph.operations):
+        if any(name in live for name in op.outputs):
+            live.update(op.inputs)
+            kept.append(op)
+    kept.reverse()
+    made = {name for op in kept for name in op.outputs}
+    tensors = {n: t for n, t in graph.tensors.items() if t.role != "activation" or n in made}
+    names = {op.name for op in kept}
+    return replace(
+        partitioned,
+        graph=graph.replace(tensors=tensors, operations=tuple(kept)),
+        placements={n: p for n, p in partitioned.placements.items() if n in names},
+    )

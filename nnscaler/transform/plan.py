@@ -1,0 +1,157 @@
+"""Plans: the list of transform steps that turns a graph into a partitioned graph. Serialisable.
+
+A policy, a hand-written function and `plan.json` all produce the same value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import prod
+from typing import Any, ClassVar
+
+from nnscaler.errors import NnscalerError
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStep:
+    """Split an identifier of the operations over a mesh axis, viewed as (outer, parts, inner)."""
+
+    kind: ClassVar[str] = "split"
+    operations: tuple[str, ...]
+    axis: str
+    identifier: str
+    outer: int = 1
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicateStep:
+    """Run the operations whole on every rank of the axis. `deferred`: their gradients stay partial sums. `partial`:
+    they are linear and run on partial sums in these input slots."""
+
+    kind: ClassVar[str] = "replicate"
+    operations: tuple[str, ...]
+    axis: str
+    deferred: bool = False
+    partial: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AssignStep:
+    """Run the operations on these pipeline stages (more than one: repeated on each)."""
+
+    kind: ClassVar[str] = "assign"
+    operations: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderStep:
+    """Within a stage, run the first operations before the second ones."""
+
+    kind: ClassVar[str] = "order"
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeStep:
+    """Do not keep the activations of these operations; compute them again in backward."""
+
+    kind: ClassVar[str] = "recompute"
+    operations: tuple[str, ...]
+
+
+Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep
+_KINDS: dict[str, type[Any]] = {
+    s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`mesh`: (axis, size) with `pp` for pipeline devices, in rank order: pp outermost, the last axis innermost.
+
+    `chunks`: stages per device (interleaved). `micro_batches`: the paper's chunk of the batch in time. `data_axes`:
+    axes whose operations, where no step says otherwise, follow the batch dim of the inputs.
+    Operations (and patterns) name an operation, a module path or a glob over either. Later steps win.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    steps: tuple[Step, ...] = ()
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    data_axes: tuple[str, ...] = ("dp",)
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ranks(self) -> int:
+        return prod(size for _, size in self.mesh)
+
+    @property
+    def devices(self) -> int:
+        """Pipeline devices: groups of ranks that run the same role."""
+        return dict(self.mesh).get("pp", 1)
+
+    @property
+    def stages(self) -> int:
+        return self.devices * self.chunks
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh axes inside a stage."""
+        return tuple((name, size) for name, size in self.mesh if name != "pp" and size > 1)
+
+    def describe(self) -> str:
+        """`dp=2 tp=2 pp=2`."""
+        return " ".join(f"{name}={size}" for name, size in self.mesh if size > 1) or "1 rank"
+
+    def to_json(self) -> str:
+        """The plan as text that `from_json` reads."""
+        steps = [{"step": s.kind, **{k: v for k, v in asdict(s).items() if v not in ((), False)}} for s in self.steps]
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "steps"}
+        body = ",\n".join("  " + json.dumps(step) for step in steps)
+        lines = [f' "{key}": {json.dumps(value)}' for key, value in head.items()]
+        return "{\n" + ",\n".join([*lines, f' "steps": [\n{body}\n ]' if steps else ' "steps": []']) + "\n}\n"
+
+    @staticmethod
+    def from_json(text: str, source: str = "plan.json") -> Plan:
+        """Read a plan. Raises NnscalerError("plan_illegal") naming the entry that is wrong."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise NnscalerError("plan_illegal", f"{source} is not JSON: {error}") from None
+        if not isinstance(data, dict) or "mesh" not in data:
+            raise NnscalerError("plan_illegal", f"{source} has no \"mesh\"", help='"mesh": [["dp", 2], ["tp", 2]]')
+        known = {f.name for f in fields(Plan)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise NnscalerError("plan_illegal", f"{source}: unknown entries {unknown}", help=f"known: {sorted(known)}")
+        steps = tuple(_step(entry, i, source) for i, entry in enumerate(data.get("steps", ())))
+        simple = {k: _tuples(v) for k, v in data.items() if k != "steps"}
+        return Plan(**{**simple, "steps": steps})
+
+
+def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
+    kind = _KINDS.get(entry.get("step", "")) if isinstance(entry, Mapping) else None
+    if kind is None:
+        raise NnscalerError("plan_illegal", f"{source}: step {position} is {entry!r}", help=f"steps: {sorted(_KINDS)}")
+    values = {k: _tuples(v) for k, v in entry.items() if k != "step"}
+    for name in ("operations", "first", "second"):
+        if isinstance(values.get(name), str):
+            values[name] = (values[name],)
+    try:
+        return kind(**values)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise NnscalerError(
+            "plan_illegal",
+            f"{source}: step {position} ({entry['step']}): {str(error).split(') ')[-1]}",
+            help=f"a {entry['step']} step has: {[f.name for f in fields(kind)]}",
+        ) from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,234 @@
+"""From a choice on an axis to the layout of every operand, and back. Derived from annotations, never written by hand.
+
+Under `Split(identifier, outer)` an operand that has the identifier is sharded; an input that lacks it is
+`Replicated` (its gradient is a partial sum), or `Partial` when it enters additively; an output that lacks it is a
+`Partial` (reduction identifiers only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from op_registry.annotation.sizes import BoundOperand
+from op_registry.annotation.splits import splittable
+from op_registry.call import AxisShard
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    Layout,
+    Partial,
+    Sharded,
+    State,
+    explain_illegal,
+    without_gradient,
+)
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.transform.signature import Signature
+
+
+def operand_state(operand: BoundOperand, identifiers: Sequence[str], split: Split) -> Sharded | None:
+    """How the operand is sharded when `identifiers` (split together) are split; None if it has none of them."""
+    for d, dim in enumerate(operand.dims):
+        if dim.concat:
+            if any(f.identifier in identifiers for f in dim.factors):
+                return Sharded(d, 1, tuple(f.size for f in dim.factors))
+            continue
+        before = 1
+        for factor in dim.factors:
+            if factor.identifier in identifiers:
+                if split.sections:
+                    return Sharded(d, 1, split.sections)
+                return Sharded(d, before * split.outer)
+            before *= factor.size
+    return None
+
+
+def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
+    """The state that each input slot needs on an axis with this choice."""
+    count = len(signature.call.tensors())
+    match choice:
+        case RunInvariant():
+            return (INVARIANT,) * count
+        case RunReplicated():
+            return (REPLICATED,) * count
+        case RunPartial(slots):
+            return tuple(PARTIAL if i in slots else REPLICATED for i in range(count))
+    bound = signature.bound
+    assert bound is not None and isinstance(choice, Split)
+    together = bound.tied.get(choice.identifier, (choice.identifier,))
+    reduction = bound.marks.get(choice.identifier) == "+"
+    states: list[State] = []
+    for operand in bound.inputs:
+        state = operand_state(operand, together, choice) if operand is not None else None
+        if state is not None:
+            states.append(state)
+        elif operand is not None and operand.additive and reduction:
+            states.append(PARTIAL)
+        else:
+            states.append(REPLICATED)
+    return tuple(states)
+
+
+def output_states(signature: Signature, choice: Choice, count: int) -> tuple[State, ...]:
+    """The state in which each output arises on an axis with this choice."""
+    match choice:
+        case RunInvariant():
+            return (INVARIANT,) * count
+        case RunReplicated():
+            return (REPLICATED,) * count
+        case RunPartial():
+            return (PARTIAL,) * count
+    bound = signature.bound
+    assert bound is not None and isinstance(choice, Split)
+    together = bound.tied.get(choice.identifier, (choice.identifier,))
+    states: list[State] = []
+    for operand in bound.outputs:
+        state = operand_state(operand, together, choice) if operand is not None else None
+        if state is not None:
+            states.append(state)
+        elif bound.marks.get(choice.identifier) == "+" and operand is not None:
+            states.append(Partial(bound.reductions.get(choice.identifier, "sum")))
+        else:
+            states.append(REPLICATED)
+    return tuple(states)
+
+
+def input_layouts(graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice]) -> tuple[Layout, ...]:
+    """The layout that each input slot needs, canonical for tensors without gradient."""
+    per_axis = [input_states(signature, c) for c in choices]
+    layouts: list[Layout] = []
+    for slot, name in enumerate(op.inputs):
+        layout = tuple(states[slot] for states in per_axis)
+        layouts.append(layout if graph.tensors[name].needs_grad else without_gradient(layout))
+    return tuple(layouts)
+
+
+def output_layouts(graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice]) -> tuple[Layout, ...]:
+    """The layout in which each output arises, canonical for tensors without gradient."""
+    per_axis = [output_states(signature, c, len(op.outputs)) for c in choices]
+    layouts: list[Layout] = []
+    for index, name in enumerate(op.outputs):
+        layout = tuple(states[index] for states in per_axis)
+        layouts.append(layout if name and graph.tensors[name].needs_grad else without_gradient(layout))
+    return tuple(layouts)
+
+
+def shards_of(signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]) -> dict[
+    str, tuple[AxisShard, ...]
+]:
+    """identifier -> the axes that split it, for `localize`."""
+    result: dict[str, tuple[AxisShard, ...]] = {}
+    for choice, (axis, parts) in zip(choices, axes, strict=True):
+        if isinstance(choice, Split) and signature.bound is not None:
+            for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
+                result[identifier] = (*result.get(identifier, ()), AxisShard(axis, parts, choice.outer))
+    return result
+
+
+def explain_illegal_choice(signature: Signature, choice: Choice, parts: int) -> str | None:
+    """Why this choice on an axis of `parts` is illegal by itself; None if it is legal."""
+    if isinstance(choice, RunInvariant | RunReplicated):
+        return None
+    if signature.bound is None or signature.spec is None:
+        return signature.reason or "the operator has no annotation"
+    if isinstance(choice, RunPartial):
+        return None if choice.slots in signature.linear else f"not linear in operands {sorted(choice.slots)}"
+    if choice.identifier not in signature.bound.sizes:
+        return f"`{signature.bound.text}` has no identifier {choice.identifier!r}"
+    if choice.outer > 1 and choice.identifier in signature.spec.contiguous:
+        return f"{choice.identifier!r} can only be split into contiguous blocks"
+    if len(signature.bound.tied.get(choice.identifier, ())) > 1 and choice.outer > 1:
+        return f"{choice.identifier!r} is part of a concatenated dim and cannot be split with an outer"
+    if choice.sections:
+        return _explain_sections(signature, choice, parts)
+    return splittable(signature.bound, choice.identifier, parts, choice.outer)
+
+
+def _explain_sections(signature: Signature, choice: Split, parts: int) -> str | None:
+    assert signature.bound is not None
+    if sum(choice.sections) != signature.bound.sizes[choice.identifier] or any(s % parts for s in choice.sections):
+        return f"sections {choice.sections} do not divide by {parts}"
+    for operand in (*signature.bound.inputs, *signature.bound.outputs):
+        for dim in operand.dims if operand is not None else ():
+            if len(dim.factors) > 1 and any(f.identifier == choice.identifier for f in dim.factors):
+                return f"{choice.identifier!r} is not a whole dim"
+    return splittable(signature.bound, choice.identifier, 1, 1)
+
+
+def explain_illegal_choices(
+    graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]
+) -> str | None:
+    """Why these choices, one per axis, cannot be made together; None if they can."""
+    sizes = [parts for _, parts in axes]
+    split_by: dict[str, int] = {}
+    for choice, (axis, parts) in zip(choices, axes, strict=True):
+        reason = explain_illegal_choice(signature, choice, parts)
+        if reason:
+            return f"{choice} over {axis}: {reason}"
+        if isinstance(choice, Split):
+            split_by[choice.identifier] = split_by.get(choice.identifier, 0) + 1
+    if signature.spec is not None:
+        for identifier in signature.spec.contiguous:
+            if split_by.get(identifier, 0) > 1:
+                return f"{identifier!r} can be split by one axis only"
+    every = (
+        *zip(op.inputs, input_layouts(graph, op, signature, choices), strict=True),
+        *zip(op.outputs, output_layouts(graph, op, signature, choices), strict=True),
+    )
+    for name, layout in every:
+        if name is None:
+            continue
+        tensor = graph.tensors[name]
+        reason = explain_illegal(layout, sizes, tensor.shape)
+        if reason:
+            return f"tensor {name}: {reason}"
+        if tensor.needs_grad and any(isinstance(s, Partial) and s.reduction != "sum" for s in layout):
+            return f"tensor {name}: a partial max has no gradient"
+    return None
+
+
+def resolve(signature: Signature, operand: BoundOperand | None, state: State, parts: int) -> Split | None:
+    """The split that gives this operand that sharded state: the inverse of `operand_state`.
+
+    None when the state straddles factors or falls on a literal: the operand then has to be converted.
+    """
+    if operand is None or not isinstance(state, Sharded) or state.dim >= len(operand.dims):
+        return None
+    dim = operand.dims[state.dim]
+    if state.sections:
+        if dim.concat:
+            same = tuple(f.size for f in dim.factors) == state.sections
+            return Split(dim.factors[0].identifier) if same and dim.factors[0].identifier else None
+        only = dim.factors[0] if len(dim.factors) == 1 else None
+        return Split(only.identifier, 1, state.sections) if only is not None and only.identifier else None
+    if dim.concat:
+        return None
+    before = 1
+    for factor in dim.factors:
+        if state.outer % before:
+            return None
+        outer = state.outer // before
+        if outer < factor.size and factor.size % (outer * parts) == 0:
+            return Split(factor.identifier, outer) if factor.identifier else None
+        before *= factor.size
+    return None
+
+
+def is_legal(signature: Signature, choice: Choice, parts: int) -> bool:
+    return explain_illegal_choice(signature, choice, parts) is None
+
+
+def by_tensor(graph: Graph) -> Mapping[str, tuple[tuple[Operation, bool, int], ...]]:
+    """tensor -> (operation, is output, position) of every place where it stands."""
+    places: dict[str, list[tuple[Operation, bool, int]]] = {name: [] for name in graph.tensors}
+    for op in graph.operations:
+        for slot, name in enumerate(op.inputs):
+            places[name].append((op, False, slot))
+        for position, output in enumerate(op.outputs):
+            if output is not None:
+                places[output].append((op, True, position))
+    return {name: tuple(found) for name, found in places.items()}

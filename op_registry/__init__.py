@@ -1,0 +1,54 @@
+"""Operators: what they are called, how they may be split, and how users add their own.
+
+Importing this package is light: torch is imported by `register_op` when it is used.
+"""
+
+from op_registry.annotation.parser import parse
+from op_registry.annotation.printer import print_annotation
+from op_registry.annotation.rules import check
+from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor, bind
+from op_registry.annotation.splits import Shard, shard_of, splittable
+from op_registry.annotation.syntax import Annotation
+from op_registry.bind_call import bind_call, linear_sets
+from op_registry.call import AxisShard, Call, DType, TensorArgument
+from op_registry.errors import AnnotationError, NnscalerError
+from op_registry.expression import Expression, index
+from op_registry.localize import localise
+from op_registry.register import name_of, operator_of, register_op
+from op_registry.registry import Registry, default_registry
+from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, SourceLocation
+
+__all__ = [
+    "Annotation",
+    "AnnotationError",
+    "AxisShard",
+    "BoundAnnotation",
+    "BoundDim",
+    "BoundOperand",
+    "Call",
+    "DType",
+    "Expression",
+    "Factor",
+    "NnscalerError",
+    "OperatorSpec",
+    "Refusal",
+    "Registry",
+    "SchemaParameter",
+    "Shard",
+    "SourceLocation",
+    "TensorArgument",
+    "bind",
+    "bind_call",
+    "check",
+    "default_registry",
+    "index",
+    "linear_sets",
+    "localise",
+    "name_of",
+    "operator_of",
+    "parse",
+    "print_annotation",
+    "register_op",
+    "shard_of",
+    "splittable",
+]

@@ -1,0 +1,44 @@
+"""What is known of the operators of PyTorch and of our own runtime: one module per family.
+
+To add an operator, add a line to a family's `SPECS` and a row to that family's samples in the tests. Importing this
+package needs no torch.
+"""
+
+from op_registry.builtin import (
+    arrange,
+    attention,
+    casts,
+    convolution,
+    elementwise,
+    embedding,
+    factories,
+    index,
+    loss,
+    matmul,
+    normalization,
+    ordering,
+    pieces,
+    pooling,
+    reduction,
+    views,
+)
+from op_registry.spec import OperatorSpec
+
+SPECS: tuple[OperatorSpec, ...] = (
+    *arrange.SPECS,
+    *attention.SPECS,
+    *casts.SPECS,
+    *convolution.SPECS,
+    *elementwise.SPECS,
+    *embedding.SPECS,
+    *factories.SPECS,
+    *index.SPECS,
+    *loss.SPECS,
+    *matmul.SPECS,
+    *normalization.SPECS,
+    *ordering.SPECS,
+    *pieces.SPECS,
+    *pooling.SPECS,
+    *reduction.SPECS,
+    *views.SPECS,
+)

@@ -1,0 +1,79 @@
+"""One call of an operator, as annotation functions and `localize` hooks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """A tensor in a call. `index` numbers the tensors of a call, in the order in which its arguments name them."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "int64", "bool", ...
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator's arguments, with a `TensorArgument` where a tensor stands (also inside lists and tuples).
+
+    Other leaves are numbers, strings, booleans, None, or, in what `localize` returns, `Expression`s of mesh
+    coordinates. A dtype is `DType("float32")`; devices and memory formats are dropped by tracing.
+    """
+
+    operator: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[TensorArgument | None, ...] = ()  # one per output; None for an output that is not a tensor
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at `position`, or given by keyword `name`, or `default`."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def replace(self, position: int, name: str, value: Any) -> Call:
+        """The same call with one argument changed (appended by keyword when it was not given)."""
+        if position < len(self.args):
+            args = (*self.args[:position], value, *self.args[position + 1 :])
+            return Call(self.operator, args, self.kwargs, self.outputs)
+        return Call(self.operator, self.args, {**self.kwargs, name: value}, self.outputs)
+
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        """The tensors of the call by index."""
+        return tuple(sorted(iterate_tensors((self.args, dict(self.kwargs))), key=lambda t: t.index))
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype as an argument, by torch's name for it without the prefix."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AxisShard:
+    """How one mesh axis splits an identifier of size n: viewed as (outer, parts, n / outer / parts)."""
+
+    axis: str
+    parts: int
+    outer: int = 1
+
+
+def iterate_tensors(value: Any) -> Iterator[TensorArgument]:
+    """Every tensor in a nested argument, left to right."""
+    if isinstance(value, TensorArgument):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from iterate_tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iterate_tensors(item)

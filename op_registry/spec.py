@@ -1,0 +1,75 @@
+"""One record per operator: everything that the compiler and the checker know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from op_registry.call import AxisShard, Call
+
+AnnotationResult = str | tuple[str, Mapping[str, int]]  # the text, and sizes that shapes alone do not determine
+AnnotationFunction = Callable[[Call], AnnotationResult]
+LinearSets = tuple[frozenset[int], ...]
+Shards = Mapping[str, tuple[AxisShard, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLocation:
+    """A place in a user's file. `line` counts from 1; `text` is that line without its indentation."""
+
+    file: str
+    line: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaParameter:
+    """A parameter of a registered operator. `tensor`: a tensor or a list of them. `default` is what a call that
+    leaves it out means."""
+
+    name: str
+    tensor: bool
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSpec:
+    """What is known of one operator.
+
+    name           `aten.linear.default`, `nnscaler.ce_pick`, or a registered name such as `my_op`
+    annotation     text in the annotation language, or a function from the call to it
+    linear         sets of tensor arguments (by index) in which the operator is jointly linear: partial sums in all
+                   of a set give a partial sum. May be a function of the call. Affine calls have none
+    contiguous     identifiers that may only be split into contiguous blocks by one axis (their hook uses an offset)
+    shape_argument (position, keyword, output): that argument lists the sizes of that output, and follows its shard
+    localize       rewrites a call for one shard; arguments are (call, shards by identifier); may change the operator.
+                   Raises `Refusal` with a reason where it cannot
+    flops          multiply-add pairs times two of one call, from the sizes of identifiers; None: the compiler counts
+    random         draws random numbers
+    target         the Python callable of a registered operator
+    parameters     the schema's parameters in order, of a registered operator; empty: not known
+    origin         file and line of the registration of a user's operator, and its name in that file
+    """
+
+    name: str
+    annotation: str | AnnotationFunction
+    linear: LinearSets | Callable[[Call], LinearSets] = ()
+    contiguous: frozenset[str] = frozenset()
+    shape_argument: tuple[int, str, int] | None = None
+    localize: Callable[[Call, Shards], Call] | None = None
+    flops: Callable[[Mapping[str, int]], int] | None = None
+    random: bool = False
+    gradient: Literal["derivative", "custom"] = "derivative"
+    sample_inputs: Callable[[], Any] | None = None
+    target: Callable[..., Any] | None = None
+    where: SourceLocation | None = None
+    qualname: str | None = None
+    parameters: tuple[SchemaParameter, ...] = ()
+
+
+class Refusal(Exception):
+    """A `localize` hook (or a split) cannot do this shard; the message says why, and what would work."""

@@ -1,0 +1,59 @@
+"""The front doors, frozen: a name is added or removed here first, on purpose."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+FRONT_DOORS = {
+    "nnscaler": ["NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"],
+    "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"],
+    "op_registry": [
+        "Annotation",
+        "AnnotationError",
+        "AxisShard",
+        "BoundAnnotation",
+        "BoundDim",
+        "BoundOperand",
+        "Call",
+        "DType",
+        "Expression",
+        "Factor",
+        "NnscalerError",
+        "OperatorSpec",
+        "Refusal",
+        "Registry",
+        "SchemaParameter",
+        "Shard",
+        "SourceLocation",
+        "TensorArgument",
+        "bind",
+        "bind_call",
+        "check",
+        "default_registry",
+        "index",
+        "linear_sets",
+        "localise",
+        "name_of",
+        "operator_of",
+        "parse",
+        "print_annotation",
+        "register_op",
+        "shard_of",
+        "splittable",
+    ],
+}
+
+
+@pytest.mark.parametrize("package", FRONT_DOORS)
+def test_public_names_are_frozen(package: str) -> None:
+    module = importlib.import_module(package)
+    assert sorted(module.__all__) == sorted(FRONT_DOORS[package])
+
+
+@pytest.mark.parametrize("package", FRONT_DOORS)
+def test_public_names_exist(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in FRONT_DOORS[package]:
+        assert getattr(module, name) is not None

@@ -1,0 +1,81 @@
+"""The README's two commands, executed by their own text in a fresh copy of the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nnscaler
+from ci.readme_commands import read_commands
+
+SECONDS = 600
+INHERITED_BY_MISTAKE = ("PYTEST_", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "NNSCALER_")
+
+
+@pytest.fixture
+def fresh_copy(files: list[Path], repository: Path, tmp_path: Path) -> Iterator[Path]:
+    """What a clone of the working tree would hold. Removed afterwards: its environment takes more than 1 GB."""
+    for path in files:
+        target = tmp_path / "nnscaler" / path.relative_to(repository)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    yield tmp_path / "nnscaler"
+    shutil.rmtree(tmp_path / "nnscaler")
+
+
+def execute(command: str, folder: Path, **extra: str) -> str:
+    """What the command printed. Fails unless it exits 0; a command that hangs is killed with its children."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED_BY_MISTAKE)}
+    # The interpreter that runs the tests is the `python3` of the command: the first one on a machine may be too old.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    environment |= {"PYTHONNOUSERSITE": "1", **extra}
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not finished after {SECONDS} s: {command}\n{output}")
+    assert process.returncode == 0, f"exit {process.returncode}: {command}\n{output}"
+    return output
+
+
+def test_readme_has_two_commands() -> None:
+    verify, test = read_commands()
+    install = "python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[test]' && "
+    assert verify == install + "nnscaler verify-plan examples/gpt.py --ranks 8"
+    assert test == install + "pytest -n auto"
+
+
+def test_readme_probe(repository: Path) -> None:
+    """The one test that the second command runs when the test below executes it."""
+    assert Path(nnscaler.__file__).parent == repository / "nnscaler"
+
+
+@pytest.mark.early
+@pytest.mark.timeout(2 * SECONDS + 60)
+def test_readme_commands_work(fresh_copy: Path, repository: Path) -> None:
+    verify, test = read_commands()
+    output = execute(verify, fresh_copy)
+    assert output.strip().splitlines()[-1].startswith("VERIFIED  gpt.py on 8 ranks"), output
+
+    # The whole suite would run this test again, which would run the suite: one test shows that the command works.
+    this_file = Path(__file__).relative_to(repository)
+    output = execute(test, fresh_copy, PYTEST_ADDOPTS=f"{this_file} -k test_readme_probe")
+    assert "1 passed" in output.strip().splitlines()[-1], output

@@ -1,0 +1,26 @@
+"""The linters and the type checker find nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(repository: Path, *command: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_ruff_is_clean(repository: Path) -> None:
+    run(repository, "ruff", "check", ".")
+
+
+def test_format_is_ruffs(repository: Path) -> None:
+    run(repository, "ruff", "format", "--check", ".")
+
+
+def test_mypy_is_clean(repository: Path) -> None:
+    run(repository, "mypy")

@@ -1,0 +1,35 @@
+"""What every test runs under: one thread per process, fixed hypothesis examples, and the slowest tests first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+# Workers of `pytest -n auto` already use every core.
+torch.set_num_threads(1)
+
+# The same examples on every machine; a time limit per example would fail on a busy one.
+hypothesis.settings.register_profile(
+    "nnscaler", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("nnscaler")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves tests marked `early` to the front: a long test that starts last would run alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def examples(repository: Path) -> Path:
+    """The folder of example models."""
+    return repository / "examples"

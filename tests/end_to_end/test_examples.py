@@ -1,0 +1,112 @@
+"""Every example, compiled under many plans, computes what the model computes.
+
+A row is (example, plan, schedule, micro-batches). The rows without `long` are one of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from types import ModuleType
+
+import pytest
+import torch
+
+import nnscaler
+import verify
+
+Load = Callable[[str], ModuleType]
+
+SCHEDULES = ("1F1B", "GPipe", "interleaved")
+ONE_OF_EACH = [
+    ("gpt", "dp=2,tp=2,pp=2", "1F1B", 4),
+    ("gpt", "tp=2,pp=3", "GPipe", 4),
+    ("gpt", "pp=2", "interleaved", 4),
+    ("gpt", "dp=3", None, 1),
+    ("llama_hf", "dp=2,tp=2", None, 1),
+    ("vit_hf", "pp=2", "1F1B", 4),
+    ("swin_hf", "tp=2", None, 1),
+    ("t5_hf", "pp=2", "1F1B", 2),
+    ("custom_op", "dp=2,tp=2", None, 1),
+]
+GPT = [
+    *[("gpt", plan, None, micro) for plan, micro in (("dp=8", 1), ("dp=8", 3), ("tp=4", 1), ("tp=4", 2), ("dp=3", 4))],
+    *[
+        ("gpt", plan, schedule, micro)
+        for plan, micro in (("pp=4", 8), ("dp=2,tp=2,pp=2", 4), ("tp=2,pp=3", 6))
+        for schedule in SCHEDULES
+    ],
+]
+OTHERS = [
+    (name, plan, schedule, micro)
+    for name in ("llama_hf", "vit_hf", "swin_hf", "custom_op", "t5_hf")
+    for plan, schedule, micro in (
+        ("tp=2", None, 1),
+        ("dp=2,tp=2", None, 1),
+        ("dp=2,tp=2", None, 2),
+        ("pp=2", "1F1B", 4),
+    )
+]
+ROWS = [
+    *ONE_OF_EACH,
+    *(pytest.param(*row, marks=pytest.mark.long) for row in dict.fromkeys(GPT + OTHERS) if row not in ONE_OF_EACH),
+]
+
+
+def ranks_of(plan: str) -> int:
+    return prod(int(axis.split("=")[1]) for axis in plan.split(","))
+
+
+def check(example: Load, name: str, plan: str, schedule: str | None, micro_batches: int, backend: str) -> None:
+    module = example(name)
+    report = verify.verify_plan(
+        module.build_model,
+        module.sample_inputs(),
+        ranks=ranks_of(plan),
+        plan=plan,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        backend=backend,
+    )
+    assert report.exit_code == 0, report.to_json()
+    assert report.total > 10 and not report.findings, report.to_json()
+
+
+@pytest.mark.parametrize(("name", "plan", "schedule", "micro_batches"), ROWS)
+def test_example_is_verified(example: Load, name: str, plan: str, schedule: str | None, micro_batches: int) -> None:
+    check(example, name, plan, schedule, micro_batches, "simulator")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt", "llama_hf"])
+@pytest.mark.parametrize(("plan", "schedule", "micro_batches"), [("dp=2,tp=2", None, 1), ("tp=2,pp=2", "1F1B", 4)])
+def test_example_is_verified_on_processes(
+    example: Load, name: str, plan: str, schedule: str | None, micro_batches: int
+) -> None:
+    check(example, name, plan, schedule, micro_batches, "gloo")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama_hf", "vit_hf", "swin_hf", "t5_hf", "custom_op"])
+def test_tensor_parallelism_divides_the_work(example: Load, name: str) -> None:
+    """Found from annotations alone: nearly all of the matrix multiplications are really sharded."""
+    module = example(name)
+    program = nnscaler.parallelize(module.build_model(), module.sample_inputs(), ranks=2, plan="tp=2")
+    assert program.manifest["matmul_flops_divided"]["tp"] >= 0.9
+    assert not program.manifest["unannotated"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama_hf", "vit_hf", "swin_hf", "t5_hf", "custom_op"])
+def test_example_trains_in_plain_pytorch(example: Load, name: str) -> None:
+    """The examples are ordinary models: a finite loss, and a gradient for every parameter."""
+    module = example(name)
+    model = module.build_model().train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    result = model(**module.sample_inputs())
+    loss = result if isinstance(result, torch.Tensor) else result.loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    unused = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert not unused

@@ -1,0 +1,88 @@
+"""The user's model file, and what is said when something about it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nnscaler.cli.model_file import TEMPLATE, load_model_file
+from nnscaler.errors import NnscalerError
+
+
+def write(folder: Path, text: str, name: str = "model.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def refused(target: str) -> NnscalerError:
+    with pytest.raises(NnscalerError) as caught:
+        model = load_model_file(target, 0)
+        model.build()
+    return caught.value
+
+
+def test_the_template_is_a_model_file(tmp_path: Path) -> None:
+    model = load_model_file(write(tmp_path, TEMPLATE), 0)
+    inputs = model.inputs
+    assert isinstance(inputs, dict)
+    assert model.build()(**inputs).ndim == 0
+    assert model.name == "model.py"
+
+
+def test_the_seed_decides_parameters_and_batch(tmp_path: Path) -> None:
+    target = write(tmp_path, TEMPLATE)
+    models = [load_model_file(target, seed) for seed in (0, 0, 1)]
+    batches = [m.inputs["x"] for m in models]  # type: ignore[call-overload]
+    weights = [m.build().state_dict()["layer.weight"] for m in models]
+    for one, same, other in (batches, weights):
+        assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_another_factory(tmp_path: Path) -> None:
+    target = write(tmp_path, TEMPLATE + "\ndef other():\n    return torch.nn.Identity()\n")
+    assert isinstance(load_model_file(f"{target}::other", 0).build(), torch.nn.Identity)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert refused(str(tmp_path / "none.py")).code == "no_such_file"
+
+
+@pytest.mark.parametrize("text", ["x = 1\n", "def build_model(): ...\n", "def sample_inputs(): ...\n"])
+def test_a_file_without_the_functions_gets_a_template(text: str, tmp_path: Path) -> None:
+    error = refused(write(tmp_path, text))
+    assert error.code == "model_incomplete"
+    assert error.help is not None and "def sample_inputs()" in error.help
+
+
+def test_an_unknown_factory_lists_what_there_is(tmp_path: Path) -> None:
+    error = refused(write(tmp_path, TEMPLATE) + "::tiny")
+    assert "tiny" in error.message and "build_model" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import torch\nimport no_such_package\n", 2),
+        ("def f():\n    return 1 / 0\n\nf()\n", 2),
+        ("def f(:\n", 1),
+    ],
+)
+def test_errors_at_import_name_the_users_line(text: str, line: int, tmp_path: Path) -> None:
+    target = write(tmp_path, text)
+    error = refused(target)
+    assert error.code == "model_import_failed"
+    assert error.where is not None and (error.where.file, error.where.line) == (target, line)
+
+
+def test_errors_of_the_factory_name_the_users_line(tmp_path: Path) -> None:
+    text = TEMPLATE.replace("return Model()", "return Model() + 1")
+    error = refused(write(tmp_path, text))
+    assert error.code == "model_raised"
+    assert error.where is not None and error.where.text == "return Model() + 1"
+
+
+def test_sys_exit_at_import_is_an_error(tmp_path: Path) -> None:
+    error = refused(write(tmp_path, "import sys\nsys.exit('done')\n"))
+    assert error.code == "model_import_failed" and "__main__" in str(error.help)

@@ -1,0 +1,113 @@
+"""The runtime's own operators against torch's, whole and in pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nnscaler.runtime import ops
+from nnscaler.runtime.ops_random import uniform
+
+
+def cross_entropy(blocks: list[Tensor], labels: Tensor, ignore_index: int) -> Tensor:
+    """The loss of logits whose classes are split in blocks."""
+    widths = [b.shape[1] for b in blocks]
+    starts = [sum(widths[:i]) for i in range(len(blocks))]
+    m = torch.stack([ops.ce_max(b) for b in blocks]).amax(0)
+    s = torch.stack([ops.ce_sumexp(b, m) for b in blocks]).sum(0)
+    pieces = [ops.ce_pick(b, labels, ignore_index, first) for b, first in zip(blocks, starts, strict=True)]
+    t = torch.stack(pieces).sum(0)
+    return ops.ce_tail(s, m, t, labels, ignore_index) / ops.ce_count(labels, ignore_index)
+
+
+@pytest.mark.parametrize("widths", [(9,), (3, 3, 3)])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 4])
+def test_cross_entropy(widths: tuple[int, ...], ignore_index: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(7, 9, dtype=torch.float64) * 50).requires_grad_()
+    labels = torch.tensor([0, 4, 8, ignore_index, 3, 2, ignore_index])
+    loss = cross_entropy(list(logits.split(list(widths), 1)), labels, ignore_index)
+    expected = F.cross_entropy(logits, labels, ignore_index=ignore_index)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+    (found,), (wanted,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_cross_entropy_of_half_precision_is_computed_in_float32() -> None:
+    logits = torch.randn(5, 40).bfloat16()
+    labels = torch.arange(5)
+    loss = cross_entropy([logits], labels, -100)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), labels), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("padding", [-1, 1, 5])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_embedding_block(padding: int, blocks: int) -> None:
+    weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 5, 1], [7, 5, 4]])
+    rows = 8 // blocks
+    pieces = [ops.embedding_block(w, ids, padding, i * rows) for i, w in enumerate(weight.split(rows))]
+    out = torch.stack(pieces).sum(0)
+    expected = F.embedding(ids, weight, padding_idx=None if padding < 0 else padding)
+    assert torch.equal(out, expected)
+    cotangent = torch.randn_like(out)
+    (found,), (wanted,) = (torch.autograd.grad(y, weight, cotangent) for y in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dim, keepdim", [(None, False), ([], True), ([1], False), ([0, -1], True)])
+def test_mean_over(dim: list[int] | None, keepdim: bool) -> None:
+    x = torch.randn(4, 6, 2, dtype=torch.float64)
+    expected = x.mean(dim or (0, 1, 2), keepdim)
+    count = x.numel() // expected.numel()
+    halves = [ops.mean_over(h, dim, keepdim, count) for h in x.split(1, dim=0 if dim != [1] else 1)]
+    total = torch.stack(halves).sum(0) if dim != [1] else sum(halves)
+    torch.testing.assert_close(total, expected)
+    assert ops.mean_over(x.float(), dim, keepdim, count, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"])
+def test_mean_of(loss: str) -> None:
+    x, y = torch.randn(6, 2), torch.randn(6, 2)
+    expected = getattr(torch.ops.aten, loss).default(x, y)
+    torch.testing.assert_close(ops.mean_of(loss, 12, x, y, 2), expected)
+
+
+def test_batch_norm_changes_nothing_in_place() -> None:
+    x, w, b = torch.randn(6, 4), torch.randn(4), torch.randn(4)
+    mean, var = torch.zeros(4), torch.ones(4)
+    y, new_mean, new_var = ops.batch_norm(x, w, b, mean, var, 0.3, 1e-5)
+    assert torch.equal(mean, torch.zeros(4)) and torch.equal(var, torch.ones(4))
+    assert torch.equal(y, F.batch_norm(x, mean, var, w, b, True, 0.3, 1e-5))
+    assert torch.equal(new_mean, mean) and torch.equal(new_var, var)  # torch's call updated these
+    assert ops.batch_norm(x, None, None, None, None, 0.1, 1e-5)[1:] == (None, None)
+
+
+def test_dropout_without_a_stage_is_the_identity() -> None:
+    x = torch.randn(3)
+    assert torch.equal(ops.dropout(x, 0.5), x)
+
+
+def test_the_hash_is_uniform_and_depends_on_every_part_of_its_key() -> None:
+    where = [torch.arange(200), torch.arange(300)]
+
+    def draw(seed: int = 0, name: str = "a", step: int = 0) -> Tensor:
+        return uniform(seed, name, step, where, (200, 300))
+
+    base = draw()
+    assert base.min() >= 0 and base.max() < 1
+    assert torch.histc(base, 10, 0, 1).sub(6000).abs().max() < 6 * (6000 * 0.9) ** 0.5
+    others = [draw(seed=1), draw(name="b"), draw(step=1), base.roll(1, 0), base.roll(1, 1), base.flip(0)]
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([base.flatten(), other.flatten()]))[0, 1]
+        assert correlation.abs() < 6 / 60000**0.5
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """The first output of splitmix64 from state 0 is 0xE220A8397B1DCDAF."""
+    from nnscaler.runtime.ops_random import _mix, _mix_integer
+
+    assert _mix_integer(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert int(_mix(torch.tensor(1))) % 2**64 == 0xE220A8397B1DCDAF

@@ -1,0 +1,111 @@
+"""Cutting a logical tensor into pieces and making it again: nested digits, sections, copies and partial results."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from nnscaler.ir.layout import Sharded as CompilerSharded
+from nnscaler.ir.layout import local_shape as compiler_local_shape
+from nnscaler.runtime import Invariant, Partial, Replicated, Sharded
+from nnscaler.runtime.layout import State
+from nnscaler.runtime.shards import assemble, local_shape, logical_coordinates, same_bits, shard, unravel
+
+LAYOUTS: list[tuple[dict[str, State], dict[str, int], tuple[int, ...]]] = [
+    ({}, {"a": 2}, (3, 4)),
+    ({"a": Sharded(1)}, {"a": 4}, (3, 8)),
+    ({"a": Sharded(0, 3)}, {"a": 2}, (12, 5)),
+    ({"a": Sharded(0), "b": Sharded(0, 2)}, {"a": 2, "b": 3}, (12, 2)),
+    ({"a": Sharded(0, 3), "b": Sharded(0)}, {"a": 2, "b": 3}, (12, 2)),
+    ({"a": Sharded(0, 12), "b": Sharded(0), "c": Sharded(0, 4)}, {"a": 2, "b": 2, "c": 3}, (48,)),
+    ({"a": Sharded(1, sections=(6, 2, 4)), "b": Sharded(0)}, {"a": 2, "b": 3}, (3, 12)),
+    ({"a": Sharded(0), "b": Sharded(1, 2), "c": Replicated()}, {"a": 3, "b": 2, "c": 2}, (6, 8)),
+    ({"a": Partial(), "b": Sharded(0)}, {"a": 3, "b": 2}, (4, 3)),
+    ({"a": Partial("max"), "b": Invariant()}, {"a": 2, "b": 2}, (4,)),
+    ({"a": Sharded(0, 1), "b": Sharded(0, 1)}, {"a": 1, "b": 2}, (4,)),
+    ({}, {}, ()),
+]
+
+
+def points(sizes: dict[str, int]) -> list[dict[str, int]]:
+    return [dict(zip(sizes, point, strict=True)) for point in product(*(range(s) for s in sizes.values()))]
+
+
+@pytest.mark.parametrize("states, sizes, shape", LAYOUTS, ids=[str(case[0]) for case in LAYOUTS])
+def test_assemble_inverts_shard(states: dict[str, State], sizes: dict[str, int], shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape, dtype=torch.float64)
+    pieces = [(at, shard(whole, states, sizes, at)) for at in points(sizes)]
+    assert {tuple(p.shape) for _, p in pieces} == {local_shape(shape, states, sizes)}
+    assert all(p.is_contiguous() for _, p in pieces)
+    made = assemble(pieces, states, sizes, shape)
+    assert torch.equal(made.value, whole) and not made.differences
+
+
+def test_an_axis_owns_the_digit_between_outer_and_inner() -> None:
+    whole = torch.arange(12)
+    assert shard(whole, {"a": Sharded(0)}, {"a": 3}, {"a": 1}).tolist() == [4, 5, 6, 7]
+    assert shard(whole, {"a": Sharded(0, 2)}, {"a": 3}, {"a": 1}).tolist() == [2, 3, 8, 9]
+    two = {"a": Sharded(0), "b": Sharded(0, 2)}
+    assert shard(whole, two, {"a": 2, "b": 3}, {"a": 1, "b": 0}).tolist() == [6, 7]
+    assert shard(whole, {"a": Sharded(0, sections=(8, 4))}, {"a": 2}, {"a": 1}).tolist() == [4, 5, 6, 7, 10, 11]
+
+
+def test_micro_batches_are_an_axis_inside_the_data_parallel_one() -> None:
+    states, sizes = {"dp": Sharded(0), "micro": Sharded(0, 2)}, {"dp": 2, "micro": 3}
+    rows = [shard(torch.arange(12), states, sizes, {"dp": 1, "micro": m}).tolist() for m in range(3)]
+    assert rows == [[6, 7], [8, 9], [10, 11]]
+
+
+def test_logical_coordinates_are_the_indices_of_the_piece() -> None:
+    states, sizes, at = {"a": Sharded(1, 2), "b": Sharded(0)}, {"a": 2, "b": 2}, {"a": 1, "b": 1}
+    rows, columns = logical_coordinates((4, 8), states, sizes, at)
+    assert rows.tolist() == [2, 3] and columns.tolist() == [2, 3, 6, 7]
+    whole = torch.arange(32).view(4, 8)
+    assert torch.equal(whole[rows][:, columns], shard(whole, states, sizes, at))
+
+
+def test_unequal_copies_are_named() -> None:
+    sizes = {"a": 2, "b": 2}
+    pieces = [(at, torch.zeros(2) + (0.5 if at == {"a": 1, "b": 1} else 0)) for at in points(sizes)]
+    made = assemble(pieces, {"a": Sharded(0)}, sizes, (4,))
+    assert [str(d) for d in made.differences] == ["copies at a=1 b=0 and a=1 b=1 differ in 2 elements, by 0.5 at most"]
+
+
+@pytest.mark.parametrize("given", [(0, 0), (0,), (0, 1, 1)])
+def test_each_rank_gives_one_piece(given: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"two pieces|no piece"):
+        assemble([({"a": i}, torch.zeros(2)) for i in given], {"a": Sharded(0)}, {"a": 2}, (4,))
+
+
+@pytest.mark.parametrize(
+    "states, message",
+    [
+        ({"a": Sharded(0, 5)}, "does not divide"),
+        ({"a": Sharded(0), "b": Sharded(0)}, "overlap"),
+        ({"a": Sharded(3)}, "lacks"),
+        ({"c": Sharded(0)}, "axis 'c', which the mesh lacks"),
+        ({"a": Sharded(0, sections=(5, 7))}, "sections"),
+        ({"a": Sharded(0, sections=(6, 6)), "b": Sharded(0, 2)}, "sections"),
+    ],
+)
+def test_illegal_layouts(states: dict[str, State], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard(torch.zeros(12), states, {"a": 2, "b": 3}, {"a": 0, "b": 0})
+
+
+def test_bits() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double()) and same_bits(torch.tensor([True]), torch.tensor([True]))
+
+
+def test_positions_are_row_major() -> None:
+    assert [unravel(p, {"a": 2, "b": 3}) for p in (0, 1, 3)] == [{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}]
+
+
+def test_the_compiler_agrees_on_local_shapes() -> None:
+    layout = (CompilerSharded(0, 3), CompilerSharded(1))
+    expected = compiler_local_shape(layout, (2, 4), (12, 8))
+    assert local_shape((12, 8), {"a": Sharded(0, 3), "b": Sharded(1)}, {"a": 2, "b": 4}) == expected

@@ -1,0 +1,119 @@
+"""What the ranks of the tests run. Loaded by path in each rank's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communicator import Communicator
+from nnscaler.runtime.distributed import TorchCommunicator
+from nnscaler.runtime.nccl_communicator import NcclCommunicator
+
+
+def greet(communicator: Communicator, text: str, number: int = 0) -> dict[str, object]:
+    print(f"out of rank {communicator.rank}")
+    print(f"error of rank {communicator.rank}", file=sys.stderr)
+    total = communicator.all_reduce(torch.tensor([communicator.rank]), range(communicator.world_size))
+    return {"text": text, "number": number, "total": total, "threads": torch.get_num_threads(), "process": os.getpid()}
+
+
+def every_call(communicator: Communicator) -> list[Tensor]:
+    """One of each call and more, on groups in and out of order, with all kinds of dtypes; what came back."""
+    world, rank = communicator.world_size, communicator.rank
+    generator = torch.Generator().manual_seed(rank)
+    results: list[Tensor] = []
+    everyone = tuple(range(world))
+    for ranks in (everyone, everyone[::-1], everyone[-2:]):
+        if rank in ranks:
+            results += collectives(communicator, ranks, generator)
+    right, left = (rank + 1) % world, (rank - 1) % world
+    sent = torch.randn(3, 2, generator=generator)
+    # messages are asked for in another order than they were sent in, and two have one key
+    communicator.send(sent, right, ("h", 0, 1, 0, "F"))
+    communicator.send(sent + 1, right, ("h", 0, 1, 1, "F"))
+    communicator.send(sent + 2, right, ("h", 0, 1, 1, "F"))
+    communicator.send(torch.tensor(rank > 0), right, ("flag",))
+    communicator.send(torch.zeros(0, 4), right, ("empty", 0, 1, 0, "F", 3))
+    sent.zero_()
+    results.append(communicator.recv((), torch.bool, left, ("flag",)))
+    for micro in (1, 0, 1):
+        results.append(communicator.recv((3, 2), torch.float32, left, ("h", 0, 1, micro, "F")))
+    results.append(communicator.recv((0, 4), torch.float32, left, ("empty", 0, 1, 0, "F", 3)))
+    communicator.send(results[-2], left, ("h", 0, 1, 1, "B"))
+    results.append(communicator.recv((3, 2), torch.float32, right, ("h", 0, 1, 1, "B")))
+    communicator.finish()
+    communicator.barrier(everyone)
+    return results
+
+
+def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
+    def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    count, results = len(ranks), []
+    for tensor in (random(5, 3), random(40000).requires_grad_(), random(), random(2, 0), random(4, 6).t()):
+        results.append(communicator.all_reduce(tensor, ranks))
+    results.append(communicator.all_reduce(random(7, dtype=torch.float32), ranks, "max"))
+    results.append(communicator.all_reduce(torch.randint(0, 9, (4,), generator=generator), ranks))
+    results.append(communicator.all_reduce(random(6) > 0, ranks))
+    results.append(communicator.all_reduce(random(4, dtype=torch.bfloat16), ranks))
+    results += communicator.all_gather(random(2, 3).t(), ranks)
+    results += communicator.all_gather(random(3) > 0, ranks)
+    results.append(communicator.reduce_scatter([random(2, 2) for _ in ranks], ranks))
+    results.append(communicator.reduce_scatter([random(2) for _ in ranks], ranks, "max"))
+    results += communicator.all_to_all([random(count, 2) for _ in ranks], ranks)
+    results.append(communicator.broadcast(random(3, 2), ranks[-1], ranks))
+    return results
+
+
+def without_tags(communicator: TorchCommunicator, pairs: list[tuple[int, int]]) -> list[Tensor]:
+    """`every_call` on the communicator for NCCL, its groups made by gloo."""
+    inner = NcclCommunicator(
+        communicator.rank,
+        communicator.world_size,
+        torch.device("cpu"),
+        groups=[(0, 1, 2), (2, 1)],
+        pairs=pairs,
+        backend="gloo",
+    )
+    return every_call(inner)
+
+
+def fail(communicator: Communicator, rank: int, how: str) -> None:
+    """`rank` fails in a way; the others wait for it."""
+    if communicator.rank == rank:
+        if how == "raise":
+            raise ValueError("this rank is the cause")
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    communicator.recv((2,), torch.float32, rank, ("never", 0, 1, 0, "F"))
+
+
+def disagree(communicator: Communicator) -> None:
+    """Rank 0 gathers what the others reduce."""
+    if communicator.rank == 0:
+        communicator.all_gather(torch.zeros(3), (0, 1))
+    else:
+        communicator.all_reduce(torch.zeros(3), (0, 1))
+
+
+def loop_for_ever(communicator: Communicator) -> None:
+    if communicator.rank == 1:
+        while True:
+            time.sleep(0.05)
+    communicator.barrier((0, 1))
+
+
+def sleep_beside_a_child(communicator: Communicator, folder: str) -> None:
+    """Says the process ids of this rank and of a process that it started, and stays."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (Path(folder) / f"{communicator.rank}.pid").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)

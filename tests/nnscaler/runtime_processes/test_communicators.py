@@ -1,0 +1,64 @@
+"""The communicators over torch.distributed against the simulator, on real processes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from nnscaler.runtime.communicator import CommunicationCall, CommunicationError
+from nnscaler.runtime.gloo_communicator import _agreement, _forward_of
+from nnscaler.runtime.launcher import ForkServer, launch
+from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.simulator import Simulator
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gloo_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions: str, world: int) -> None:
+    expected = Simulator(world).run(load_user_module(rank_functions).every_call)
+    outcome = launch(world, f"{rank_functions}:every_call", timeout=60, server=server)
+    for found, wanted in zip(outcome.results(), expected, strict=True):
+        assert [t.dtype for t in found] == [t.dtype for t in wanted]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("pairs", [[], [(0, 1), (1, 0), (1, 2), (2, 0), (0, 2), (2, 1)], [(0, 1), (2, 0)]])
+def test_messages_without_tags_are_matched_by_announcement(
+    server: ForkServer, rank_functions: str, pairs: list[tuple[int, int]]
+) -> None:
+    """The communicator for NCCL, run over gloo: groups of torch, messages in the sender's order."""
+    expected = Simulator(3).run(load_user_module(rank_functions).every_call)
+    outcome = launch(3, f"{rank_functions}:without_tags", {"pairs": pairs}, timeout=60, server=server)
+    for found, wanted in zip(outcome.results(), expected, strict=True):
+        for a, b in zip(found, wanted, strict=True):
+            # Sums are in gloo's own order here: in bfloat16, terms of size 1 to 3 are rounded by up to 2**-7 each.
+            tolerance = 2.0**-6 if a.dtype == torch.bfloat16 else 1e-12
+            torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance)
+
+
+def test_ranks_that_disagree_wait_and_say_in_what(server: ForkServer, rank_functions: str) -> None:
+    begin = time.monotonic()
+    outcome = launch(2, f"{rank_functions}:disagree", timeout=60, stall=0.5, server=server)
+    assert time.monotonic() - begin < 20
+    assert (outcome.end, outcome.all_blocked) == ("deadlock", True)
+    assert "all_gather float32[3] over ranks (0, 1) at " in outcome[0].waiting
+    assert "rank_functions.py:" in outcome[0].waiting
+    assert "all_reduce(sum)" in outcome[1].waiting
+    assert "disagree" in outcome[0].log_tail  # the stack of the rank, in its log
+    with pytest.raises(CommunicationError, match="deadlock: no rank can go on") as caught:
+        outcome.results()
+    assert caught.value.waiting.keys() == {0, 1}
+
+
+def test_what_both_sides_must_agree_on() -> None:
+    send = CommunicationCall("send", (0, 1), ((2,),), torch.float32, key=("h", 0, 1, 0, "F"), place="a.py:1")
+    recv = CommunicationCall("recv", (0, 1), ((2,),), torch.float32, key=("h", 0, 1, 0, "F"), place="b.py:2")
+    assert _agreement(send) == _agreement(recv)
+    assert _agreement(send) != _agreement(CommunicationCall("recv", (0, 1), ((3,),), torch.float32, key=recv.key))
+
+
+def test_a_gradient_says_that_its_message_arrived() -> None:
+    assert _forward_of(("B", 0, 1, 2, "B")) == ("B", 0, 1, 2, "F")
+    assert _forward_of(("h", 0, 1, 2, "B", 4)) == ("h", 0, 1, 2, "F", 4)
+    assert _forward_of(("B", 0, 1, 2, "F")) is None

@@ -1,0 +1,190 @@
+"""Schedules: golden timelines, and properties for any number of devices, chunks and micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnscaler.errors import NnscalerError
+from nnscaler.scheduling.dependencies import chain, check_acyclic, dependencies
+from nnscaler.scheduling.registry import SCHEDULES, get_schedule
+from nnscaler.scheduling.schedule import Instruction, Schedule, format_order, parse_order
+from nnscaler.scheduling.timeline import format_timeline, simulate
+
+GPIPE = """\
+device 0 | F0.0 F0.1 F0.2 .    .    .    B0.0 ---- B0.1 ---- B0.2 ----
+device 1 | .    F1.0 F1.1 F1.2 B1.0 ---- B1.1 ---- B1.2 ---- .    .
+12 long, bubble 25.0%, live micro-batches 3 3
+"""
+ONE_F_ONE_B = """\
+device 0 | F0.0 F0.1 F0.2 .    .    .    .    B0.0 ---- F0.3 B0.1 ---- .    B0.2 ---- .    B0.3 ----
+device 1 | .    F1.0 F1.1 .    .    B1.0 ---- F1.2 B1.1 ---- F1.3 B1.2 ---- .    B1.3 ---- .    .
+device 2 | .    .    F2.0 B2.0 ---- F2.1 B2.1 ---- F2.2 B2.2 ---- F2.3 B2.3 ---- .    .    .    .
+18 long, bubble 33.3%, live micro-batches 3 2 1
+"""
+INTERLEAVED = """\
+device 0 | F0.0 F0.1 F2.0 F2.1 F0.2 .    B2.0 ---- F0.3 B2.1 ---- F2.2 B0.0 ---- F2.3 B0.1 ---- .    B2.2 ---- .    B2.3 ---- B0.2 ---- B0.3 ----
+device 1 | .    F1.0 F1.1 F3.0 B3.0 ---- F3.1 B3.1 ---- F1.2 B1.0 ---- F1.3 B1.1 ---- F3.2 B3.2 ---- F3.3 B3.3 ---- B1.2 ---- B1.3 ---- .    .
+27 long, bubble 11.1%, live micro-batches 5 3
+"""  # noqa: E501
+UNFILLED = """\
+device 0 | F0.0 F0.1 F2.0 F2.1 F0.2 .    B2.0 ---- .    B2.1 ---- F2.2 B0.0 ---- B0.1 ---- .    B2.2 ---- .    .    B0.2 ----
+device 1 | .    F1.0 F1.1 F3.0 B3.0 ---- F3.1 B3.1 ---- F1.2 B1.0 ---- B1.1 ---- F3.2 B3.2 ---- .    .    B1.2 ---- .    .
+23 long, bubble 21.7%, live micro-batches 5 3
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "chunks", "micro_batches", "text"),
+    [
+        ("gpipe", 2, 1, 3, GPIPE),
+        ("1F1B", 3, 1, 4, ONE_F_ONE_B),
+        ("interleaved", 2, 2, 4, INTERLEAVED),
+        ("Interleaved", 2, 2, 3, UNFILLED),
+    ],
+)
+def test_golden_timeline(name: str, devices: int, chunks: int, micro_batches: int, text: str) -> None:
+    assert format_timeline(simulate(get_schedule(name)(devices, chunks, micro_batches))) == text
+
+
+devices_and_micros = {"devices": st.integers(1, 6), "micro_batches": st.integers(1, 14)}
+names = st.sampled_from(sorted(SCHEDULES))
+
+
+def build(name: str, devices: int, chunks: int, micro_batches: int) -> Schedule:
+    return SCHEDULES[name](devices, 1 if name == "1f1b" else chunks, micro_batches)
+
+
+@given(name=names, chunks=st.integers(1, 4), data=st.data(), **devices_and_micros)
+@settings(max_examples=150, deadline=None)
+def test_complete_and_acyclic_with_any_forward_edges(
+    name: str, chunks: int, data: st.DataObject, devices: int, micro_batches: int
+) -> None:
+    schedule = build(name, devices, chunks, micro_batches)
+    stages = range(schedule.stages)
+    every = [(kind, s, m) for kind in "FB" for s in stages for m in range(micro_batches)]
+    found = Counter((i.kind, i.stage, i.micro) for order in schedule.orders for i in order)
+    assert found == Counter(every)
+    assert schedule.devices == tuple(s % devices for s in stages)
+    skips = data.draw(st.sets(st.tuples(st.sampled_from(stages), st.sampled_from(stages)), max_size=6))
+    edges = {(p, c) for p, c in skips if p < c} | (chain(schedule.stages) if data.draw(st.booleans()) else set())
+    certificate = check_acyclic(schedule, edges)
+    place = {instruction: i for i, instruction in enumerate(certificate)}
+    assert len(place) == len(certificate) == len(every)
+    for order in schedule.orders:
+        assert all(place[a] < place[b] for a, b in pairwise(order))
+        for instruction in order:
+            assert all(place[d] < place[instruction] for d in dependencies(instruction, edges))
+
+
+@given(**devices_and_micros)
+@settings(max_examples=60, deadline=None)
+def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
+    schedule = SCHEDULES["1f1b"](devices, 1, micro_batches)
+    found = simulate(schedule)
+    assert found.peak_live == tuple(min(devices - d, micro_batches) for d in range(devices))
+    assert found.makespan == 3 * (micro_batches + devices - 1)
+    assert simulate(SCHEDULES["gpipe"](devices, 1, micro_batches)).makespan == found.makespan
+    assert SCHEDULES["interleaved"](devices, 1, micro_batches).orders == schedule.orders
+
+
+@given(chunks=st.integers(1, 4), **devices_and_micros)
+@settings(max_examples=60, deadline=None)
+def test_interleaved_bubble_shrinks_with_chunks(chunks: int, devices: int, micro_batches: int) -> None:
+    """The known bubble for full groups; never slower than 1F1B on the same work otherwise."""
+    found = simulate(SCHEDULES["interleaved"](devices, chunks, micro_batches))
+    if micro_batches % devices == 0:
+        assert found.makespan == 3 * (chunks * micro_batches + devices - 1)
+    assert found.makespan <= 3 * chunks * (micro_batches + devices - 1)
+    assert all(
+        peak <= (chunks - 1) * devices + (2 if chunks > 1 else 1) * (devices - d - 1) + 1
+        for d, peak in enumerate(found.peak_live)
+    )
+
+
+@given(name=names, chunks=st.integers(1, 3), **devices_and_micros)
+@settings(max_examples=30, deadline=None)
+def test_text_parses_back(name: str, chunks: int, devices: int, micro_batches: int) -> None:
+    schedule = build(name, devices, chunks, micro_batches)
+    for device, order in enumerate(schedule.orders):
+        assert parse_order(schedule.text(device)) == order
+
+
+def test_text_is_kind_stage_micro() -> None:
+    assert format_order([Instruction("F", 0, 1), Instruction("B", 12, 3)]) == "F0.1 B12.3"
+    with pytest.raises(NnscalerError, match=r"W0\.1"):
+        parse_order("F0.0 W0.1")
+
+
+def test_costs_and_units() -> None:
+    schedule = SCHEDULES["1f1b"](2, 1, 1)
+    found = simulate(schedule, forward=[0.5, 1.0], backward=[1.0, 1.5])
+    assert found.makespan == 4
+    assert format_timeline(found, unit=0.5) == (
+        "device 0 | F0.0 .    .    .    .    .    B0.0 ----\n"
+        "device 1 | .    F1.0 ---- B1.0 ---- ---- .    .\n"
+        "4 long, bubble 50.0%, live micro-batches 1 1\n"
+    )
+
+
+def test_deadlock_names_the_cycle() -> None:
+    orders = (parse_order("F0.0 B0.0 F0.1 B0.1"), parse_order("F1.0 F1.1 B1.0 B1.1"))
+    with pytest.raises(NnscalerError) as error:
+        check_acyclic(Schedule("mine", (0, 1), 2, orders), chain(2))
+    assert error.value.code == "schedule_deadlock"
+    assert error.value.message == (
+        "schedule mine deadlocks: device 0 is at B0.0 and waits for B1.0 of device 1, which comes after F1.1 there; "
+        "device 1 is at F1.1 and waits for F0.1 of device 0, which comes after B0.0 there"
+    )
+
+
+def test_deadlock_within_one_device() -> None:
+    with pytest.raises(NnscalerError, match=r"device 0 is at B0\.0 and waits for F0\.0 of device 0, which comes after"):
+        check_acyclic(Schedule("mine", (0,), 1, (parse_order("B0.0 F0.0"),)), ())
+
+
+def test_edges_backwards_in_stages_deadlock() -> None:
+    with pytest.raises(NnscalerError, match="deadlocks"):
+        check_acyclic(SCHEDULES["gpipe"](3, 1, 1), {(0, 1), (1, 2), (2, 0)})
+
+
+def test_a_skip_edge_can_deadlock_what_a_chain_cannot() -> None:
+    orders = tuple(map(parse_order, ("F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1", "F2.0 F2.1 B2.1 B2.0")))
+    schedule = Schedule("mine", (0, 1, 2), 2, orders)
+    check_acyclic(schedule, {(0, 1), (0, 2)})
+    with pytest.raises(NnscalerError, match="device 2 is at"):
+        check_acyclic(schedule, {(0, 1), (1, 2), (0, 2)})
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        (("F0.0 B0.0", "F1.0"), "device 1 runs B1.0 0 times"),
+        (("F0.0 F0.0 B0.0", "F1.0 B1.0"), "device 0 runs F0.0 2 times"),
+        (("F0.0 B0.0 F1.0", "F1.0 B1.0"), "device 0 runs F1.0, which is not its own"),
+        (("F0.0 B0.0", "F1.0 B1.0 F1.1"), "device 1 runs F1.1, which is not its own"),
+    ],
+)
+def test_incomplete_schedules_are_refused(orders: tuple[str, str], message: str) -> None:
+    with pytest.raises(NnscalerError) as error:
+        check_acyclic(Schedule("mine", (0, 1), 1, tuple(map(parse_order, orders))), chain(2))
+    assert error.value.code == "bad_schedule"
+    assert error.value.message.startswith(message)
+
+
+def test_unknown_names_get_a_guess() -> None:
+    with pytest.raises(NnscalerError) as error:
+        get_schedule("interleave")
+    assert error.value.code == "unknown_schedule"
+    assert error.value.help is not None and "did you mean 'interleaved'?" in error.value.help
+    with pytest.raises(NnscalerError, match="no schedule 'zzz'"):
+        get_schedule("zzz")
+
+
+def test_one_f_one_b_has_no_chunks() -> None:
+    with pytest.raises(NnscalerError, match="not 2"):
+        get_schedule("1f1b")(2, 2, 4)

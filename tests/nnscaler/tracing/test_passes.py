@@ -1,0 +1,225 @@
+"""Passes by their text: before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nnscaler.ir import Graph, check_graph, parse_graph, print_graph
+from nnscaler.tracing.passes.attention_dropout import lower_attention_dropout
+from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
+from nnscaler.tracing.passes.dead_code import remove_dead_code
+from nnscaler.tracing.passes.identities import drop_identities
+from nnscaler.tracing.passes.needs_grad import mark_needs_grad
+from nnscaler.tracing.passes.shapes import spell_shapes
+from nnscaler.tracing.passes.tile_slices import tile_slices
+
+
+def after(graph_pass: Callable[[Graph], Graph], body: str, loss: str = "loss") -> str:
+    """The operations (and updates) of a small graph after a pass."""
+    leaves = """graph G
+        parameter %w: float32[6, 4] grad = "w"
+        buffer %count: int64[] = "count"
+        constant %nothing: float32[0] = "_constants.0"
+        input %x: float32[6, 4] = "x"
+        input %labels: int64[6] = "labels"
+    """
+    graph = graph_pass(parse_graph(leaves + body + f"\nloss %{loss}"))
+    check_graph(graph)
+    lines = print_graph(graph).splitlines()
+    return "\n".join(line for line in lines if line.startswith(("%", "_", "update", "loss %")))
+
+
+def text(body: str) -> str:
+    return "\n".join(line.strip() for line in body.strip().splitlines())
+
+
+def test_identities() -> None:
+    found = after(
+        drop_identities,
+        """
+        %alias: float32[6, 4] = aten.alias.default(%x)
+        %same: float32[6, 4] = aten.to.dtype(%alias, float32)
+        %cast: float64[6, 4] = aten.to.dtype_layout(%same, dtype=float64)
+        %whole: float64[6, 4] = aten.slice.Tensor(%cast, 0, 0, 9223372036854775807)
+        %part: float64[6, 3] = aten.slice.Tensor(%whole, -1, 1, 9223372036854775807)
+        %one: float64[6, 3] = aten.mul.Tensor(%part, 1.0)
+        %kept: float64[6, 3] = aten.dropout.default(%one, 0.5, False)
+        %never: float64[6, 3] = aten.dropout.default(%kept, 0.0, True)
+        %some: float64[6, 3] = aten.dropout.default(%never, 0.5, True)
+        %view: float64[6, 3] = aten.view.default(%some, (6, -1))
+        %loss: float64[] = aten.sum.default(%view)
+        """,
+    )
+    assert found == text(
+        """
+        %cast: float64[6, 4] = aten.to.dtype(%x, float64)
+        %part: float64[6, 3] = aten.slice.Tensor(%cast, -1, 1, 4)
+        %some: float64[6, 3] = nnscaler.dropout(%part, 0.5)
+        %loss: float64[] = aten.sum.default(%some)
+        loss %loss
+        """
+    )
+
+
+def test_detaching_matters_only_where_there_is_a_gradient() -> None:
+    found = after(
+        drop_identities,
+        """
+        %a: float32[6, 4] = aten.detach_.default(%x)
+        %b: float32[6, 4] = aten.detach_.default(%w)
+        %c: float32[6, 4] = aten.add.Tensor(%a, %b)
+        %loss: float32[] = aten.sum.default(%c)
+        """,
+    )
+    assert found.startswith("%b: float32[6, 4] = aten.detach.default(%w)\n%c: float32[6, 4] = aten.add.Tensor(%x, %b)")
+
+
+def test_concatenation_with_nothing() -> None:
+    found = after(
+        drop_identities,
+        """
+        %a: float32[6, 4] = aten.cat.default((%nothing, %x), -2)
+        %b: float32[12, 4] = aten.cat.default((%nothing, %a, %x), 0)
+        %loss: float32[] = aten.sum.default(%b)
+        """,
+    )
+    assert found.startswith("%b: float32[12, 4] = aten.cat.default((%x, %x), 0)\n%loss")
+
+
+def test_shapes_are_explicit() -> None:
+    found = after(
+        spell_shapes,
+        """
+        %a: float32[2, 3, 4] grad = aten.view.default(%w, (2, -1, 4))
+        %b: float32[2, 12] grad = aten.flatten.using_ints(%a, 1)
+        %c: float32[5, 2, 12] grad = aten.expand.default(%b, (5, -1, -1))
+        %d: int64[3] = aten.arange.default(3)
+        %loss: float32[] grad = aten.sum.default(%c)
+        """,
+    )
+    assert found == text(
+        """
+        %a: float32[2, 3, 4] grad = aten.reshape.default(%w, (2, 3, 4))
+        %b: float32[2, 12] grad = aten.reshape.default(%a, (2, 12))
+        %c: float32[5, 2, 12] grad = aten.expand.default(%b, (5, 2, 12))
+        %d: int64[3] = aten.arange.default(3, dtype=int64)
+        %loss: float32[] grad = aten.sum.default(%c)
+        loss %loss
+        """
+    )
+
+
+def test_cross_entropy_is_a_sum_and_a_count() -> None:
+    found = after(
+        lower_cross_entropy,
+        "%loss: float32[] = aten.cross_entropy_loss.default(%w, %labels, None, 1, 3)",
+    )
+    assert found == text(
+        """
+        %loss_max: float32[6] = nnscaler.ce_max(%w)  | no_grad
+        %loss_sumexp: float32[6] = nnscaler.ce_sumexp(%w, %loss_max)
+        %loss_pick: float32[6] = nnscaler.ce_pick(%w, %labels, 3)
+        %loss_tail: float32[] = nnscaler.ce_tail(%loss_sumexp, %loss_max, %loss_pick, %labels, 3)
+        %loss_count: int64[] = nnscaler.ce_count(%labels, 3)  | no_grad
+        %loss: float32[] = aten.div.Tensor(%loss_tail, %loss_count)
+        loss %loss
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["%w, %labels, %w", "%w, %labels, None, 0", "%w, %labels, None, 1, -100, 0.1", "%w, %x"],
+    ids=["weights", "no reduction", "label smoothing", "probabilities"],
+)
+def test_other_cross_entropy_stays(arguments: str) -> None:
+    body = f"%loss: float32[] = aten.cross_entropy_loss.default({arguments})"
+    assert after(lower_cross_entropy, body).startswith(body)
+
+
+def test_slices_that_tile_become_a_split() -> None:
+    found = after(
+        tile_slices,
+        """
+        %a: float32[6, 1] = aten.slice.Tensor(%x, 1, 0, 1)
+        %b: float32[6, 2] = aten.slice.Tensor(%x, 1, 2, 4)
+        %odd: float32[6, 3] = aten.slice.Tensor(%x, 1, 0, 3)
+        %again: float32[6, 1] = aten.slice.Tensor(%x, -1, 0, 1)
+        %c: float32[6, 1] = aten.slice.Tensor(%x, 1, 1, 2)
+        %rows: float32[3, 4] = aten.slice.Tensor(%x, 0, 0, 3)
+        %d: float32[6, 8] = aten.cat.default((%a, %b, %odd, %again, %c), 1)
+        %e: float32[9, 4] = aten.cat.default((%rows, %x), 0)
+        %loss: float32[] = aten.sum.default(%d)
+        """,
+    )
+    assert found == text(
+        """
+        %a: float32[6, 1], %c: float32[6, 1], %b: float32[6, 2] = aten.split_with_sizes.default(%x, (1, 1, 2), 1)  | name="split"
+        %odd: float32[6, 3] = aten.slice.Tensor(%x, 1, 0, 3)
+        %rows: float32[3, 4] = aten.slice.Tensor(%x, 0, 0, 3)
+        %d: float32[6, 8] = aten.cat.default((%a, %b, %odd, %a, %c), 1)
+        %e: float32[9, 4] = aten.cat.default((%rows, %x), 0)
+        %loss: float32[] = aten.sum.default(%d)
+        loss %loss
+        """
+    )
+
+
+def test_dead_code_goes_and_parameters_stay() -> None:
+    def both(graph: Graph) -> Graph:
+        smaller = remove_dead_code(graph)
+        assert {t.name for t in smaller.tensors.values()} == {"w", "count", "x", "labels", "b", "loss", "new"}
+        return smaller
+
+    found = after(
+        both,
+        """
+        %dead: float32[6, 4] = aten.relu.default(%x)
+        %a: float32[3, 4], %b: float32[3, 4] = aten.split.Tensor(%x, 3)
+        %deader: float32[6, 4] = aten.relu.default(%dead)
+        %new: int64[] = aten.add.Tensor(%count, 1)
+        %loss: float32[] = aten.sum.default(%b)
+        update %count = %new
+        """,
+    )
+    assert found == text(
+        """
+        _, %b: float32[3, 4] = aten.split.Tensor(%x, 3)  | name="a"
+        %new: int64[] = aten.add.Tensor(%count, 1)
+        %loss: float32[] = aten.sum.default(%b)
+        update %count = %new
+        loss %loss
+        """
+    )
+
+
+def test_gradients_by_dataflow() -> None:
+    found = after(
+        mark_needs_grad,
+        """
+        %a: float32[6, 4] = aten.relu.default(%x)  | no_grad
+        %b: float32[6, 4] = aten.relu.default(%w)  | no_grad
+        %c: float32[6, 4] = aten.mul.Tensor(%w, %b)
+        %d: int64[6] = aten.argmax.default(%c, 1)
+        %e: float32[6, 4] = aten.zeros_like.default(%c)
+        %loss: float32[] = aten.sum.default(%c)
+        """,
+    )
+    assert found == text(
+        """
+        %a: float32[6, 4] = aten.relu.default(%x)
+        %b: float32[6, 4] = aten.relu.default(%w)  | no_grad
+        %c: float32[6, 4] grad = aten.mul.Tensor(%w, %b)
+        %d: int64[6] = aten.argmax.default(%c, 1)
+        %e: float32[6, 4] = aten.zeros_like.default(%c)
+        %loss: float32[] grad = aten.sum.default(%c)
+        loss %loss
+        """
+    )
+
+
+def test_attention_without_dropout_stays() -> None:
+    body = "%loss: float32[] = aten.scaled_dot_product_attention.default(%x, %x, %x, None, 0.0, True)"
+    assert after(lower_attention_dropout, body).startswith(body)

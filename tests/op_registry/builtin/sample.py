@@ -1,0 +1,130 @@
+"""Sample calls of built-in operators: what the tests of the annotations run on.
+
+A sample names the identifiers that can be split in two. Sizes differ from identifier to identifier and divide by 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A random tensor of a kind: `normal`, `positive` (0.5 .. 1.5), `above` (1.5 .. 2.5), `unit` (0.1 .. 0.9),
+    `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
+    (integers below high, none twice along dim 1, or along the only dim), or `offsets` (rising integers up to high)."""
+
+    shape: tuple[int, ...]
+    kind: str = "normal"
+    high: int = 0
+    low: int = 0
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        """The tensor, in float64 where it is of floats."""
+        if self.kind == "integer":
+            return torch.randint(self.low, self.high, self.shape, generator=generator)
+        if self.kind == "bool":
+            return torch.rand(self.shape, generator=generator) < 0.4
+        if self.kind == "distinct":
+            order = [self.shape[0], *self.shape[2:], self.high] if len(self.shape) > 1 else [self.high]
+            found = torch.rand(order, generator=generator).argsort(-1)
+            return found.movedim(-1, 1)[:, : self.shape[1]] if len(self.shape) > 1 else found[: self.shape[0]]
+        if self.kind == "offsets":
+            return torch.arange(1, self.shape[0] + 1) * self.high // self.shape[0]
+        dtype = torch.complex128 if self.kind == "complex" else torch.float64
+        values = torch.randn(self.shape, generator=generator, dtype=dtype)
+        uniform = {"positive": (0.5, 1.5), "constant": (0.5, 1.5), "above": (1.5, 2.5), "unit": (0.1, 0.9)}.get(
+            self.kind
+        )
+        if uniform is not None:
+            low, high = uniform
+            values = low + (high - low) * torch.rand(self.shape, generator=generator, dtype=torch.float64)
+        return values.sort().values if self.kind == "sorted" else values
+
+
+def F(*shape: int) -> Tensor:
+    """Normal floats."""
+    return Tensor(shape)
+
+
+def P(*shape: int) -> Tensor:
+    """Positive floats."""
+    return Tensor(shape, "positive")
+
+
+def C(*shape: int) -> Tensor:
+    """Positive floats that have no gradient (class weights, running statistics)."""
+    return Tensor(shape, "constant")
+
+
+def U(*shape: int) -> Tensor:
+    """Floats between 0 and 1."""
+    return Tensor(shape, "unit")
+
+
+def I(*shape: int, high: int = 5, low: int = 0) -> Tensor:  # noqa: E743
+    """Integers."""
+    return Tensor(shape, "integer", high, low)
+
+
+def B(*shape: int) -> Tensor:
+    """Booleans."""
+    return Tensor(shape, "bool")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call, and the identifiers that must be splittable in two: no others may be.
+
+    `compare`: whether values are defined (`empty` has none).
+    """
+
+    operator: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    splits: frozenset[str] = frozenset()
+    compare: bool = True
+
+    def __str__(self) -> str:
+        shown = ", ".join([*map(_show, self.args), *(f"{k}={_show(v)}" for k, v in self.kwargs.items())])
+        return f"{self.operator.removeprefix('aten.').removesuffix('.default')}({shown})"
+
+
+def S(operator: str, *args: Any, splits: str = "", compare: bool = True, **kwargs: Any) -> Sample:
+    """A sample; `aten.` is left out, and `.default` where the operator has no other overload in its name."""
+    name = operator if operator.startswith(("nnscaler.", "transformers.")) else f"aten.{operator}"
+    if name.startswith("aten.") and name.count(".") == 1:
+        name += ".default"
+    return Sample(name, args, kwargs, frozenset(splits.split()), compare)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.kind[0]}{list(value.shape)}".replace(" ", "")
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_show, value)) + "]"
+    return repr(value)
+
+
+def replace_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Rebuild nested arguments with `function(tensor)` in place of each tensor, left to right."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [replace_tensors(v, function) for v in value]
+    if isinstance(value, tuple):
+        return tuple(replace_tensors(v, function) for v in value)
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor of nested arguments, left to right."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)

@@ -1,0 +1,117 @@
+"""Samples: element-wise operators and casts."""
+
+from __future__ import annotations
+
+from op_registry.call import DType
+
+from tests.op_registry.builtin.sample import B, F, I, P, S, Sample, Tensor, U
+
+_DOUBLE = DType("float64")
+
+_ON_FLOATS = """
+    abs absolute alias asinh atan ceil celu clone contiguous cos cosh deg2rad detach elu erf erfc exp exp2 expm1
+    floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lift_fresh_copy
+    log_sigmoid logical_not mish nan_to_num neg negative positive relu relu6 round selu sgn sigmoid sign signbit
+    silu sin sinc sinh softplus softshrink special_expit square tan tanh trunc
+""".split()
+_ON_POSITIVES = "digamma lgamma log log10 log1p log2 reciprocal rsqrt sqrt".split()
+_ON_UNIT = "acos asin atanh erfinv logit".split()
+
+_UNARY: tuple[Sample, ...] = (
+    *(S(name, F(6, 12), splits="*0 *1") for name in _ON_FLOATS),
+    *(S(name, P(6, 12), splits="*0 *1") for name in _ON_POSITIVES),
+    *(S(name, U(6, 12), splits="*0 *1") for name in _ON_UNIT),
+    S("acosh", Tensor((6, 12), "above"), splits="*0 *1"),
+    S("bitwise_not", B(6, 12), splits="*0 *1"),
+    S("threshold", F(6, 12), 0.1, 20.0, splits="*0 *1"),
+    S("gelu", F(6), approximate="tanh", splits="*0"),
+    S("gelu", F()),
+    S("nnscaler.dropout", F(6, 12), 0.0, splits="*0 *1"),
+)
+
+_FLOAT_PAIRS = "copysign.Tensor fmax fmin hypot logaddexp maximum minimum atan2 max.other min.other".split()
+_COMPARISONS = "eq ge gt le lt ne".split()
+_LOGICAL = "logical_and logical_or logical_xor".split()
+_BITS = "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor".split()
+
+_BINARY: tuple[Sample, ...] = (
+    *(S(name, F(6, 1, 12), F(18, 12), splits="a b c") for name in _FLOAT_PAIRS),
+    *(S(f"{name}.Tensor", I(6, 12, high=3), I(12, high=3), splits="a b") for name in _COMPARISONS),
+    *(S(f"{name}.Scalar", I(6, 12, high=3), 1, splits="a b") for name in _COMPARISONS),
+    *(S(f"{name}.Tensor", F(6, 12), F(12), splits="a b") for name in ("greater", "less")),
+    *(S(name, B(6, 1), B(6, 12), splits="a b") for name in _LOGICAL),
+    *(S(name, B(), B(6, 1, 12), splits="a c") for name in _BITS),
+    *(
+        S(f"{name}.Scalar", I(6, 12, high=9), 5, splits="a b")
+        for name in ("bitwise_and", "bitwise_or", "__and__", "__or__")
+    ),
+    *(S(f"bitwise_{side}_shift.Tensor_Scalar", I(6, high=9), 2, splits="a") for side in ("left", "right")),
+    *(S(f"{name}.Tensor", F(6, 12), P(12), splits="a b") for name in ("fmod", "remainder", "xlogy")),
+    *(S(f"{name}.Scalar", I(6, 12, high=50), 7, splits="a b") for name in ("fmod", "remainder", "floor_divide")),
+    S("floor_divide", I(6, 12, high=50), I(12, high=9, low=1), splits="a b"),
+    S("floor_divide", I(6, 12, high=50), 7, splits="a b"),
+    S("pow.Tensor_Scalar", F(6, 12), 2, splits="a b"),
+    S("pow.Tensor_Scalar", P(6, 12), 0.5, splits="a b"),
+    S("pow.Scalar", 2.5, F(6, 12), splits="a b"),
+    S("pow.Tensor_Tensor", P(6, 12), F(6, 1), splits="a b"),
+    S("view_as_complex", F(6, 12, 2), splits="*0 *1"),
+    S("view_as_real", Tensor((6, 12), "complex"), splits="*0 *1"),
+    S("mul.Tensor", Tensor((6, 12), "complex"), Tensor((12,), "complex"), splits="a b"),
+    S("polar", F(6, 12), F(6, 12), splits="a b"),
+)
+
+_ARITHMETIC: tuple[Sample, ...] = (
+    *(
+        S(f"{n}.Tensor", F(6, 18, 12), F(18, 1), splits="a b c")
+        for n in ("add", "sub", "rsub", "subtract", "mul", "multiply")
+    ),
+    *(S(f"{n}.Tensor", F(6, 12), F(), splits="a b") for n in ("add", "sub", "mul")),
+    *(S(f"{n}.Tensor", F(12), F(6, 12), splits="a b") for n in ("add", "mul")),
+    *(S(f"{n}.Tensor", F(6, 12), 1e-1, splits="a b") for n in ("add", "sub", "mul", "div")),
+    *(S(f"{n}.Scalar", F(6, 12), 1.5, splits="a b") for n in ("add", "sub", "rsub", "mul", "div")),
+    *(S(f"{n}.Tensor", F(6, 12), P(12), splits="a b") for n in ("div", "divide", "true_divide")),
+    S("add.Tensor", F(6, 12), F(6, 12), alpha=3, splits="a b"),
+    S("add.Tensor", B(6, 12), B(12), splits="a b"),
+    S("mul.Tensor", F(6, 12), B(12), splits="a b"),
+    S("mul.Tensor", F(1, 6), F(12, 1), splits="a b"),
+    S("div.Tensor_mode", F(6, 12), P(12), rounding_mode="floor", splits="a b"),
+    S("addcmul", F(12), F(6, 12), F(6, 1), value=0.5, splits="a b"),
+    S("addcdiv", F(6, 12), F(6, 12), P(12), value=0.5, splits="a b"),
+    S("lerp.Scalar", F(6, 12), F(12), 0.3, splits="a b"),
+    S("lerp.Tensor", F(6, 12), F(12), U(6, 1), splits="a b"),
+)
+
+_CHOICE: tuple[Sample, ...] = (
+    S("where.self", B(6, 1, 12), F(18, 12), F(6, 18, 1), splits="a b c"),
+    S("where.self", B(6, 12), I(6, 12), I(), splits="a b"),
+    S("where.ScalarOther", B(6, 1, 12), F(1, 18, 12), -3.4e38, splits="a b c"),
+    S("where.ScalarOther", B(6, 12), F(), -1.0, splits="a b"),
+    S("where.ScalarSelf", B(6, 12), 1.0, F(12), splits="a b"),
+    S("where.Scalar", B(6, 12), 1.0, 2.0, splits="a b"),
+    S("masked_fill.Scalar", F(6, 18, 12), B(6, 1, 12), -100.0, splits="a b c"),
+    S("masked_fill.Scalar", F(6, 12), B(6, 12), 0.0, splits="a b"),
+    S("masked_fill.Tensor", F(6, 12), B(12), F(), splits="a b"),
+    S("clamp", F(6, 12), -0.5, 0.5, splits="a b"),
+    S("clamp", F(6, 12), None, 0.5, splits="a b"),
+    S("clamp", F(6, 12), max=0.5, splits="a b"),
+    S("clamp.Tensor", F(6, 12), F(12), P(6, 1), splits="a b"),
+    S("clamp.Tensor", F(6, 12), None, F(12), splits="a b"),
+    S("clamp_min", F(6, 12), 0.1, splits="a b"),
+    S("clamp_max", F(6, 12), 0.1, splits="a b"),
+    S("clamp_min.Tensor", F(6, 12), F(12), splits="a b"),
+    S("clamp_max.Tensor", F(6, 12), F(12), splits="a b"),
+)
+
+_CASTS: tuple[Sample, ...] = (
+    S("to.dtype", F(6, 12), _DOUBLE, splits="*0 *1"),
+    S("to.dtype", F(6, 12), DType("int64"), splits="*0 *1"),
+    S("to.dtype_layout", I(6, 12), dtype=_DOUBLE, splits="*0 *1"),
+    S("to.device", F(6, 12), "cpu", _DOUBLE, splits="*0 *1"),
+    S("_to_copy", F(6, 12), dtype=DType("float32"), splits="*0 *1"),
+    S("type_as", I(6, 12), F(6, 12), splits="a b"),
+    S("type_as", F(6, 12), F(12), splits="a b"),
+    S("type_as", F(6, 12), F(18, 30, 6), splits="a b"),
+    S("to.other", I(6, 12), F(6, 18), splits="a b"),
+)
+
+SAMPLES: tuple[Sample, ...] = (*_UNARY, *_BINARY, *_ARITHMETIC, *_CHOICE, *_CASTS)

@@ -1,0 +1,32 @@
+"""Does the program equal the model? Is the annotation true?
+
+`verify_plan` runs the compiled program and compares it with the original model; `verify_op` compares an operator's
+shards with the whole operator. Both return a `Report`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verify.finding import Finding
+from verify.report import Check, Report
+from verify.verdict import Verdict, merge
+
+if TYPE_CHECKING:
+    from verify.operators import verify_op
+    from verify.plans import verify_plan
+
+__all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"]
+
+
+def __getattr__(name: str) -> Any:
+    # torch is imported only when something is verified: `nnscaler --help` and error paths stay fast
+    if name == "verify_op":
+        from verify.operators import verify_op
+
+        return verify_op
+    if name == "verify_plan":
+        from verify.plans import verify_plan
+
+        return verify_plan
+    raise AttributeError(f"module 'verify' has no attribute {name!r}")

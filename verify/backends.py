@@ -1,0 +1,125 @@
+"""Running a program: on threads of this process, or as processes over gloo or NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from nnscaler.runtime.communicator import CommunicationError, ProgramError
+from nnscaler.runtime.simulator import Simulator
+from verify.failure import Failure
+from verify.rank_program import RankResult, Task, run_rank
+
+if TYPE_CHECKING:
+    from nnscaler.runtime.job import JobOutcome
+    from nnscaler.runtime.launcher import ForkServer
+
+STALL = 10.0  # seconds in which no rank gets on, all of them waiting, that make a deadlock
+Observe = Callable[[int, int, int, str, str, torch.Tensor], None]  # rank, stage, micro-batch, phase, name, tensor
+
+
+def run_program(
+    task: Task, ranks: int, backend: str, timeout: float, server: ForkServer | None = None
+) -> tuple[RankResult, ...] | Failure:
+    """Runs the program on all ranks. `timeout`: seconds for the whole run; `server`: to start processes from."""
+    if backend == "simulator":
+        return run_simulator(task, ranks, timeout)
+    return run_processes(task, ranks, backend, timeout, server)
+
+
+def run_simulator(
+    task: Task, ranks: int, timeout: float, observe: Observe | None = None
+) -> tuple[RankResult, ...] | Failure:
+    """A thread per rank. Deadlocks and collectives that do not match are proven, not timed."""
+    outcome: list[tuple[RankResult, ...] | Failure] = []
+
+    def observer(rank: int) -> Callable[[int, int, str, str, torch.Tensor], None] | None:
+        if observe is None:
+            return None
+        return lambda stage, micro, phase, name, tensor: observe(rank, stage, micro, phase, name, tensor)
+
+    def work() -> None:
+        try:
+            results = Simulator(ranks).run(lambda c: run_rank(c, task, observer(c.rank)))
+            outcome.append(tuple(results))
+        except Exception as error:  # noqa: BLE001 - whatever a rank raises is what we look for
+            outcome.append(failure_of(error))
+
+    thread = threading.Thread(target=work, name="simulator", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not outcome:
+        return Failure("timed_out", f"{timeout:g} s on the simulator")
+    return outcome[0]
+
+
+def failure_of(error: Exception) -> Failure:
+    """What an exception of a rank means."""
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, CommunicationError):
+        if error.waiting:
+            return Failure("deadlock", message.splitlines()[0], waiting=dict(error.waiting))
+        return Failure("communication_mismatch", message, _rank_in(message))
+    if isinstance(error, ProgramError):
+        return Failure("rank_raises", message, _rank_in(message))
+    return Failure("rank_raises", f"{type(error).__name__}: {message}", _rank_in(message))
+
+
+def _rank_in(message: str) -> int | None:
+    _, found, rest = message.partition("rank ")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    return int(digits) if found and digits else None
+
+
+def run_processes(
+    task: Task, ranks: int, backend: str, timeout: float, server: ForkServer | None = None
+) -> tuple[RankResult, ...] | Failure:
+    """A process per rank, on a GPU each where there are some. A failure is looked at again on the simulator, which
+    knows which call of which rank does not match."""
+    from nnscaler.runtime.launcher import launch
+
+    outcome = launch(
+        ranks,
+        "verify.rank_program:run_rank",
+        {"task": task},
+        timeout=timeout,
+        stall=min(STALL, timeout / 2),
+        backend=backend,
+        devices=devices_of(ranks),
+        server=server,
+    )
+    if outcome.end == "finished":
+        return tuple(outcome.results())
+    failure = failure_of_job(outcome)
+    if failure.kind in ("communication_mismatch", "deadlock"):
+        again = run_simulator(task, ranks, timeout)
+        if isinstance(again, Failure) and again.kind != "timed_out":
+            return again
+    return failure
+
+
+def devices_of(ranks: int) -> list[str]:
+    """A device for each rank; several ranks share a GPU where there are fewer."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"cuda:{rank % count}" if count else "cpu" for rank in range(ranks)]
+
+
+def failure_of_job(outcome: JobOutcome) -> Failure:
+    """What the end of a job means."""
+    waiting = {rank.rank: rank.waiting for rank in outcome if rank.status == "blocked"}
+    if outcome.end == "deadlock":
+        return Failure("deadlock", "no rank can go on", waiting=waiting)
+    if outcome.end == "timeout":
+        return Failure("timed_out", f"{outcome.seconds:.0f} s; {outcome.describe()}", waiting=waiting)
+    failed = outcome.first_failure
+    assert failed is not None, outcome.end
+    error = failed.error or ""
+    if failed.status == "died":
+        return Failure("rank_died", f"rank {failed.rank}: {error}", failed.rank, from_outside="SIGKILL" in error)
+    name, _, message = error.partition(": ")
+    if name == "CommunicationError":
+        return Failure("communication_mismatch", message, failed.rank, waiting)
+    return Failure("rank_raises", message if name == "ProgramError" else error, failed.rank)

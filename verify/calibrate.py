@@ -1,0 +1,52 @@
+"""How much the reference itself moves in a lower precision: the yardstick for programs that run in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.compare import difference, family_scale
+from verify.reference import Trajectory, run_reference
+from verify.tolerance import Key, Tolerance, calibrated_tolerance, exact_tolerance
+
+
+def measure_tolerance(
+    model: nn.Module, sample: SampleInputs, reference: Trajectory, dtype: torch.dtype, steps: int
+) -> Tolerance:
+    """The tolerance for a run in `dtype`: fixed for float64, else measured by a run of the eager model in it."""
+    if dtype == torch.float64:
+        return exact_tolerance()
+    low = run_reference(model, sample, steps=steps, dtype=dtype, learning_rate=reference.learning_rate)
+    return calibrated_tolerance(noise_between(low, reference), torch.finfo(dtype).eps)
+
+
+def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
+    """The relative difference of every loss, gradient, parameter and buffer."""
+    noise: dict[Key, float] = {}
+    scale = family_scale(exact.losses)
+    for step, (a, b) in enumerate(zip(one.losses, exact.losses, strict=True)):
+        noise["loss", step, ""] = difference(a, b, scale).relative
+    for step, (found, right) in enumerate(zip(one.gradients, exact.gradients, strict=True)):
+        _family(noise, "gradient", step, found, right)
+    last = len(exact.losses) - 1
+    _family(noise, "parameter", last, one.parameters, exact.parameters)
+    floating = {n: b for n, b in exact.buffers.items() if b.is_floating_point()}
+    _family(noise, "buffer", last, one.buffers, floating)
+    return noise
+
+
+def _family(
+    noise: dict[Key, float],
+    kind: str,
+    step: int,
+    found: Mapping[str, Tensor | None],
+    right: Mapping[str, Tensor | None],
+) -> None:
+    scale = family_scale(right.values())
+    for name, expected in right.items():
+        actual = found.get(name)
+        if expected is not None and actual is not None:
+            noise[kind, step, name] = difference(actual, expected, scale).relative

@@ -1,0 +1,47 @@
+"""Every finding code with the sentence that explains it. A finding with another code is a bug of ours (tested)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+CODES: Mapping[str, str] = MappingProxyType(
+    {
+        # verify-plan: values
+        "loss_differs": "The program's loss is not the model's.",
+        "gradient_differs": "The gradient of a parameter, put together from its shards, is not the model's.",
+        "gradient_missing": "The model has a gradient for this parameter and the program has none.",
+        "gradient_extra": "The program has a gradient for a parameter that has none in the model.",
+        "parameter_differs": "A parameter is not the model's after the optimizer's steps, although gradients agree.",
+        "buffer_differs": "A buffer is not the model's after the steps.",
+        "replicas_differ": "Ranks that hold copies of the same values hold different ones (bitwise).",
+        "parameter_not_held": "No rank holds this parameter or buffer of the model.",
+        "parameter_unknown": "The program holds a parameter that the model does not have.",
+        "not_finite": "The program computes NaN or infinity where the model does not.",
+        "loss_missing": "No rank of the program returns a loss.",
+        "tensor_differs": "The first tensor of the program that differs from the model's while its inputs agree.",
+        "tensor_gradient_differs": "The last tensor of the program whose gradient differs while later gradients agree.",
+        # verify-plan: behaviour
+        "communication_mismatch": "Ranks call collectives that do not match: kind, order, shape, dtype or group.",
+        "deadlock": "Every rank that still runs waits for another one.",
+        "rank_raises": "A rank of the program raises an error where the model does not.",
+        "rank_died": "A rank's process ended without a result.",
+        "timed_out": "Ranks were still computing when the time was up.",
+        "reference_not_finite": "The model itself computes NaN or infinity on the sample: nothing can be compared.",
+        "near_threshold": "The difference is neither clearly rounding nor clearly an error.",
+        "nothing_checked": "There was nothing to compare.",
+        # verify-op
+        "annotation_wrong": "Shards computed as the annotation says do not make up what the whole operator computes.",
+        "linear_set_wrong": "The operator is declared linear in tensors in which it is not.",
+        "shard_raises": "The operator raises an error on a shard that the annotation makes legal.",
+        "annotation_does_not_fit": "The operator does not take, or does not return, the shapes of its annotation.",
+        "nothing_to_split": "The annotation has no identifier that can be split.",
+        "uninformative": "The operator computes NaN, infinity or only zeros on every input tried.",
+        "random_operator": "The operator draws random numbers, so that its shards cannot be compared with the whole.",
+    }
+)
+
+
+def explain(code: str) -> str:
+    """The sentence for `code`. Raises KeyError on a code that is not listed."""
+    return CODES[code]

@@ -1,0 +1,95 @@
+"""How far two tensors are apart, in one number.
+
+The largest absolute difference, relative to the larger of the expected tensor's own largest value and 1e-3 of the
+largest value of its whole family (all gradients, all parameters). The family matters: some gradients are exactly zero
+in theory (the bias of attention keys) and 1e-17 of rounding noise in practice; relative to themselves they never
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import torch
+from torch import Tensor
+
+FAMILY_SHARE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`relative` is the number above; the other fields describe the worst element. NaN, infinity and unequal shapes
+    give `relative` = inf."""
+
+    relative: float
+    absolute: float = 0.0
+    index: tuple[int, ...] = ()
+    expected: float = 0.0
+    actual: float = 0.0
+    mismatched: int = 0  # elements that differ at all
+    elements: int = 0
+    problem: str = ""  # "shape (2, 3) instead of (3, 2)", "not finite"
+
+    def __str__(self) -> str:
+        if self.problem:
+            return self.problem
+        at = f" at {self.index}" if self.index else ""
+        return f"{self.actual:.10g} instead of {self.expected:.10g}{at}, relative difference {self.relative:.2g}"
+
+
+def family_scale(tensors: Iterable[Tensor | None]) -> float:
+    """The largest absolute value in all of these."""
+    return max((largest(t) for t in tensors if t is not None), default=0.0)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value, 0 for an empty tensor."""
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
+
+
+def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> Difference:
+    """How far `actual` is from `expected`; `scale` is the family's."""
+    if actual.shape != expected.shape:
+        return Difference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+    if actual.numel() == 0:
+        return Difference(0.0)
+    a, e = _numbers(actual), _numbers(expected)
+    if not is_finite(a) and is_finite(e):
+        return Difference(inf, inf, elements=a.numel(), problem=_not_finite(a))
+    gap = (a - e).abs()
+    gap = torch.where((a == e) | (a.isnan() & e.isnan()), torch.zeros_like(gap), gap)
+    place = int(gap.argmax())
+    absolute = float(gap.flatten()[place])
+    reference = max(
+        float(e[torch.isfinite(e)].abs().max()) if bool(torch.isfinite(e).any()) else 0.0, FAMILY_SHARE * scale
+    )
+    relative = 0.0 if absolute == 0 else absolute / reference if reference > 0 else inf
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
+    return Difference(
+        relative if isfinite(relative) else inf,
+        absolute,
+        index,
+        float(e.flatten()[place]),
+        float(a.flatten()[place]),
+        int((gap != 0).sum()),
+        a.numel(),
+    )
+
+
+def _not_finite(tensor: Tensor) -> str:
+    count = int((~torch.isfinite(tensor)).sum())
+    if tensor.numel() == 1:
+        return f"{float(tensor)}"
+    return f"{count} of {tensor.numel()} values are NaN or infinite"
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()

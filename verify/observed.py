@@ -1,0 +1,151 @@
+"""Observed variables of a program, put together and compared with logical tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+from torch import Tensor
+
+from nnscaler.ir.layout import parse_state
+from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
+from nnscaler.runtime.role import MICRO, Stage
+from nnscaler.runtime.shards import Coordinates, assemble, shard, unravel
+from verify.compare import difference
+from verify.op_checks.partition import runtime_state
+
+Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
+Observed = dict[tuple[int, str, str], Pieces]  # (stage, phase, variable)
+CLOSE = 1e-6
+_ENTRY = re.compile(r"(\w+): (\w+(?:\((?:[^()]|\([^()]*\))*\))?)")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a stage: the logical tensor that it is, and how it lies on the axes and on micro-batches."""
+
+    name: str
+    tensor: str
+    layout: str
+    states: Mapping[str, State]
+    stage: type[Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """How a variable differs, on which ranks (those of the worst micro-batch), empty where no rank can be blamed."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+    micro: int | None = None
+    cause: str | None = None
+
+
+def variables_of(manifest: Mapping[str, Any], stages: Mapping[int, type[Stage]]) -> dict[tuple[int, str], Variable]:
+    """(stage, variable) -> what the manifest says of it."""
+    found: dict[tuple[int, str], Variable] = {}
+    for index, variables in manifest["tensors"].items():
+        stage = stages.get(int(index))
+        if stage is None:
+            continue
+        for name, (tensor, layout) in variables.items():
+            found[int(index), name] = Variable(name, tensor, layout, parse_layout(layout), stage)
+    return found
+
+
+def parse_layout(text: str) -> dict[str, State]:
+    """The inverse of `nnscaler.ir.layout.format_layout`, as states of the runtime."""
+    return {axis: runtime_state(parse_state(state)) for axis, state in _ENTRY.findall(text)}
+
+
+def compare_variable(
+    variable: Variable, pieces: Pieces, expected: Tensor, bound: float, *, is_gradient: bool, scale: float = 0.0
+) -> Unequal | None:
+    """How the variable (or its gradient) differs from the logical tensor; None if it agrees."""
+    states = gradient_states(variable.states) if is_gradient else dict(variable.states)
+    prepared = all(micro < 0 for _, micro in pieces)
+    sizes = dict(variable.stage.axes)
+    if not prepared:
+        sizes[MICRO] = variable.stage.micro_batches
+    states = {axis: state for axis, state in states.items() if axis in sizes}
+    if len(pieces) != prod(sizes.values()):
+        return None  # the run ended before every rank had it
+    at = [(_coordinates(variable, rank, micro, prepared), piece.double()) for (rank, micro), piece in pieces.items()]
+    blamed = _blame(variable, pieces, expected, bound, states, sizes, scale)
+    if blamed is not None:
+        return replace(blamed, cause=_likely_cause(at, expected, states, sizes, is_gradient))
+    try:
+        assembled = assemble(at, states, sizes, tuple(expected.shape))
+    except ValueError as error:
+        return Unequal(str(error))
+    found = difference(assembled.value, expected, scale)
+    if found.relative <= bound:
+        return None
+    return Unequal(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
+
+
+def _likely_cause(
+    at: Sequence[tuple[Coordinates, Tensor]],
+    expected: Tensor,
+    states: Mapping[str, State],
+    sizes: Mapping[str, int],
+    is_gradient: bool,
+) -> str | None:
+    """What would repair it, tried: a sum over an axis, or one sum less."""
+    what = "gradient is" if is_gradient else "values are"
+    for axis, size in sizes.items():
+        if axis == MICRO or size == 1 or isinstance(states.get(axis), Sharded | Partial):
+            continue
+        with contextlib.suppress(ValueError):
+            summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value
+            if difference(summed, expected).relative < CLOSE:
+                return f"the {what} right once summed over {axis}: an all_reduce over {axis} is missing"
+    with contextlib.suppress(ValueError):
+        value = assemble(at, states, sizes, tuple(expected.shape)).value
+        for size in sorted({size for size in sizes.values() if size > 1}):
+            axes = " or ".join(axis for axis, other in sizes.items() if other == size)
+            if difference(value, expected * size).relative < CLOSE:
+                return f"the {what} {size} times the model's, the size of {axes}: summed once too often"
+            if difference(value * size, expected).relative < CLOSE:
+                return f"the {what} 1/{size} of the model's, the size of {axes}: averaged, or not summed"
+    return None
+
+
+def _blame(
+    variable: Variable,
+    pieces: Pieces,
+    expected: Tensor,
+    bound: float,
+    states: Mapping[str, State],
+    sizes: Mapping[str, int],
+    scale: float,
+) -> Unequal | None:
+    """The ranks whose piece is not what the layout says; partial sums blame nobody."""
+    if any(isinstance(state, Partial) for state in states.values()):
+        return None
+    wrong: dict[int, list[int]] = {}
+    worst, text = 0.0, ""
+    for (rank, micro), piece in sorted(pieces.items()):
+        coordinates = _coordinates(variable, rank, micro, micro < 0)
+        try:
+            right = shard(expected.double(), states, sizes, coordinates)
+        except ValueError as error:
+            return Unequal(str(error), (rank,))
+        found = difference(piece, right, scale)
+        if found.relative > bound:
+            wrong.setdefault(micro, []).append(rank)
+            if found.relative > worst or found.relative == inf:
+                worst, text = found.relative, f"{found} on rank {rank}"
+    if not wrong:
+        return None
+    micro = min(wrong)
+    return Unequal(text, tuple(wrong[micro]), micro if micro >= 0 and variable.stage.micro_batches > 1 else None)
+
+
+def _coordinates(variable: Variable, rank: int, micro: int, prepared: bool) -> dict[str, int]:
+    coordinates = unravel(variable.stage.ranks.index(rank), variable.stage.axes)
+    return coordinates if prepared else {**coordinates, MICRO: micro}

@@ -1,0 +1,110 @@
+"""Calls with tensors in them: how an operator is really run, whole and on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.call import Call, DType, TensorArgument
+from op_registry.expression import Expression
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import NnscalerError
+
+
+@dataclass(frozen=True)
+class ConcreteCall:
+    """A `Call` and the tensors that stand at its `TensorArgument`s, by index. `kind` says how values were drawn."""
+
+    call: Call
+    tensors: tuple[Tensor, ...]
+    kind: str = ""
+
+
+def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str = "") -> ConcreteCall:
+    """A call from real arguments: tensors are numbered left to right, dtypes become `DType`."""
+    tensors: list[Tensor] = []
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach())
+            return TensorArgument(len(tensors) - 1, tuple(value.shape), dtype_name(value.dtype))
+        if isinstance(value, torch.dtype):
+            return DType(dtype_name(value))
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return value
+
+    call_args = tuple(convert(a) for a in args)
+    call_kwargs = {key: convert(value) for key, value in kwargs.items()}
+    return ConcreteCall(Call(name, call_args, call_kwargs), tuple(tensors), kind)
+
+
+def with_tensors(
+    call: Call, tensors: Sequence[Tensor], coordinates: Mapping[str, int]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments to call with: tensors in their places, expressions evaluated at `coordinates`."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return tensors[value.index]
+        if isinstance(value, Expression):
+            return value.evaluate(coordinates)
+        if isinstance(value, DType):
+            dtype = getattr(torch, value.name)
+            return torch.float64 if dtype.is_floating_point else dtype
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return value
+
+    return [convert(a) for a in call.args], {key: convert(value) for key, value in call.kwargs.items()}
+
+
+def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
+    """The callable of an operator name. Raises NnscalerError `unknown_operator`."""
+    if spec is not None and spec.target is not None and spec.name == name:
+        return spec.target
+    namespace, _, rest = name.partition(".")
+    found: Any = None
+    if namespace == "nnscaler":
+        from nnscaler.runtime import ops
+
+        found = getattr(ops, rest, None)
+    elif rest:
+        found = torch.ops
+        for part in name.split("."):
+            found = getattr(found, part, None)
+            if found is None:
+                break
+    if not callable(found):
+        raise NnscalerError(
+            "unknown_operator", f"no operator is called {name!r}", help="`nnscaler list ops` shows them"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def outputs_of(result: Any) -> tuple[Tensor | None, ...]:
+    """What an operator returned, one entry per output; None for what is not a tensor."""
+    if isinstance(result, list | tuple):
+        flat: list[Tensor | None] = []
+        for item in result:
+            flat += outputs_of(item) if isinstance(item, list | tuple) else [item if isinstance(item, Tensor) else None]
+        return tuple(flat)
+    return (result if isinstance(result, Tensor) else None,)
+
+
+def with_outputs(call: Call, outputs: Sequence[Tensor | None]) -> Call:
+    """The call with its outputs' shapes filled in."""
+    described = tuple(
+        None if t is None else TensorArgument(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(outputs)
+    )
+    return Call(call.operator, call.args, call.kwargs, described)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without the prefix."""
+    return str(dtype).removeprefix("torch.")

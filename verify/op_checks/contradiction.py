@@ -1,0 +1,95 @@
+"""Annotations that contradict themselves, shown on numbers.
+
+`m k, k n -> m n` says that `k` may be split and that each shard then computes the output: an identifier without mark
+which an output lacks. The language refuses it, so no plan can contain it; asked about it, `verify_op` still answers
+with a counter-example rather than with a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from op_registry.annotation.parser import parse
+from op_registry.annotation.rules import with_marks
+from op_registry.annotation.syntax import Identifier, Operand
+
+from nnscaler.errors import AnnotationError, NnscalerError
+from nnscaler.ir.placement import Split
+from verify.compare import difference, largest
+from verify.environment import environment
+from verify.finding import Finding
+from verify.op_checks.identifier import Source, Unusable, make_source
+from verify.op_checks.partition import BOUND, ShardRaised, run_partition
+from verify.op_checks.suggest import frozen, suggest
+from verify.op_checks.target import find_operator
+from verify.report import Check, Report
+from verify.verdict import Verdict
+
+
+def contradiction(
+    operator: Any, annotation: str | Callable[..., Any] | None, error: AnnotationError, seed: int
+) -> Report | None:
+    """The report on an annotation whose only fault is an unmarked identifier that an output lacks; else None."""
+    if not isinstance(annotation, str):
+        return None
+    try:
+        parsed = parse(annotation)
+    except AnnotationError:
+        return None
+    missing = _missing(annotation)
+    if not missing:
+        return None
+    try:
+        spec = find_operator(operator, with_marks(parsed, missing, Identifier("", "+")))
+        source = make_source(spec, seed)
+        facts = _counter_example(source, missing[0])
+    except (NnscalerError, Unusable, ShardRaised):
+        return None
+    if facts is None:
+        return None
+    suggested = suggest(replace(source, spec=replace(spec, annotation=frozen(annotation, missing[0]))), missing[0])
+    finding = Finding(
+        "annotation_wrong",
+        f"`{missing[0]}` in `{annotation}` has no mark, but shards of it do not each compute the output",
+        spec.where,
+        facts,
+        cause=error.message.splitlines()[0],
+        help=f'this annotation holds (tested): "{suggested}"' if suggested else error.help,
+    )
+    check = Check(f"split `{missing[0]}` (spatial)", Verdict.REFUTED, 1, 1)
+    setting = f"`{annotation}`"
+    return Report(
+        "verify-op", spec.name, setting, seed, (check,), (finding,), (), {**environment(), "dtype": "float64"}
+    )
+
+
+def _missing(text: str) -> list[str]:
+    """Identifiers without mark that some output lacks."""
+    annotation = parse(text)
+    outputs = [{i.name for i in o.identifiers()} for o in annotation.outputs if isinstance(o, Operand)]
+    names = {i.name: None for i in annotation.identifiers() if not i.mark}
+    return [name for name in names if any(name not in output for output in outputs)]
+
+
+def _counter_example(source: Source, identifier: str) -> dict[str, str] | None:
+    """How far one shard's output is from the whole's; None if it is equal after all."""
+    for whole, signature in source.wholes(identifier):
+        for parts in (2, 3):
+            shards = run_partition(whole, source.spec, signature, Split(identifier), parts, source.generator())
+            for index, expected in enumerate(whole.outputs):
+                actual = shards[0][index]
+                if expected is None or actual is None:
+                    continue
+                found = difference(actual, expected, largest(expected))
+                if found.relative > BOUND:
+                    return {
+                        "identifier": identifier,
+                        "parts": str(parts),
+                        "shapes": ", ".join(str(tuple(t.shape)) for t in whole.concrete.tensors),
+                        "dtype": "float64",
+                        "tensor": f"output {index} of shard 0",
+                        "greatest difference": f"{found.absolute:.6g} ({found})",
+                    }
+    return None

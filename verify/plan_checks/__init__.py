@@ -1,0 +1,30 @@
+"""What is compared between a program and its model. A new check is a file here and a line in `run_checks`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from verify.plan_checks import coverage, losses, replicas, tensors
+from verify.plan_checks.context import Comparison, Outcome
+
+
+def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[Outcome]:
+    """Every check, with its time."""
+    checks: tuple[Callable[[], Outcome], ...] = (
+        lambda: coverage.check(comparison, initial_buffers),
+        lambda: losses.check(comparison),
+        lambda: tensors.check_gradients(comparison),
+        lambda: tensors.check_parameters(comparison),
+        lambda: tensors.check_buffers(comparison),
+        lambda: replicas.check(comparison),
+    )
+    outcomes: list[Outcome] = []
+    for check in checks:
+        started = time.perf_counter()
+        outcome = check()
+        outcomes.append(replace(outcome, check=replace(outcome.check, seconds=time.perf_counter() - started)))
+    return [outcome for outcome in outcomes if outcome.check.count]

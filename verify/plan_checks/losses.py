@@ -1,0 +1,49 @@
+"""The loss of every step, on every rank that knows it."""
+
+from __future__ import annotations
+
+from verify.compare import difference, family_scale, is_finite
+from verify.finding import Finding
+from verify.plan_checks.context import Comparison, Outcome, Tally
+from verify.verdict import Verdict
+
+
+def check(comparison: Comparison) -> Outcome:
+    """Compares each rank's loss with the model's."""
+    tally = Tally("loss", comparison.tolerance.level)
+    scale = family_scale(comparison.reference.losses)
+    for step, expected in enumerate(comparison.reference.losses):
+        known = [(r.rank, loss) for r in comparison.results if (loss := r.losses[step]) is not None]
+        if not known:
+            tally.add(Verdict.REFUTED, Finding("loss_missing", f"no rank returns the loss of step {step}"))
+        for rank, actual in known:
+            found = difference(actual, expected, scale)
+            key = ("loss", step, "")
+            verdict = comparison.tolerance.judge(key, found.relative)
+            finding = None
+            if not verdict.passes:
+                code = "loss_differs" if is_finite(actual) else "not_finite"
+                finding = Finding(
+                    _code(verdict, code),
+                    f"the loss of step {step} differs on rank {rank}: {found}",
+                    counter_example={
+                        "step": str(step),
+                        "rank": str(rank),
+                        "expected": f"{found.expected:.17g}",
+                        "actual": f"{float(actual):.17g}",
+                        "relative difference": f"{found.relative:.3g}",
+                        "allowed": f"{comparison.tolerance.allowed(key):.3g}",
+                    },
+                )
+            # one finding a step: the others only repeat it
+            repeated = any(
+                f.code == finding.code and f.counter_example["step"] == str(step)
+                for f in tally.findings
+                if finding and f.counter_example
+            )
+            tally.add(verdict, None if repeated else finding, found.relative)
+    return tally.outcome()
+
+
+def _code(verdict: Verdict, code: str) -> str:
+    return code if verdict is Verdict.REFUTED else "near_threshold"

@@ -1,0 +1,54 @@
+"""`verify_plan`: does the compiled program equal the model?
+
+The program for every rank is generated, run for a few steps of SGD on the sample batch, and everything that comes out
+is compared with the eager model: losses, every logical gradient, parameters and buffers, and copies bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verify.plan_run import PlanRequest, verify_request
+from verify.report import Report
+
+if TYPE_CHECKING:
+    from nnscaler.compile import PlanSource
+
+
+def verify_plan(
+    module_or_factory: torch.nn.Module | Callable[[], torch.nn.Module],
+    sample_inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    ranks: int,
+    plan: PlanSource = None,
+    schedule: str | None = None,
+    micro_batches: int | None = 1,
+    backend: str = "simulator",
+    steps: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Report:
+    """Compiles a model for `ranks` ranks and compares the program with the model.
+
+    `module_or_factory`: a module whose forward returns a scalar loss, or a function without arguments that makes one;
+    it is not changed. `sample_inputs`: one global batch, a dict of keyword arguments or a tuple. `plan`: as for
+    `nnscaler.parallelize`. `backend`: "simulator" (threads), "gloo" or "nccl" (processes). `dtype` float64 compares
+    up to float64 rounding; float32 and bfloat16 compare up to the model's own rounding noise.
+    Raises NnscalerError for what could not be run: a model that does not trace, an illegal plan.
+    """
+    request = PlanRequest(
+        module_or_factory,
+        sample_inputs,
+        ranks=ranks,
+        plan=plan,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        backend=backend,
+        steps=steps,
+        seed=seed,
+        dtype=dtype,
+    )
+    return verify_request(request)

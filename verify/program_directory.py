@@ -1,0 +1,95 @@
+"""A generated program as files: its manifest, roles and state. It may have been edited by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.errors import NnscalerError
+
+# what `--program` cannot do without
+_ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors")
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+
+
+@dataclass(frozen=True)
+class ProgramDirectory:
+    """`changes`: role files that are not what the compiler wrote, as notes."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    changes: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        return int(self.manifest["ranks"])
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """axis -> size, `pp` included."""
+        return {name: int(size) for name, size in self.manifest["axes"]}
+
+    @property
+    def role_files(self) -> list[str]:
+        return [str(role["file"]) for role in self.manifest["roles"]]
+
+    @property
+    def inputs(self) -> dict[str, tuple[int, ...]]:
+        """input name -> shape of the global batch."""
+        return {i["name"]: tuple(i["shape"]) for i in self.manifest["inputs"]}
+
+    @property
+    def unannotated(self) -> tuple[str, ...]:
+        return tuple(self.manifest.get("unannotated", ()))
+
+    @property
+    def summary(self) -> str:
+        """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`."""
+        axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one rank"
+        parts = [axes]
+        if self.axes.get("pp", 1) > 1:
+            schedule = str(self.manifest["schedule"])
+            parts.append(_SCHEDULES.get(schedule, schedule))
+        micro_batches = int(self.manifest["micro_batches"])
+        if micro_batches > 1:
+            parts.append(f"{micro_batches} micro-batches")
+        return ", ".join(parts)
+
+    def state(self) -> dict[str, Tensor]:
+        """The stored parameters, buffers and constants; empty for a program of a model without data."""
+        file = self.path / "state.pt"
+        if not file.is_file():
+            return {}
+        found: dict[str, Tensor] = torch.load(file, weights_only=True)
+        return found
+
+
+def open_program(path: Path) -> ProgramDirectory:
+    """Reads a program's manifest. Raises NnscalerError `not_a_program` if something is missing."""
+    file = path / "manifest.json"
+    help = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise NnscalerError("not_a_program", f"{path} holds no program: there is no {file}", help=help) from None
+    except ValueError as error:
+        raise NnscalerError("not_a_program", f"{file} is not JSON: {error}", help=help) from None
+    missing = [entry for entry in _ENTRIES if entry not in manifest]
+    if missing:
+        raise NnscalerError("not_a_program", f"{file} lacks {', '.join(missing)}", help=help)
+    changes: list[str] = []
+    for role in manifest["roles"]:
+        role_file = path / role["file"]
+        if not role_file.is_file():
+            raise NnscalerError("not_a_program", f"{path} lacks {role['file']}", help=help)
+        digest = hashlib.sha256(role_file.read_bytes()).hexdigest()
+        if digest != role["sha256"]:
+            changes.append(f"{role_file} was changed after it was generated")
+    return ProgramDirectory(path, manifest, tuple(changes))

@@ -1,0 +1,48 @@
+"""The state that a comparison starts from: the model's own, with every parameter disturbed.
+
+A freshly built model has zero biases and unit norms. Terms multiplied by them, or added by them, would be invisible:
+a bias added on every rank adds nothing while it is zero. So each parameter is moved by a random amount of its own
+scale. Buffers are left alone: they hold masks, tables and statistics whose meaning we do not know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_FLOOR = 0.05  # for parameters that are zero everywhere
+_AMOUNT = 0.3  # of the parameter's own scale
+
+
+def randomise_parameters(module: nn.Module, seed: int) -> None:
+    """Moves every floating-point parameter of `module`, in place; the same seed gives the same values.
+
+    Tied parameters are moved once. Integer parameters stay.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():  # each object once, so tied ones once
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                value = parameter.double().cpu()
+                parameter.copy_(value + scale_of(value) * _AMOUNT * noise)
+
+
+def scale_of(value: Tensor) -> float:
+    """The root mean square of a tensor, or a floor where it is (almost) zero."""
+    if value.numel() == 0:
+        return 0.0
+    size = float(value.square().mean().sqrt())
+    return size if size > 1e-6 else _FLOOR
+
+
+def logical_state(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by each of its names, detached copies on the CPU."""
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().cpu().clone()
+        state[name] = copies[id(tensor)]
+    return state

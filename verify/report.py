@@ -1,0 +1,118 @@
+"""The result of a verification: checks with counts, findings, and one verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verify.finding import Finding
+from verify.verdict import Verdict, merge
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One kind of comparison.
+
+    `count` comparisons were made, `refuted` of them failed. `detail` says what was seen ("worst difference 3e-15").
+    """
+
+    name: str
+    verdict: Verdict
+    count: int
+    refuted: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was verified, how, and what came out.
+
+    tool         "verify-plan" or "verify-op"
+    subject      what was verified, short: "gpt.py"
+    setting      how: "on 8 ranks (dp=2 tp=2 pp=2, 1F1B, 4 micro-batches)"; may be empty
+    notes        what the reader must know: dropout was off, an operator was replicated
+    environment  versions, backend, dtype, tolerance
+    """
+
+    tool: str
+    subject: str
+    setting: str
+    seed: int
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """The weakest verdict of all checks; INCONCLUSIVE where nothing was counted."""
+        counted = [check.verdict for check in self.checks if check.count or not check.verdict.passes]
+        return merge(counted)
+
+    @property
+    def exit_code(self) -> int:
+        return self.verdict.exit_code
+
+    @property
+    def total(self) -> int:
+        """Comparisons made."""
+        return sum(check.count for check in self.checks)
+
+    @property
+    def refuted(self) -> int:
+        """Comparisons that failed."""
+        return sum(check.refuted for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON document; fields are only ever added under one `schema_version`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "tool": self.tool,
+            "subject": self.subject,
+            "setting": self.setting,
+            "verdict": self.verdict.word,
+            "level": self.verdict.value,
+            "exit_code": self.exit_code,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "environment": dict(self.environment),
+            "notes": list(self.notes),
+            "counts": {"checks": self.total, "refuted": self.refuted},
+            "checks": [_check(check) for check in self.checks],
+            "findings": [_finding(finding) for finding in self.findings],
+        }
+
+    def to_json(self) -> str:
+        """The report as a JSON text."""
+        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+
+
+def _check(check: Check) -> dict[str, Any]:
+    return {
+        "name": check.name,
+        "verdict": check.verdict.value,
+        "count": check.count,
+        "refuted": check.refuted,
+        "seconds": round(check.seconds, 3),
+        "detail": check.detail,
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    where = finding.where
+    return {
+        "code": finding.code,
+        "message": finding.message,
+        "where": None if where is None else {"file": where.file, "line": where.line, "text": where.text},
+        "counter_example": dict(finding.counter_example),
+        "cause": finding.cause,
+        "help": finding.help,
+        "reproduce": finding.reproduce,
+        "related": [{"what": what, "file": place.file, "line": place.line} for what, place in finding.related],
+    }

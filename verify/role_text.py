@@ -1,0 +1,107 @@
+"""Reading a generated program: which line assigns which variable from which, and which line of the model it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ModelLine = tuple[str, int, str]  # (file name without folder, line, text)
+_COMMENT = re.compile(r"^\s*# (?P<file>[^\s:]+\.py):(?P<line>\d+)(?: \((?P<module>[^)]*)\))?\s*(?P<text>.*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A line of `prepare` or `forward`. `reads` are local variables and attributes of the stage."""
+
+    stage: int
+    phase: str
+    names: tuple[str, ...]
+    reads: tuple[str, ...]
+    file: str
+    line: int
+    text: str
+    model: ModelLine | None
+
+
+def assignments_of(file: str) -> tuple[Assignment, ...]:
+    """Every assignment of every stage of a role file, in the order of the text; empty if it cannot be read."""
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+        tree = ast.parse(source, file)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ()
+    lines = source.splitlines()
+    models = _model_lines(lines)
+    found: list[Assignment] = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            stage = _index_of(node)
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name in ("prepare", "forward"):
+                    found += _assignments(method, stage, file, lines, models)
+    return tuple(found)
+
+
+def describe_line(file: str, line: int) -> Assignment | None:
+    """The assignment at (or around) a line of a role file; None where there is none."""
+    for assignment in assignments_of(file):
+        if assignment.line == line:
+            return assignment
+    source = _line_text(file, line)
+    return Assignment(-1, "", (), (), file, line, source, None) if source else None
+
+
+def _assignments(
+    method: ast.FunctionDef, stage: int, file: str, lines: list[str], models: list[ModelLine | None]
+) -> list[Assignment]:
+    found: list[Assignment] = []
+    for node in ast.walk(method):
+        if not isinstance(node, ast.Assign):
+            continue
+        names = tuple(n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name))
+        reads = tuple(dict.fromkeys(_reads(node.value)))
+        text = lines[node.lineno - 1].strip()
+        found.append(Assignment(stage, method.name, names, reads, file, node.lineno, text, models[node.lineno - 1]))
+    return sorted(found, key=lambda a: a.line)
+
+
+def _reads(value: ast.expr) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(value):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            names.append(node.attr)
+        elif isinstance(node, ast.Name) and node.id != "self":
+            names.append(node.id)
+    return names
+
+
+def _index_of(node: ast.ClassDef) -> int:
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            target = statement.targets[0]
+            if isinstance(target, ast.Name) and target.id == "index" and isinstance(statement.value.value, int):
+                return statement.value.value
+    return -1
+
+
+def _model_lines(lines: list[str]) -> list[ModelLine | None]:
+    """For each line of the file, the model's line in the nearest comment above it."""
+    current: ModelLine | None = None
+    found: list[ModelLine | None] = []
+    for line in lines:
+        match = _COMMENT.match(line)
+        if match:
+            current = (match["file"], int(match["line"]), match["text"])
+        elif line.lstrip().startswith(("def ", "class ")):
+            current = None
+        found.append(current)
+    return found
+
+
+def _line_text(file: str, line: int) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()[line - 1].strip()
+    except (OSError, IndexError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,59 @@
+"""The one scale on which every result of verification lies.
+
+    PROVED (all sizes) > PROVED (bounded) > TESTED (exact) > TESTED (calibrated) > INCONCLUSIVE > REFUTED
+
+Takes verdicts, gives the one that holds for all of them together: the lowest. Nothing checked is INCONCLUSIVE: a
+crash, a time-out, a skip and an empty run are never a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+
+class Verdict(Enum):
+    """What is known. The value is the text for people and for machine formats.
+
+    PROVED_ALL_SIZES   holds for every size, part count and value
+    PROVED_BOUNDED     holds for every value at the sizes that were looked at
+    TESTED_EXACT       ran, in float64; what differs is explained by float64 rounding alone
+    TESTED_CALIBRATED  ran; what differs is within a small multiple of the reference's own rounding noise
+    INCONCLUSIVE       not decided
+    REFUTED            a counter-example exists
+    """
+
+    PROVED_ALL_SIZES = "PROVED (all sizes)"
+    PROVED_BOUNDED = "PROVED (bounded)"
+    TESTED_EXACT = "TESTED (exact)"
+    TESTED_CALIBRATED = "TESTED (calibrated)"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    REFUTED = "REFUTED"
+
+    @property
+    def passes(self) -> bool:
+        """Whether a gate may let this through."""
+        return _RANK[self] < _RANK[Verdict.INCONCLUSIVE]
+
+    @property
+    def word(self) -> str:
+        """VERIFIED, INCONCLUSIVE or REFUTED: the first word of the last line."""
+        return "VERIFIED" if self.passes else self.value
+
+    @property
+    def exit_code(self) -> int:
+        """0 verified, 1 refuted, 3 inconclusive."""
+        if self.passes:
+            return 0
+        return 1 if self is Verdict.REFUTED else 3
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_RANK = {verdict: position for position, verdict in enumerate(Verdict)}  # strongest first
+
+
+def merge(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict on all of these together: the weakest; INCONCLUSIVE where there are none."""
+    return max(verdicts, key=_RANK.__getitem__, default=Verdict.INCONCLUSIVE)
