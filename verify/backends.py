@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -81,16 +82,17 @@ def run_processes(
     knows which call of which rank does not match."""
     from nnscaler.runtime.launcher import launch
 
-    outcome = launch(
-        ranks,
-        "verify.rank_program:run_rank",
-        {"task": task},
-        timeout=timeout,
-        stall=min(STALL, timeout / 2),
-        backend=backend,
-        devices=devices_of(ranks),
-        server=server,
-    )
+    with contextlib.ExitStack() as stack:
+        outcome = launch(
+            ranks,
+            "verify.rank_program:run_rank",
+            {"task": task},
+            timeout=timeout,
+            stall=min(STALL, timeout / 2),
+            backend=backend,
+            devices=devices_of(ranks),
+            server=server or stack.enter_context(start_server()),
+        )
     if outcome.end == "finished":
         return tuple(outcome.results())
     failure = failure_of_job(outcome)
@@ -99,6 +101,16 @@ def run_processes(
         if isinstance(again, Failure) and again.kind != "timed_out":
             return again
     return failure
+
+
+def start_server() -> ForkServer:
+    """A process from which ranks start quickly; it imports what they need while this process goes on.
+
+    torch imports its symbolic shapes at the first backward pass: better once here than in every rank.
+    """
+    from nnscaler.runtime.launcher import ForkServer
+
+    return ForkServer(preload=("verify.rank_program", "torch.fx.experimental.symbolic_shapes"))
 
 
 def devices_of(ranks: int) -> list[str]:

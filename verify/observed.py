@@ -97,13 +97,6 @@ def _likely_cause(
 ) -> str | None:
     """What would repair it, tried: a sum over an axis, or one sum less."""
     what = "gradient is" if is_gradient else "values are"
-    for axis, size in sizes.items():
-        if axis == MICRO or size == 1 or isinstance(states.get(axis), Sharded | Partial):
-            continue
-        with contextlib.suppress(ValueError):
-            summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value
-            if difference(summed, expected).relative < CLOSE:
-                return f"the {what} right once summed over {axis}: an all_reduce over {axis} is missing"
     with contextlib.suppress(ValueError):
         value = assemble(at, states, sizes, tuple(expected.shape)).value
         for size in sorted({size for size in sizes.values() if size > 1}):
@@ -112,6 +105,13 @@ def _likely_cause(
                 return f"the {what} {size} times the model's, the size of {axes}: summed once too often"
             if difference(value * size, expected).relative < CLOSE:
                 return f"the {what} 1/{size} of the model's, the size of {axes}: averaged, or not summed"
+    for axis, size in sizes.items():
+        if axis == MICRO or size == 1 or isinstance(states.get(axis), Sharded | Partial):
+            continue
+        with contextlib.suppress(ValueError):
+            summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value
+            if difference(summed, expected).relative < CLOSE:
+                return f"the {what} right once summed over {axis}: an all_reduce over {axis} is missing"
     return None
 
 

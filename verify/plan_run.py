@@ -95,7 +95,7 @@ def verify_request(request: PlanRequest) -> Report:
         if broken is not None:
             outcomes = [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (broken,))]
         else:
-            outcomes = _run_and_compare(request, prepared, reference, work)
+            outcomes = run_and_compare(request, prepared, reference, work)
         report = _report(request, prepared, reference, outcomes, time.perf_counter() - started)
         return report if report.verdict.passes else _keep_program(report, prepared.program.path, request)
 
@@ -190,7 +190,7 @@ def _not_finite(reference: Trajectory) -> Finding | None:
     return Finding("reference_not_finite", message, help="its parameters were disturbed at random: try another --seed")
 
 
-def _run_and_compare(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> list[Outcome]:
+def run_and_compare(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> list[Outcome]:
     task = _task(request, prepared, reference, work)
     started = time.perf_counter()
     outcome = run_program(task, request.ranks, request.backend, request.timeout, request.server)
@@ -262,7 +262,7 @@ def _report(
     return Report(
         "verify-plan",
         name,
-        f"on {request.ranks} rank{'s' * (request.ranks != 1)} ({program.summary})",
+        f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({program.summary})" if program.summary else ""),
         request.seed,
         checks,
         tuple(f.with_reproduce(request.reproduce) for f in findings),

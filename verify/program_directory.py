@@ -51,9 +51,9 @@ class ProgramDirectory:
 
     @property
     def summary(self) -> str:
-        """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`."""
-        axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one rank"
-        parts = [axes]
+        """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`; empty for one rank."""
+        axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        parts = [axes] if axes else []
         if self.axes.get("pp", 1) > 1:
             schedule = str(self.manifest["schedule"])
             parts.append(_SCHEDULES.get(schedule, schedule))

@@ -79,14 +79,12 @@ def describe(manifest: Any) -> list[str]:
     for axis, share in shares:
         lines.append(f"matmul FLOPs divided over {axis}: {100 * float(share):.1f} %")
     for entry in manifest["communication"]:
-        lines.append(
-            f"{entry['collective']} over {entry['axis']}: {entry['calls']} calls, {entry['elements']} elements"
-        )
+        calls, elements = entry["calls"], round(entry["elements"])
+        lines += [f"{entry['collective']} over {entry['axis']}: {calls} calls, {elements} elements a step"]
     return lines
 
 
 def _warn(program: Program, console: Console) -> None:
     for name in program.manifest["unannotated"]:
-        console.warning(
-            f'{name} has no annotation and runs whole on every rank; nnscaler.register_op("...")(torch.ops.{name}) gives one'
-        )
+        cure = f'nnscaler.register_op("...")(torch.ops.{name}) gives one'
+        console.warning(f"{name} has no annotation and runs whole on every rank; {cure}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.compile import PlanSource
+    from nnscaler.ir.graph import Graph
+    from nnscaler.transform.plan import Plan
 
 FORMS = "dp=2,tp=2 (mesh axes), plan.json (a saved plan), or policy.py::function"
 _AXES = re.compile(r"^\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*$")
@@ -39,13 +42,13 @@ def ranks_of(spec: str | None) -> int | None:
     return prod(int(entry.partition("=")[2]) for entry in spec.split(","))
 
 
-def _policy(spec: str) -> Any:
+def _policy(spec: str) -> Callable[[Graph, int], Plan]:
     from nnscaler.runtime.loader import load_user_module
 
     file, _, name = spec.partition("::")
     if not Path(file).is_file():
         raise NnscalerError("plan_illegal", f"there is no file {file!r}", help=FORMS)
-    policy = getattr(load_user_module(file), name, None)
+    policy: Callable[[Graph, int], Plan] | None = getattr(load_user_module(file), name, None)
     if not callable(policy):
         raise NnscalerError(
             "plan_illegal",

@@ -79,10 +79,9 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         server = None
         if options.backend != "simulator" and (options.backend or ranks <= PROCESS_LIMIT):
-            from nnscaler.runtime.launcher import ForkServer
+            from verify.backends import start_server
 
-            # imports torch in another process while this one imports the model and traces it
-            server = stack.enter_context(ForkServer(preload=("verify.rank_program",)))
+            server = stack.enter_context(start_server())  # imports torch while this process traces the model
         from verify.plan_run import verify_request
 
         report = verify_request(_request(options, ranks, server))

@@ -41,6 +41,7 @@ class StageBuilder:
                 f"rank {rank}: stage {stage_class.index} runs on ranks {stage_class.ranks} with axes {stage_class.axes}"
             )
         stage = stage_class(rank, self._run, observer)
+        stage.device = self._device
         self._connect(stage)
         for trained, declared in ((True, stage.parameters), (False, stage.frozen)):
             for name, description in declared.items():

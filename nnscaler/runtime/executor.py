@@ -180,7 +180,8 @@ class RankExecutor:
                 with self.communicator.at(_place(stage)):
                     self._mail.send_value(stage, send, outputs[send.key], micro)
             for key, attribute in stage.updates.items():
-                setattr(stage, attribute, outputs[key].detach())
+                if key in outputs:
+                    setattr(stage, attribute, outputs[key].detach())
             self._in_flight[stage.index, micro] = InFlight(outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -138,12 +139,14 @@ class Stage:
     updates: ClassVar[Mapping[str, str]] = {}
 
     micro: AxisGroup
+    device: torch.device
     context: RunContext
     prepare: Callable[..., Mapping[str, Any]]
     forward: Callable[..., Mapping[str, Tensor]]
 
     def __init__(self, rank: int, context: RunContext, observer: Observer | None = None) -> None:
         self.rank = rank
+        self.device = torch.device("cpu")  # the builder names another
         self.context = context
         self.micro = AxisGroup(MICRO, self.micro_batches, 0)
         self._observer = observer

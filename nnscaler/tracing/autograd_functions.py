@@ -125,7 +125,13 @@ def _kind(value: Any) -> str | None:
         return "Tensor?"
     many = "[]" if isinstance(value, list | tuple) and value else ""
     items = value if many else (value,)
-    kinds = ((bool, "bool"), (int | torch.SymInt, "SymInt"), (float, "float"), (str, "str"), (torch.dtype, "ScalarType"))
+    kinds = (
+        (bool, "bool"),
+        (int | torch.SymInt, "SymInt"),
+        (float, "float"),
+        (str, "str"),
+        (torch.dtype, "ScalarType"),
+    )
     for kind, name in kinds:
         if all(isinstance(item, kind) for item in items):
             return name + many

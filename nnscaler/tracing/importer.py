@@ -224,7 +224,7 @@ class _Importer:
                 "trace_failed",
                 f"a number that {unknown.operator} reads from a tensor is used",
                 where=unknown.where or where,
-                help="numbers are fixed when a model is traced; keep it a tensor, or register the function that uses it",
+                help="numbers are fixed in a trace; keep it a tensor, or register the function that uses it",
             )
         chosen = self._fresh(node.name)
         if isinstance(value, Tensor):

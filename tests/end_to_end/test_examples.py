@@ -51,6 +51,7 @@ ROWS = [
     *ONE_OF_EACH,
     *(pytest.param(*row, marks=pytest.mark.long) for row in dict.fromkeys(GPT + OTHERS) if row not in ONE_OF_EACH),
 ]
+ON_PROCESSES = [row for row in dict.fromkeys(ONE_OF_EACH + GPT + OTHERS) if row[0] in ("gpt", "llama_hf")]
 
 
 def ranks_of(plan: str) -> int:
@@ -78,8 +79,7 @@ def test_example_is_verified(example: Load, name: str, plan: str, schedule: str 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt", "llama_hf"])
-@pytest.mark.parametrize(("plan", "schedule", "micro_batches"), [("dp=2,tp=2", None, 1), ("tp=2,pp=2", "1F1B", 4)])
+@pytest.mark.parametrize(("name", "plan", "schedule", "micro_batches"), ON_PROCESSES)
 def test_example_is_verified_on_processes(
     example: Load, name: str, plan: str, schedule: str | None, micro_batches: int
 ) -> None:

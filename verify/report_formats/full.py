@@ -8,6 +8,7 @@ from verify.report_formats.concise import concise_line
 from verify.report_formats.line import Line, last_line, plain, style_of
 
 WHOLE = 4  # findings shown with all that is known; the rest, which usually follow from them, take a line each
+WIDTH = 140  # a counter-example that is longer takes a line for each fact
 _WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 
 
@@ -49,8 +50,11 @@ def finding_lines(finding: Finding) -> list[Line]:
         if place.text:
             lines.append(plain(f"      {place.text}"))
     if finding.counter_example:
-        facts = ", ".join(f"{key}={value}" for key, value in finding.counter_example.items())
-        lines.append(plain(f"  = counter-example: {facts}"))
+        facts = [f"{key}={value}" for key, value in finding.counter_example.items()]
+        if sum(map(len, facts)) <= WIDTH:
+            lines.append(plain(f"  = counter-example: {', '.join(facts)}"))
+        else:
+            lines += [plain("  = counter-example:"), *(plain(f"      {fact}") for fact in facts)]
     if finding.cause:
         lines.append(plain(f"  = cause: {finding.cause}"))
     if finding.help:

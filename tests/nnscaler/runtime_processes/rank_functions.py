@@ -58,8 +58,8 @@ def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: t
         return torch.randn(shape, generator=generator, dtype=dtype)
 
     count, results = len(ranks), []
-    for tensor in (random(5, 3), random(40000).requires_grad_(), random(), random(2, 0), random(4, 6).t()):
-        results.append(communicator.all_reduce(tensor, ranks))
+    tensors = (random(5, 3), random(40000).requires_grad_(), random(), random(2, 0), random(4, 6).t())
+    results += [communicator.all_reduce(tensor, ranks) for tensor in tensors]
     results.append(communicator.all_reduce(random(7, dtype=torch.float32), ranks, "max"))
     results.append(communicator.all_reduce(torch.randint(0, 9, (4,), generator=generator), ranks))
     results.append(communicator.all_reduce(random(6) > 0, ranks))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,7 @@ def test_a_rank_that_loops_runs_into_the_time_limit(server: ForkServer, rank_fun
 
 
 def test_what_ranks_started_ends_with_them(server: ForkServer, rank_functions: str, tmp_path: Path) -> None:
-    outcome = launch(
-        1, f"{rank_functions}:sleep_beside_a_child", {"folder": str(tmp_path)}, timeout=3, server=server
-    )
+    outcome = launch(1, f"{rank_functions}:sleep_beside_a_child", {"folder": str(tmp_path)}, timeout=3, server=server)
     assert outcome.end == "timeout"
     wait_for(lambda: not any(is_alive(p) for p in processes_in(tmp_path, 1)))
 
@@ -127,14 +126,16 @@ def test_targets_that_do_not_exist(server: ForkServer, rank_functions: str) -> N
 
 
 def test_a_server_that_is_killed_takes_its_ranks_along(rank_functions: str, tmp_path: Path) -> None:
-    with ForkServer() as own:
-        own.wait_until_ready()
-        script = subprocess.Popen(["sleep", "600"])  # something to kill from another thread would do as well
-        script.kill()
-        script.wait()
+    with ForkServer() as own, ThreadPoolExecutor() as threads:
+        target, arguments = f"{rank_functions}:sleep_beside_a_child", {"folder": str(tmp_path)}
+        job = threads.submit(launch, 2, target, arguments, timeout=60, server=own)
+        ranks = processes_in(tmp_path, 2)[::2]  # what ranks start is not reached without the server
         os.kill(own.process_id, signal.SIGKILL)
         with pytest.raises(LaunchError, match="the fork server has ended"):
-            launch(1, f"{rank_functions}:greet", {"text": ""}, timeout=60, server=own)
+            job.result(30)
+        wait_for(lambda: not any(is_alive(p) for p in ranks))
+        for process in processes_in(tmp_path, 2)[1::2]:
+            os.kill(process, signal.SIGKILL)
 
 
 SCRIPT = """
@@ -159,15 +160,16 @@ def start(script: str, repository: Path, folder: Path) -> subprocess.Popen[str]:
     assert process.stdin is not None
     process.stdin.write(script)
     process.stdin.close()
+    process.stdin = None  # communicate() would flush it
     return process
 
 
-def test_from_standard_input_beside_files_that_shadow(repository: Path, rank_functions: str, tmp_path: Path) -> None:
-    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
-    process = start(SCRIPT.format(target=f"{rank_functions}:greet", kwargs={"text": "b"}), repository, tmp_path / "..")
-    assert process.stdout is not None
-    assert process.stdout.read() == "[0, 0]\n"
-    assert process.wait(60) == 0
+def test_from_standard_input_in_a_folder_of_the_user(repository: Path, rank_functions: str, tmp_path: Path) -> None:
+    for name in ("verify", "op_registry", "launcher"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    process = start(SCRIPT.format(target=f"{rank_functions}:greet", kwargs={"text": "b"}), repository, tmp_path)
+    output, errors = process.communicate(timeout=100)
+    assert (output, errors, process.returncode) == ("[0, 0]\n", "", 0)
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])

@@ -1,0 +1,158 @@
+"""Training a program under torchrun: two stages on two ranks, written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nnscaler.runtime import launch
+from nnscaler.runtime.communicator import ProgramError
+from nnscaler.runtime.process_group import Place, torchrun_place
+from nnscaler.runtime.program_directory import groups_of, pairs_of, rank_with_loss, read_program
+
+HEAD = """
+import torch
+from nnscaler.runtime import Input, Loss, Parameter, Partial, Receive, Send, Sharded, Stage, comm
+
+aten = torch.ops.aten
+"""
+
+FIRST = """
+class Stage0(Stage):
+    index = 0
+    ranks = (0, 1)
+    axes = {"dp": 2}
+    micro_batches = 2
+    parameters = {"w": Parameter("first.weight", (3, 4), "float32", {}, reduce=("dp",))}
+    inputs = {"x": Input("x", {"dp": Sharded(0), "micro": Sharded(0, outer=2)})}
+    sends = (Send("h", 1, peers=(2, 3)),)
+
+    def forward(self, x):
+        return {"h": aten.tanh(aten.linear(x, comm.replicate(self.w, self.dp)))}
+"""
+
+SECOND = """
+class Stage1(Stage):
+    index = 1
+    ranks = (2, 3)
+    axes = {"dp": 2}
+    micro_batches = 2
+    parameters = {"w": Parameter("second.weight", (1, 3), "float32", {}, reduce=("dp",))}
+    receives = {"h": Receive("h", 0, (2, 3), "float32", peers=(0, 1))}
+    loss = Loss({"dp": Partial(), "micro": Partial()})
+
+    def forward(self, h):
+        return {"loss": aten.sum(aten.square(aten.linear(h, self.w)))}
+"""
+FIRST = FIRST.replace("comm.replicate(self.w, self.dp)", "self.w")  # summed by the reducer, by `reduce`
+
+
+def write_program(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """State and input of a program of four ranks."""
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        "first.weight": torch.randn(3, 4, generator=generator),
+        "second.weight": torch.randn(1, 3, generator=generator),
+    }
+    x = torch.randn(8, 4, generator=generator)
+    roles = []
+    for role, (text, name, ranks) in enumerate(((FIRST, "Stage0", (0, 1)), (SECOND, "Stage1", (2, 3)))):
+        order = f'\nSTAGES = ({name},)\nRANKS = {ranks}\nSCHEDULE = "F{role}.0 F{role}.1 B{role}.0 B{role}.1"\n'
+        (folder / f"role_{role}.py").write_text(HEAD + text + order)
+        roles.append({"file": f"role_{role}.py", "ranks": ranks, "stages": [role]})
+    manifest = {
+        "format": 1,
+        "model": {"name": "Tiny", "file": "tiny.py"},
+        "ranks": 4,
+        "axes": [["dp", 2], ["pp", 2]],
+        "micro_batches": 2,
+        "schedule": "1f1b",
+        "roles": roles,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    torch.save(state, folder / "state.pt")
+    torch.save({"x": x}, folder / "inputs.pt")
+    return state, x
+
+
+def losses_on_one_device(state: dict[str, torch.Tensor], x: torch.Tensor, steps: int, lr: float) -> list[float]:
+    weights = [w.double().requires_grad_() for w in state.values()]
+    optimizer = torch.optim.SGD(weights, lr=lr)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (torch.tanh(x.double() @ weights[0].t()) @ weights[1].t()).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(command: list[str], repository: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *command]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_trains_under_torchrun(repository: Path, tmp_path: Path) -> None:
+    expected = losses_on_one_device(*write_program(tmp_path), steps=3, lr=0.05)
+    (tmp_path / "verify.py").write_text("raise SystemExit('the wrong module')")
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "nnscaler.runtime.launch"]
+    result = run([*command, ".", "--steps", "3", "--lr", "0.05", "--dtype", "float64"], repository, tmp_path)
+    assert result.returncode == 0, result.stderr
+    head, *lines = result.stdout.splitlines()
+    assert head == "tiny.py on 4 ranks over gloo (dp=2 pp=2, 1f1b, 2 micro-batches): sgd, lr 0.05, float64, cpu"
+    assert [line.split("  loss ")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+    losses = [float(line.split("loss ")[1]) for line in lines]
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_wrong_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program(tmp_path)
+    assert launch.main([str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "is a program for 4 ranks, and 1 run" in message
+    assert "torchrun --nproc-per-node 4 -m nnscaler.runtime.launch" in message
+    assert launch.main([str(tmp_path / "nothing")]) == 2
+    assert "is not a compiled program: it has no manifest.json" in capsys.readouterr().err
+
+
+def test_one_rank_needs_no_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, x = write_program(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest |= {"ranks": 1, "axes": [], "roles": [{"file": "role_0.py", "ranks": [0], "stages": [0, 1]}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    text = HEAD + FIRST + SECOND + '\nSTAGES = (Stage0, Stage1)\nRANKS = (0,)\nSCHEDULE = "F0.0 F1.0 B1.0 B0.0"\n'
+    text = text.replace("micro_batches = 2", "micro_batches = 1").replace('(2, 3), "float32"', '(8, 3), "float32"')
+    for ranks in ("(0, 1)", "(2, 3)"):
+        text = text.replace(f"ranks = {ranks}", "ranks = (0,)").replace(f"peers={ranks}", "peers=(0,)")
+    (tmp_path / "role_0.py").write_text(text.replace('{"dp": 2}', '{"dp": 1}').replace("outer=2", "outer=1"))
+    assert launch.main([str(tmp_path), "--dtype", "float64", "--steps", "2", "--device", "cpu"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("tiny.py on 1 rank (1f1b, 2 micro-batches): sgd, lr 0.01")
+    expected = losses_on_one_device(state, x, steps=2, lr=0.01)
+    assert [float(line.split("loss ")[1]) for line in lines] == pytest.approx(expected, rel=1e-12)
+
+
+def test_groups_and_pairs(tmp_path: Path) -> None:
+    write_program(tmp_path)
+    stages = read_program(tmp_path).stages()
+    assert groups_of(stages) == [(0, 1), (2, 3)]
+    assert pairs_of(stages) == [(0, 2), (1, 3), (2, 0), (3, 1)]
+    assert rank_with_loss(stages) == 2
+
+
+def test_what_torchrun_says() -> None:
+    assert torchrun_place({}) is None
+    assert torchrun_place({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Place(
+        3, 4, 1, 2
+    )
+    for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}):
+        with pytest.raises(ProgramError, match="RANK"):
+            torchrun_place(wrong)

@@ -1,0 +1,192 @@
+"""What cannot be traced is said in a few words, at the user's line; what is traced wrong is caught."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing import trace
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+
+class WrongShape(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x[:, :3]).sum()
+
+
+class SelectsByValue(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        return h[h > 0].sum()
+
+
+class Raises(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no such thing\n" + "a page of details\n" * 500)
+
+
+class ReadsNumber(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).sum() * torch.full((2,), self.proj(x).sum().item()).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "line"),
+    [
+        (WrongShape, "reduction dim", "return self.proj(x[:, :3]).sum()"),
+        (SelectsByValue, "shape depends on data", "return h[h > 0].sum()"),
+        (
+            Raises,
+            "RuntimeError: no such thing$",
+            'raise RuntimeError("no such thing\\n" + "a page of details\\n" * 500)',
+        ),
+        (ReadsNumber, "", "return self.proj(x).sum() * torch.full((2,), self.proj(x).sum().item()).sum()"),
+    ],
+)
+def test_errors_are_short_and_name_the_line(
+    kind: type[nn.Module], message: str, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(NnscalerError) as caught:
+        trace(kind(), (X,))
+    error = caught.value
+    assert error.code == "trace_failed"
+    assert error.where is not None
+    assert (error.where.file, error.where.text) == (__file__, line)
+    assert error.help
+    assert message.rstrip("$") in error.message
+    assert len(str(error)) < 900
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == ""
+
+
+class Branches(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        if x.sum() > 1000:
+            return h.sum()
+        return h.pow(2).sum()
+
+
+def test_a_branch_on_data_is_fixed_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"only the one that the sample batch takes"):
+        traced = trace(Branches(), (X,))
+    assert any("aten.pow" in op.operator for op in traced.graph.operations)
+    assert len(traced.notes) == 1
+    assert "test_errors.py" in traced.notes[0]
+
+
+class Hooked(Model):
+    """Export forgets hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        h.register_hook(lambda gradient: gradient * 3)
+        return h.sum()
+
+
+class LooksWhetherExporting(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).sum() * (2 if torch.compiler.is_exporting() else 1)
+
+
+class ForgetsParameter(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.proj.bias.detach() if torch.compiler.is_exporting() else self.proj.bias
+        return (x @ self.proj.weight + bias).sum()
+
+
+class ForgetsBuffer(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            self.count += 1
+        return self.proj(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Hooked, r"the gradient of proj\.weight: differs by 6\.7e-01"),
+        (LooksWhetherExporting, r"the loss: differs by 1\.0e\+00"),
+        (ForgetsParameter, r"the gradient of proj\.bias: the traced graph gives none"),
+        (ForgetsBuffer, r"the buffer count after the step: differs by 1"),
+    ],
+)
+def test_an_unfaithful_trace_is_refused(kind: type[nn.Module], what: str) -> None:
+    with pytest.raises(NnscalerError, match=what) as caught:
+        trace(kind(), (X,))
+    assert caught.value.code == "trace_unfaithful"
+    trace(kind(), (X,), self_check=False)
+
+
+class OnlyOnExport(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            raise RuntimeError("eager does not get here")
+        return self.proj(x).sum()
+
+
+def test_a_model_that_raises_by_itself() -> None:
+    with pytest.raises(NnscalerError, match="the model itself raises") as caught:
+        trace(OnlyOnExport(), (X,))
+    assert caught.value.code == "model_raised"
+    assert caught.value.where is not None
+    assert caught.value.where.text == 'raise RuntimeError("eager does not get here")'
+
+
+class SinglePrecision(Model):
+    """Something that refuses float64: compared in its own dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("not implemented for Double")
+        return self.proj(x).sum()
+
+
+class NotCopyable(Model):
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        raise TypeError("cannot be copied")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"), [(SinglePrecision, "in the model's own dtype"), (NotCopyable, "the trace is not checked")]
+)
+def test_weaker_checks_are_noted(kind: type[nn.Module], note: str) -> None:
+    with pytest.warns(UserWarning, match=note):
+        traced = trace(kind(), (X,))
+    assert note in traced.notes[0]
+
+
+def test_tracing_leaves_the_module_and_the_random_numbers_alone() -> None:
+    class Random(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.proj(x) * torch.rand(4, 6)).sum()
+
+    model = Random().eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(model, (X,))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,125 @@
+"""User-defined functions: registered ones, and autograd.Functions that nobody registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from op_registry.register import register_op
+
+from nnscaler.ir import check_graph
+from nnscaler.tracing import run_graph, trace
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Rounded(torch.autograd.Function):
+    """Its backward is not the derivative of its forward, so that tracing into it shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, options: dict[str, int], _nothing: None) -> Tensor:
+        ctx.scale = scale
+        return torch.round(x * scale * options["times"])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.scale * 7, None, None, None
+
+
+class SumAndProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        return x * y, x.sum(dims) + y.sum(dims)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, product: Tensor, total: Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return product * y * 2 + total, product * x + total, None
+
+
+class UsesFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = Rounded.apply(self.proj(x), 2.0, {"times": 3}, None)
+        b = Rounded.apply(x @ self.proj.weight, 3.0, {"times": 1}, None)
+        product, total = SumAndProduct.apply(a, self.proj(x), (0,))
+        with torch.no_grad():
+            c = Rounded.apply(x, 1.0, {"times": 1}, None)
+        return (product * c).sum() + (b * total).sum()
+
+
+def test_unregistered_functions_are_one_operation_each() -> None:
+    with pytest.warns(UserWarning, match="is not registered: every rank runs it whole"):
+        traced = trace(UsesFunctions(), (X,))
+    check_graph(traced.graph)
+    called = [op for op in traced.graph.operations if op.operator in traced.functions]
+    classes = [traced.functions[op.operator].function for op in called]
+    assert classes == [Rounded, Rounded, SumAndProduct, Rounded]
+    assert called[2].args[2] == (0,)
+    assert [note.split(":")[0] for note in traced.notes] == [__file__] * 2
+    first = traced.functions[called[0].operator]
+    assert [position for position, _ in first.constants] == [2]
+    assert first.where is not None
+    assert first.where.text == "class Rounded(torch.autograd.Function):"
+    apply = torch.autograd.Function.__dict__["apply"]
+    assert Rounded.apply.__func__ is apply.__func__, "the patch is gone"
+
+
+@register_op("*, * -> *", name="tracing_test.gated")
+def gated(x: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
+    return x * torch.sigmoid(gate) * scale
+
+
+@register_op("l m, l n^ -> l m", name="tracing_test_windows")
+def windows(x: Tensor, y: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    assert isinstance(sizes, list)
+    return x * y.to(dtype)[:, : sum(sizes)].sum(1, keepdim=True)
+
+
+@register_op("* -> *")
+class TracingTestStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 3
+
+
+class UsesOperators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = gated(self.proj(x), x, scale=2.0)
+        h = windows(h, x, [1, 2], torch.float32)
+        return TracingTestStraightThrough.apply(h).pow(2).sum()
+
+
+def test_registered_functions_have_their_names() -> None:
+    traced = trace(UsesOperators(), (X,))
+    check_graph(traced.graph)
+    names = [op.operator for op in traced.graph.operations]
+    assert names == [
+        "aten.linear.default",
+        "tracing_test.gated",
+        "tracing_test_windows",
+        "TracingTestStraightThrough",
+        "aten.pow.Tensor_Scalar",
+        "aten.sum.default",
+    ]
+    assert not traced.notes
+    values = run_graph(traced.graph, traced.state, traced.inputs)
+    assert values[traced.graph.loss].requires_grad
