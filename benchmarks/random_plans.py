@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+
 from nnscaler.runtime.loader import load_user_module
 from verify.random_plans import random_plans
 
@@ -37,7 +38,9 @@ def main() -> int:
         count = options.gpt if name == "gpt" else options.others
         outcomes: Counter[str] = Counter()
         start = time.perf_counter()
-        for result in random_plans(module.build_model, module.sample_inputs(), range(options.first, options.first + count)):
+        for result in random_plans(
+            module.build_model, module.sample_inputs(), range(options.first, options.first + count)
+        ):
             kind = "refused" if result.verdict is None else "exact" if result.verdict.passes else "wrong"
             outcomes[kind] += 1
             every.update(result.rows)
@@ -45,7 +48,10 @@ def main() -> int:
                 print(f"  {name} seed {result.seed} on {result.mesh}: {kind}: {result.message}", flush=True)
         failures += outcomes["wrong"] + outcomes["refused"]
         seconds = (time.perf_counter() - start) / max(count, 1)
-        print(f"{name:10} {count:6} {outcomes['exact']:6} {outcomes['refused']:8} {outcomes['wrong']:6} {seconds:7.2f}", flush=True)
+        print(
+            f"{name:10} {count:6} {outcomes['exact']:6} {outcomes['refused']:8} {outcomes['wrong']:6} {seconds:7.2f}",
+            flush=True,
+        )
     print("rows: " + ", ".join(f"{row} {times}" for row, times in sorted(every.items())))
     return 1 if failures else 0
 

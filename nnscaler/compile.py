@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
@@ -53,7 +54,8 @@ def parallelize(
 
     `sample_inputs`: one global batch, as keyword arguments (dict) or positional ones (tuple). `plan`: a `Plan`, a
     specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or None to choose.
-    `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves whole.
+    `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves
+    whole.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
@@ -61,8 +63,14 @@ def parallelize(
     traced = trace(module, sample_inputs, self_check=self_check)
     report("trace", time.perf_counter() - start, f"{len(traced.graph.operations)} operations")
     return compile_traced(
-        traced, ranks=ranks, plan=plan, schedule=schedule, micro_batches=micro_batches, replicate=replicate,
-        model=model or {"name": type(module).__name__}, progress=progress,
+        traced,
+        ranks=ranks,
+        plan=plan,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        replicate=replicate,
+        model=model or {"name": type(module).__name__},
+        progress=progress,
     )
 
 
@@ -90,7 +98,8 @@ def compile_traced(
     check_acyclic(order, communicated.edges)
     report("communicate", time.perf_counter() - start, f"{len(communicated.stages)} stages")
     start = time.perf_counter()
-    sources = generate(communicated, order, chosen, model.get("name", traced.graph.name))
+    functions = {name: opaque.function for name, opaque in traced.functions.items()}
+    sources = generate(communicated, order, chosen, model.get("name", traced.graph.name), functions)
     described = manifest(communicated, order, chosen, sources, planned.signatures, model)
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from nnscaler.runtime.job import JobOutcome
     from nnscaler.runtime.launcher import ForkServer
 
-STALL = 10.0  # seconds in which no rank gets on, all of them waiting, that make a deadlock
+STALL = 6.0  # seconds in which no rank gets on, all of them waiting, that make a deadlock
 Observe = Callable[[int, int, int, str, str, torch.Tensor], None]  # rank, stage, micro-batch, phase, name, tensor
 
 
@@ -98,8 +99,10 @@ def run_processes(
     failure = failure_of_job(outcome)
     if failure.kind in ("communication_mismatch", "deadlock"):
         again = run_simulator(task, ranks, timeout)
-        if isinstance(again, Failure) and again.kind != "timed_out":
-            return again
+        if not isinstance(again, Failure):
+            # the program is sound, so it was the machine: too slow, or a connection that broke
+            return replace(failure, from_outside=True)
+        return again if again.kind != "timed_out" else failure
     return failure
 
 

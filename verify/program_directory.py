@@ -53,6 +53,8 @@ class ProgramDirectory:
     def summary(self) -> str:
         """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`; empty for one rank."""
         axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        if self.manifest.get("stage_axes"):
+            axes = str(self.manifest["plan"])
         parts = [axes] if axes else []
         if self.axes.get("pp", 1) > 1:
             schedule = str(self.manifest["schedule"])

@@ -21,6 +21,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.random_plan import random_plan
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.transform.plan import Axes, Plan
 from nnscaler.transform.signature import signatures
 from verify.finding import Finding
 from verify.plan_run import PlanRequest, Prepared, run_and_compare
@@ -29,10 +30,37 @@ from verify.randomise import randomise_parameters
 from verify.reference import run_reference
 from verify.verdict import Verdict, merge
 
-Mesh = tuple[tuple[str, int], ...]
-MESHES: tuple[Mesh, ...] = (
-    (("a", 2),), (("a", 3),), (("a", 4),), (("a", 2), ("b", 2)), (("a", 2), ("b", 3)), (("a", 2), ("b", 2), ("c", 2))
-)  # fmt: skip
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What a random plan runs on; see `Plan`."""
+
+    axes: Axes
+    micro_batches: int = 1
+    stage_axes: tuple[Axes, ...] = ()
+
+    def __str__(self) -> str:
+        return Plan(self.axes, (), self.micro_batches, stage_axes=self.stage_axes).describe()
+
+
+MESHES = (
+    Mesh((("a", 2),)),
+    Mesh((("a", 3),)),
+    Mesh((("a", 4),)),
+    Mesh((("a", 2), ("b", 2))),
+    Mesh((("a", 2), ("b", 3))),
+    Mesh((("a", 2), ("b", 2), ("c", 2))),
+)
+PIPELINES = (
+    Mesh((("a", 2), ("pp", 2)), 2),
+    Mesh((("a", 2), ("b", 2), ("pp", 2))),
+    Mesh((("a", 3), ("pp", 2)), 2),
+)
+UNLIKE = (  # parameters that two stages share are illegal here
+    Mesh((("pp", 2),), 2, ((("a", 2),), (("b", 3),))),
+    Mesh((("pp", 2),), 1, ((("a", 2), ("b", 2)), (("c", 3),))),
+    Mesh((("pp", 2),), 2, ((("a", 3),), (("b", 2), ("c", 2)))),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +90,9 @@ def random_plans(
     reference = run_reference(model, sample, steps=2)
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
-        plan = random_plan(traced.graph, known, mesh, seed)
+        plan = random_plan(
+            traced.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
+        )
         try:
             program = compile_traced(traced, ranks=plan.ranks, plan=plan, model={"name": type(model).__name__})
         except NnscalerError as error:

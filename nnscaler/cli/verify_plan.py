@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.cli.show import print_report
 
     if not Path(options.model.partition("::")[0]).is_file():
-        raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help=MODEL_HELP)
+        raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help="MODEL is a Python file")
     ranks = _ranks(options)
     with contextlib.ExitStack() as stack:
         server = None

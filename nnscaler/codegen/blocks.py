@@ -42,9 +42,7 @@ def blocks(statements: Sequence[Statement], after: frozenset[str], stored: froze
         local = {v.variable for s in run for v in reads(s)} - set(made)
         names[group] = names.get(group, 0) + 1
         name = group if names[group] == 1 else f"{group}_{names[group]}"
-        result.append(
-            Block(tuple(run), "", name, tuple(sorted(local - stored)), tuple(n for n in made if n in later))
-        )
+        result.append(Block(tuple(run), "", name, tuple(sorted(local - stored)), tuple(n for n in made if n in later)))
     return result
 
 
@@ -55,8 +53,8 @@ def _key(statements: Sequence[Statement], position: int) -> tuple[str, str | Non
         return ("" if group else header(statement.operation.region), group)
     following = next((s for s in statements[position:] if isinstance(s, Compute)), None)
     previous = next((s for s in reversed(statements[:position]) if isinstance(s, Compute)), None)
-    inside = following is not None and previous is not None and following.placement.recompute
-    return ("", inside if inside and previous and previous.placement.recompute == inside else None)  # type: ignore[return-value]
+    around = {None if s is None else s.placement.recompute for s in (previous, following)}
+    return ("", around.pop() if len(around) == 1 else None)
 
 
 def header(region: Region) -> str:

@@ -35,9 +35,7 @@ def literal(value: Any, variables: Sequence[str]) -> str:
 
 def expression(value: Expression) -> str:
     """`5 + 20 * self.tp.index`."""
-    terms = [
-        f"self.{axis}.index" if factor == 1 else f"{factor} * self.{axis}.index" for axis, factor in value.terms
-    ]
+    terms = [f"self.{axis}.index" if factor == 1 else f"{factor} * self.{axis}.index" for axis, factor in value.terms]
     if value.constant or not terms:
         terms.insert(0, str(value.constant))
     return " + ".join(terms)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from op_registry.registry import default_registry
+
 
 import nnscaler
+from nnscaler.codegen.operators import is_builtin
+from nnscaler.codegen.origins import operator_origins
 from nnscaler.codegen.program import FORMAT, sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram
@@ -19,10 +21,18 @@ from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature
 
 
-def generate(communicated: CommunicatedGraph, schedule: Schedule, plan: Plan, title: str) -> dict[str, str]:
-    """File name -> source, one per role (the ranks of one pipeline device)."""
+def generate(
+    communicated: CommunicatedGraph,
+    schedule: Schedule,
+    plan: Plan,
+    title: str,
+    functions: Mapping[str, Callable[..., Any] | type] | None = None,
+) -> dict[str, str]:
+    """File name -> source, one per role (the ranks of one pipeline device). `functions`: operators that stand for an
+    unregistered `autograd.Function` of the model."""
     graph = communicated.partitioned.graph
-    origins = operator_origins(communicated.stages)
+    operators = {op.operator for op in graph.operations if not is_builtin(op.operator)}
+    origins = operator_origins(operators, functions or {})
     sources: dict[str, str] = {}
     for device, order in enumerate(schedule.orders):
         programs = [p for p in communicated.stages if p.stage.device == device]
@@ -30,19 +40,6 @@ def generate(communicated: CommunicatedGraph, schedule: Schedule, plan: Plan, ti
         head = f"Rank program of {title}: {plan.describe()}, role {device} of {len(schedule.orders)}."
         sources[f"role_{device}.py"] = write_role(graph, programs, communicated.stages, head, text, origins)
     return sources
-
-
-def operator_origins(programs: Sequence[StageProgram]) -> dict[str, tuple[str, str]]:
-    """User operator -> (file, qualified name) of its registration."""
-    registry = default_registry()
-    result: dict[str, tuple[str, str]] = {}
-    for program in programs:
-        for statement in (*program.prepare, *program.forward):
-            if isinstance(statement, Compute):
-                spec = registry.lookup(statement.call.operator)
-                if spec is not None and spec.where is not None:
-                    result[spec.name] = (spec.where.file, spec.qualname or "")
-    return result
 
 
 def manifest(
@@ -59,7 +56,12 @@ def manifest(
     roles = []
     for device, (file, text) in enumerate(sources.items()):
         stages = [s for s in partitioned.stages if s.device == device]
-        entry = {"file": file, "sha256": sha256(text), "ranks": list(stages[0].mesh.ranks), "stages": [s.index for s in stages]}
+        entry = {
+            "file": file,
+            "sha256": sha256(text),
+            "ranks": list(stages[0].mesh.ranks),
+            "stages": [s.index for s in stages],
+        }
         roles.append(entry)
     missing = {op.operator for op in graph.operations if signatures[op.name].bound is None}
     return {
@@ -70,13 +72,17 @@ def manifest(
         "ranks": plan.ranks,
         "plan": plan.describe(),
         "axes": [list(a) for a in plan.mesh],
+        "stage_axes": [[list(a) for a in axes] for axes in plan.stage_axes],
         "micro_batches": plan.micro_batches,
         "schedule": schedule.name,
         "roles": roles,
         "inputs": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("input")],
         "parameters": [
             {
-                "fqns": list(t.fqns), "shape": list(t.shape), "dtype": t.dtype, "trainable": t.needs_grad,
+                "fqns": list(t.fqns),
+                "shape": list(t.shape),
+                "dtype": t.dtype,
+                "trainable": t.needs_grad,
                 "used": bool(graph.consumers[t.name]),
             }
             for t in graph.with_role("parameter")
@@ -118,11 +124,12 @@ def _layout_text(layout: Layout, stage: Stage) -> str:
 def matmul_flops_divided(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> dict[str, float]:
     """Mesh axis -> the fraction of the FLOPs of matmul-like operations that the axis divides."""
     partitioned = communicated.partitioned
-    total, divided = 0, dict.fromkeys((a.name for a in partitioned.stages[0].mesh.axes), 0)
+    total, divided = 0, dict.fromkeys((a.name for s in partitioned.stages for a in s.mesh.axes), 0)
     for op in partitioned.graph.operations:
-        flops = signatures[op.name].flops
+        flops, placement = signatures[op.name].flops, partitioned.placements[op.name]
         total += flops
-        for axis, choice in zip(partitioned.stages[0].axes, partitioned.placements[op.name].choices, strict=True):
+        stage = placement.stages[0]
+        for axis, choice in zip(partitioned.stages[stage].axes, placement.choices[stage], strict=True):
             if isinstance(choice, Split) and axis.name in divided:
                 divided[axis.name] += flops
     return {name: (flops / total if total else 0.0) for name, flops in divided.items()}

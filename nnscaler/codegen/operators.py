@@ -9,8 +9,24 @@ import torch
 
 # factories take their device from the rank; all other operators from their arguments
 FACTORIES = frozenset(
-    {"arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "linspace", "logspace", "rand", "randn", "randint",
-     "randperm", "tril_indices", "triu_indices", "hann_window"}
+    {
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "scalar_tensor",
+        "eye",
+        "linspace",
+        "logspace",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "tril_indices",
+        "triu_indices",
+        "hann_window",
+    }
 )
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from nnscaler.codegen.operators import is_builtin, user_name
 from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
 from nnscaler.communication.communicated import Compute, Feed, Message, StageProgram, Stored, Version
-from nnscaler.communication.regions import transfer
+from nnscaler.communication.regions import transfer, without_axis
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, Layout, local_shape
+from nnscaler.ir.layout import local_shape
 from nnscaler.ir.placement import Stage
 
 IMPORTS = """\
@@ -108,9 +108,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _describe(program: StageProgram) -> str:
-    modules = [
-        s.operation.module for s in program.forward if isinstance(s, Compute) and s.operation.module
-    ]
+    modules = [s.operation.module for s in program.forward if isinstance(s, Compute) and s.operation.module]
     if not modules:
         return f"Stage {program.stage.index}."
     return f"{modules[0]} .. {modules[-1]}." if modules[0] != modules[-1] else f"{modules[0]}."
@@ -125,7 +123,7 @@ def _arguments(program: StageProgram) -> list[str]:
 
 
 def _returned(program: StageProgram) -> list[tuple[str, Version]]:
-    result = [(message_key(m), m.source) for m in program.sends]
+    result = [(m.key, m.source) for m in program.sends]
     if program.loss is not None:
         result.append(("loss", program.loss))
     return [*result, *_updates(program, False)]
@@ -137,17 +135,14 @@ def _updates(program: StageProgram, prepare: bool) -> list[tuple[str, Version]]:
     return [(f"new {variables[b]}", v) for b, v in program.updates if (v.variable in made) == prepare]
 
 
-def message_key(message: Message) -> str:
-    """The name of a message: the tensor and the stage that reads it."""
-    return f"{message.tensor}@{message.target_stage}"
-
-
 def _declarations(graph: Graph, program: StageProgram, every: Sequence[StageProgram]) -> list[str]:
     stage = program.stage
     groups: dict[str, list[str]] = {"parameters": [], "frozen": [], "buffers": [], "constants": []}
     for stored in program.stored:
         tensor = graph.tensors[stored.tensor]
-        kind = {"parameter": "parameters" if tensor.needs_grad else "frozen", "buffer": "buffers"}.get(tensor.role, "constants")
+        kind = {"parameter": "parameters" if tensor.needs_grad else "frozen", "buffer": "buffers"}.get(
+            tensor.role, "constants"
+        )
         groups[kind].append(f'"{stored.variable}": {_stored(graph, stored, stage, every)},')
     for feeds, name in ((program.feeds, "inputs"), (program.prepare_feeds, "prepare_inputs")):
         groups[name] = [_feed(f, stage) for f in feeds]
@@ -157,7 +152,11 @@ def _declarations(graph: Graph, program: StageProgram, every: Sequence[StageProg
         if entries:
             lines += [f"{INDENT}{name} = {{", *(INDENT * 2 + e for e in entries), f"{INDENT}}}"]
     if program.sends:
-        lines += [f"{INDENT}sends = (", *(f"{INDENT * 2}{_send(graph, m, every)}," for m in program.sends), f"{INDENT})"]
+        lines += [
+            f"{INDENT}sends = (",
+            *(f"{INDENT * 2}{_send(graph, m, every)}," for m in program.sends),
+            f"{INDENT})",
+        ]
     if program.loss is not None:
         lines.append(f"{INDENT}loss = Loss({states_text(program.loss.layout, stage)})")
     updates = [f'"{key}": "{key.removeprefix("new ")}"' for p in (True, False) for key, _ in _updates(program, p)]
@@ -193,7 +192,7 @@ def _receive(graph: Graph, message: Message, every: Sequence[StageProgram]) -> s
     if not source.mesh.same_shape(target.mesh):
         return _exchange(graph, message, every, message.source_stage, shape)
     return (
-        f'Receive("{message_key(message)}", {message.source_stage}, {shape!r}, "{tensor.dtype}", '
+        f'Receive("{message.key}", {message.source_stage}, {shape!r}, "{tensor.dtype}", '
         f"peers={source.mesh.ranks!r}, needs_grad={message.needs_grad})"
     )
 
@@ -204,32 +203,25 @@ def _send(graph: Graph, message: Message, every: Sequence[StageProgram]) -> str:
         shape = local_shape(message.source.layout, source.sizes, graph.tensors[message.tensor].shape)
         return _exchange(graph, message, every, message.target_stage, shape)
     return (
-        f'Send("{message_key(message)}", {message.target_stage}, '
-        f"peers={target.mesh.ranks!r}, needs_grad={message.needs_grad})"
+        f'Send("{message.key}", {message.target_stage}, peers={target.mesh.ranks!r}, needs_grad={message.needs_grad})'
     )
 
 
-def _exchange(
-    graph: Graph, message: Message, every: Sequence[StageProgram], other: int, shape: tuple[int, ...]
-) -> str:
+def _exchange(graph: Graph, message: Message, every: Sequence[StageProgram], other: int, shape: tuple[int, ...]) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     tensor = graph.tensors[message.tensor]
-    # the micro-batch is what travels: cut it out of the logical shape
-    logical = local_shape((*_whole(source), message.source.layout[-1]), source.sizes, tensor.shape)
-    there, here = (v.layout[:-1] for v in (message.source, message.target))
-    forward = transfer(logical, source.mesh, there, target.mesh, here)
-    backward = transfer(logical, target.mesh, here, source.mesh, there)
+    there, here = (
+        without_axis(tensor.shape, version.layout, stage.sizes, len(stage.sizes) - 1)  # what travels is a micro-batch
+        for version, stage in ((message.source, source), (message.target, target))
+    )
+    assert there[0] == here[0], (message, there, here)
+    forward = transfer(there[0], source.mesh, there[1], target.mesh, here[1])
+    backward = transfer(there[0], target.mesh, here[1], source.mesh, there[1])
     texts = [
         "(" + "".join(f"({m.source}, {m.target}, {m.source_slices!r}, {m.target_slices!r}), " for m in found) + ")"
         for found in (forward, backward)
     ]
     return (
-        f'Exchange("{message_key(message)}", {other}, {texts[0]}, {texts[1]}, {shape!r}, "{tensor.dtype}", '
+        f'Exchange("{message.key}", {other}, {texts[0]}, {texts[1]}, {shape!r}, "{tensor.dtype}", '
         f"needs_grad={message.needs_grad})"
     )
-
-
-def _whole(stage: Stage) -> Layout:
-    from nnscaler.ir.layout import INVARIANT
-
-    return (INVARIANT,) * len(stage.mesh.axes)

@@ -49,7 +49,9 @@ class StageWriter:
                 lines.append(block.header)
             for statement in block.statements:
                 place = self._comment(lines, statement, place, inner)
-                region = header(statement.operation.region) if block.recompute and isinstance(statement, Compute) else ""
+                region = (
+                    header(statement.operation.region) if block.recompute and isinstance(statement, Compute) else ""
+                )
                 if region:
                     lines.append(inner + region)
                 lines.append(inner + (INDENT if region else "") + self._line(statement))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nnscaler.communication.communicated import Compute, Convert, Feed, Message, Statement, Stored, Version
+from nnscaler.communication.communicated import Convert, Feed, Message, Statement, Stored, Version
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, find_path
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, format_layout
+from nnscaler.ir.layout import INVARIANT, Layout, Sharded, format_layout
 from nnscaler.ir.placement import Stage
 
 # names that a rank program uses for other things: its imports, and the attributes of a stage
@@ -69,7 +68,9 @@ class StageBuilder:
             source, target, self.stage.sizes, described.shape, described.needs_grad, len(self.stage.sizes) - 1
         )
 
-    def cheapest(self, tensor: str, target: Layout, prepare: bool = False) -> tuple[float, Version, tuple[Move, ...]] | None:
+    def cheapest(
+        self, tensor: str, target: Layout, prepare: bool = False
+    ) -> tuple[float, Version, tuple[Move, ...]] | None:
         """The version from which the target layout is reached at the least cost."""
         best: tuple[float, Version, tuple[Move, ...]] | None = None
         for layout, version in self.known(tensor, prepare).items():
@@ -112,13 +113,3 @@ class StageBuilder:
                 f"and there is no legal conversion from {have}",
             )
         return self.convert(best[1], best[2], prepare)
-
-    def computes(self) -> Iterator[Compute]:
-        for statement in (*self.prepare, *self.forward):
-            if isinstance(statement, Compute):
-                yield statement
-
-
-def whole(layout: Layout) -> bool:
-    """Whether every rank holds the full value."""
-    return all(isinstance(s, Invariant) or type(s).__name__ == "Replicated" for s in layout)

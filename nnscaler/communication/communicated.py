@@ -71,13 +71,17 @@ class Message:
     """A tensor that goes from one stage to a later one, rank to rank in position order, in one layout; or, between
     meshes of different shape, from `source` to `target` by regions."""
 
-    key: str
     tensor: str
     source_stage: int
     target_stage: int
     source: Version
     target: Version
     needs_grad: bool
+
+    @property
+    def key(self) -> str:
+        """The tensor and the stage that reads it."""
+        return f"{self.tensor}@{self.target_stage}"
 
 
 @dataclass(frozen=True, slots=True)

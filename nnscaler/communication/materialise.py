@@ -15,7 +15,7 @@ from op_registry.localize import localise
 from nnscaler.communication.builder import StageBuilder
 from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Stored, Version
 from nnscaler.communication.messages import bring
-from nnscaler.communication.stored import StoredLayout, stored_layouts
+from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
 from nnscaler.communication.volumes import volumes
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Layout, Partial, local_shape
@@ -38,7 +38,7 @@ def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signatur
     programs: list[StageProgram] = []
     loss_stage = _stage_of_loss(partitioned)
     finals = {
-        b.stage.index: (_finish_loss(b, graph) if b.stage.index == loss_stage else None, _finish_updates(b, stored))
+        b.stage.index: (_finish_loss(b, graph) if b.stage.index == loss_stage else None, _finish_updates(b))
         for b in builders
     }
     for builder in builders:
@@ -64,11 +64,10 @@ def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signatur
 def _declare_stored(builder: StageBuilder, stored: Mapping[str, StoredLayout]) -> None:
     for name, layouts in stored.items():
         if builder.stage.index in layouts.stages:
-            version = builder.add(name, layouts.leaf)
-            builder.versions[True].setdefault(name, {})[layouts.leaf] = version
-            builder.stored.append(
-                Stored(name, version.variable, layouts.at_rest, layouts.leaf, layouts.reduce, layouts.stages)
-            )
+            at_rest, leaf = layouts.on(builder.stage)
+            version = builder.add(name, leaf)
+            builder.versions[True].setdefault(name, {})[leaf] = version
+            builder.stored.append(Stored(name, version.variable, at_rest, leaf, layouts.reduce, layouts.stages))
 
 
 def _place(
@@ -76,16 +75,17 @@ def _place(
 ) -> None:
     graph, builder = partitioned.graph, builders[index]
     placement = partitioned.placements[op.name]
-    needed = input_layouts(graph, op, signature, placement.choices)
+    choices = placement.choices[index]
+    needed = input_layouts(graph, op, signature, choices)
     inputs = tuple(
         _obtain(builders, builder, name, layout, placement.prepare)
         for name, layout in zip(op.inputs, needed, strict=True)
     )
-    made = output_layouts(graph, op, signature, placement.choices)
+    made = output_layouts(graph, op, signature, choices)
     outputs: list[Version | None] = []
     for name, layout in zip(op.outputs, made, strict=True):
         outputs.append(None if name is None else builder.add(name, layout, placement.prepare))
-    call = _localise(builder, graph, op, signature, placement.choices, made)
+    call = _localise(builder, graph, op, signature, choices, made)
     statements = builder.prepare if placement.prepare else builder.forward
     statements.append(Compute(op, placement, call, inputs, tuple(outputs)))
 
@@ -123,10 +123,9 @@ def _obtain(builders: list[StageBuilder], builder: StageBuilder, name: str, layo
 
 def _pass_on(builder: StageBuilder, name: str) -> None:
     """Make a prepared value whole, and a version of `forward`."""
-    layout: Layout = (INVARIANT,) * len(builder.stage.axes)
-    version = builder.obtain(name, layout, prepare=True)
+    version = builder.obtain(name, whole(builder.stage), prepare=True)
     builder.prepared[name] = version
-    builder.add(name, layout, variable=version.variable)
+    builder.add(name, version.layout, variable=version.variable)
 
 
 def _stage_of_loss(partitioned: PartitionedGraph) -> int:
@@ -141,12 +140,12 @@ def _finish_loss(builder: StageBuilder, graph: Graph) -> Version:
     return builder.obtain(graph.loss, final)
 
 
-def _finish_updates(builder: StageBuilder, stored: Mapping[str, StoredLayout]) -> tuple[tuple[str, Version], ...]:
+def _finish_updates(builder: StageBuilder) -> tuple[tuple[str, Version], ...]:
+    """The new values of buffers, which rest whole."""
     result: list[tuple[str, Version]] = []
     for buffer, value in builder.graph.updates:
-        at_rest = stored[buffer].at_rest
         for prepare in (True, False):
             if builder.known(value, prepare):
-                result.append((buffer, builder.obtain(value, at_rest, prepare)))
+                result.append((buffer, builder.obtain(value, whole(builder.stage), prepare)))
                 break
     return tuple(result)

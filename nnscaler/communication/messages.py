@@ -30,7 +30,7 @@ def bring(builders: list[StageBuilder], target: StageBuilder, tensor: str, layou
                 sent = prod(local_shape(goal, source.stage.sizes, source.graph.tensors[tensor].shape))
                 choices.append((made[0] + sent + rest[0], len(choices), version, made[1], goal))
     if not choices:
-        raise NnscalerError("no_conversion", f"tensor {tensor} cannot reach the layout that stage {target.stage.index} needs")
+        raise _unreachable(tensor, target)
     _, _, version, moves, goal = min(choices)
     _send(source, target, source.convert(version, moves), goal)
     return target.obtain(tensor, layout)
@@ -48,21 +48,33 @@ def _holder(builders: list[StageBuilder], target: StageBuilder, tensor: str) -> 
 def _send(source: StageBuilder, target: StageBuilder, version: Version, layout: Layout) -> None:
     needs_grad = source.graph.tensors[version.tensor].needs_grad
     received = target.add(version.tensor, layout)
-    key = f"{received.variable}"
-    message = Message(key, version.tensor, source.stage.index, target.stage.index, version, received, needs_grad)
+    message = Message(version.tensor, source.stage.index, target.stage.index, version, received, needs_grad)
     source.sends.append(message)
     target.receives.append(message)
 
 
 def _bring_by_regions(source: StageBuilder, target: StageBuilder, tensor: str, layout: Layout) -> Version:
-    """Only whole and sharded states can be cut into regions: the rest is converted on either side."""
-    version = next(iter(source.known(tensor).values()))
-    micro = layout[-1] if isinstance(layout[-1], Sharded) else INVARIANT
-    there = (*_regular(version.layout[:-1]), micro)
-    here = (*_regular(layout[:-1]), micro)
-    _send(source, target, source.obtain(tensor, there), here)
+    """Only whole and sharded states of mesh axes can be cut into regions: the others are converted on either side. A
+    micro-batch travels by itself, so its state on the axis of micro-batches is the same on both sides."""
+    choices: list[tuple[float, int, Version, tuple[Move, ...], Layout]] = []
+    for version in source.known(tensor).values():
+        for over_micro_batches in dict.fromkeys((version.layout[-1], layout[-1])):
+            there = (*_regular(version.layout[:-1]), over_micro_batches)
+            here = (*_regular(layout[:-1]), over_micro_batches)
+            made, rest = source.path(version.layout, there, tensor), target.path(here, layout, tensor)
+            if made is not None and rest is not None:
+                choices.append((made[0] + rest[0], len(choices), version, made[1], here))
+    if not choices:
+        raise _unreachable(tensor, target)
+    _, _, version, moves, here = min(choices)
+    _send(source, target, source.convert(version, moves), here)
     return target.obtain(tensor, layout)
 
 
 def _regular(layout: Layout) -> Layout:
     return tuple(s if isinstance(s, Sharded) else INVARIANT for s in layout)
+
+
+def _unreachable(tensor: str, target: StageBuilder) -> NnscalerError:
+    message = f"tensor {tensor} cannot reach the layout that stage {target.stage.index} needs"
+    return NnscalerError("no_conversion", message)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import find_path
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, local_shape
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.tensor import LogicalTensor
@@ -24,26 +24,37 @@ MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer st
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """`reduce`: mesh axes over which the gradient is a partial sum. `stages`: the stages that hold the tensor."""
+    """`reduce`: mesh axes over which the gradient is a partial sum. `stages`: the stages that hold the tensor; they
+    have meshes of one shape, or the tensor has no gradient and rests whole."""
 
     at_rest: Layout
     leaf: Layout
     reduce: tuple[str, ...]
     stages: tuple[int, ...]
 
+    def on(self, stage: Stage) -> tuple[Layout, Layout]:
+        """(at rest, leaf) on one of the stages."""
+        if all(isinstance(state, Invariant) for state in self.leaf):
+            return whole(stage), whole(stage)
+        return self.at_rest, self.leaf
 
-def stored_layouts(
-    partitioned: PartitionedGraph, signatures: Mapping[str, Signature]
-) -> dict[str, StoredLayout]:
+
+def whole(stage: Stage) -> Layout:
+    """Every rank holds the tensor, at all times."""
+    return (INVARIANT,) * len(stage.axes)
+
+
+def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> dict[str, StoredLayout]:
     """Parameters, buffers and constants -> layouts. Unused ones rest whole on the first stage."""
     graph = partitioned.graph
     uses: dict[str, list[tuple[int, Layout]]] = {t.name: [] for t in graph.with_role("parameter", "buffer", "constant")}
     for op in graph.operations:
         placement = partitioned.placements[op.name]
-        layouts = input_layouts(graph, op, signatures[op.name], placement.choices)
-        for name, layout in zip(op.inputs, layouts, strict=True):
-            if name in uses:
-                uses[name].extend((s, layout) for s in placement.stages)
+        for stage in placement.stages:
+            layouts = input_layouts(graph, op, signatures[op.name], placement.choices[stage])
+            for name, layout in zip(op.inputs, layouts, strict=True):
+                if name in uses:
+                    uses[name].append((stage, layout))
     for buffer, value in graph.updates:
         producer = graph.producers.get(value)
         if producer is not None:
@@ -55,18 +66,17 @@ def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tup
     stages = tuple(sorted({s for s, _ in uses})) or (0,)
     first = partitioned.stages[stages[0]]
     wanted = [layout for _, layout in uses if layout]
-    whole: Layout = (INVARIANT,) * len(first.axes)
     if any(not partitioned.stages[s].mesh.same_shape(first.mesh) for s in stages):
-        if tensor.role == "parameter":
+        if tensor.needs_grad:
             raise NnscalerError(
                 "plan_illegal",
                 f"parameter {tensor.fqns[0]} is used on stages {list(stages)}, whose meshes differ in shape",
                 help="give these stages meshes of one shape, or assign the uses to one stage",
             )
-        return StoredLayout(whole, whole, (), stages)
+        return StoredLayout(whole(first), whole(first), (), stages)
     if tensor.role != "parameter" or not wanted:
-        return StoredLayout(whole, whole, (), stages)
-    candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole))
+        return StoredLayout(whole(first), whole(first), (), stages)
+    candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole(first)))
     costs = [(_cost(tensor, first, rest, wanted), i) for i, rest in enumerate(candidates)]
     best = tuple(candidates)[min(costs)[1]]
     leaf = leaf_layout(tensor, first, best, wanted)

@@ -1,11 +1,11 @@
 """The conversion table: from one layout state to another on one mesh axis, forward and backward.
 
-| from \\ to  | Invariant            | Replicated                  | Sharded(e)                 | Partial                 |
-|------------|----------------------|-----------------------------|----------------------------|-------------------------|
-| Invariant  |                      | - / all_reduce              | slice / all_gather         | keep first / -          |
-| Sharded(d) | all_gather / slice   | all_gather / reduce_scatter | all_to_all / all_to_all    | place in zeros / slice  |
-| Partial    | all_reduce / -       | all_reduce / all_reduce     | reduce_scatter / all_gather|                         |
-| Replicated | - / keep first       |                             | slice / place in zeros     | keep first / keep first |
+| from \\ to  | Invariant          | Replicated                | Sharded(e)              | Partial                 |
+|------------|--------------------|---------------------------|-------------------------|-------------------------|
+| Invariant  |                    | - / all_reduce            | slice / all_gather      | keep first / -          |
+| Sharded(d) | all_gather / slice | all_gather/reduce_scatter | all_to_all / all_to_all | place in zeros / slice  |
+| Partial    | all_reduce / -     | all_reduce / all_reduce   | reduce_scatter/all_gather |                       |
+| Replicated | - / keep first     |                           | slice / place in zeros  | keep first / keep first |
 
 (forward / backward.) Each row's backward is the adjoint of its forward under the pairing of values and gradients
 that defines the four states. Conversions over several axes are shortest paths over layouts, one row at a time: two

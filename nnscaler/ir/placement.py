@@ -78,14 +78,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`stages`: where the operation runs (more than one: it is repeated on each). `choices`: one per axis of the
-    stage's `axes`. `prepare`: it runs once per step, on all micro-batches together, before the first forward.
-    `recompute`: a group whose activations are recomputed in backward."""
+    """`stages`: where the operation runs (more than one: it is repeated on each). `choices`: per stage of the graph
+    one choice per axis of that stage's `axes`; also where the operation does not run, since it may be repeated there.
+    `prepare`: it runs once per step, on all micro-batches together, before the first forward. `recompute`: a group
+    whose activations are recomputed in backward.
+
+    Invariant: the choice for micro-batches, the last one, is the same on all stages.
+    """
 
     stages: tuple[int, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[tuple[Choice, ...], ...]
     prepare: bool = False
     recompute: str | None = None
+
+    @property
+    def over_micro_batches(self) -> Choice:
+        return self.choices[0][-1]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import tensor_parallel
-from nnscaler.transform.apply import follow_batch, largest_micro_batches
+from nnscaler.transform.choose import follow_batch, largest_micro_batches
 from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import Plan, SplitStep, Step
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
-AXES = {"dp": "data parallel: the batch is split, parameters are held whole",
-        "tp": "tensor parallel: operators are split as their annotations allow, by least communication",
-        "pp": "pipeline parallel: layers are split into stages"}
+AXES = {
+    "dp": "data parallel: the batch is split, parameters are held whole",
+    "tp": "tensor parallel: operators are split as their annotations allow, by least communication",
+    "pp": "pipeline parallel: layers are split into stages",
+}
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:
@@ -69,7 +71,7 @@ def make_plan(
     plan = Plan(mesh, (), micro_batches, schedule or "1f1b", chunks)
     steps: list[Step] = []
     if tp > 1:
-        made, axes = follow_batch(graph, signatures, plan)
+        made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         steps.extend(tensor_parallel(graph, signatures, "tp", tp, whole, made, axes))
     if pp > 1:
         steps.extend(pipeline(graph, signatures, pp, chunks))
@@ -120,5 +122,3 @@ def _factorisations(ranks: int) -> list[dict[str, int]]:
             sizes = {"dp": dp, "tp": tp, "pp": ranks // dp // tp}
             found.append({n: v for n, v in sizes.items() if v > 1} or {"dp": 1})
     return found
-
-

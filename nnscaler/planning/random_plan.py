@@ -6,35 +6,56 @@ Needs no policy, meets every row of the conversion table, and finds wrong annota
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import step_of
-from nnscaler.transform.candidates import all_candidates
-from nnscaler.transform.plan import Plan, Step
+from nnscaler.transform.candidates import Candidates, all_candidates
+from nnscaler.transform.choose import follow_batch
+from nnscaler.transform.plan import AssignStep, Axes, Plan, Step
 from nnscaler.transform.rules import explain_illegal_choices
 from nnscaler.transform.signature import Signature
 
 
 def random_plan(
-    graph: Graph, signatures: Mapping[str, Signature], mesh: Sequence[tuple[str, int]], seed: int
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    mesh: Sequence[tuple[str, int]],
+    seed: int,
+    *,
+    micro_batches: int = 1,
+    stage_axes: Sequence[Axes] = (),
 ) -> Plan:
-    """Every operation draws on every axis among whole, whole with deferred gradients, partial sums and splits."""
+    """Every operation draws on every axis among whole, whole with deferred gradients, partial sums and splits.
+
+    `mesh` may have `pp`: the stages are those of the policy `pipeline`. `stage_axes`: as in `Plan`, with other names
+    on other devices. Micro-batches follow the batch.
+    """
     random = Random(seed)
-    candidates = {parts: all_candidates(graph, signatures, parts) for _, parts in mesh}
-    steps: list[Step] = []
+    plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes))
+    steps: list[Step] = list(pipeline(graph, signatures, plan.devices, 1))
+    stages_of = {n: s.stages for s in steps if isinstance(s, AssignStep) for n in s.operations}
+    over_micro_batches, micro_axes = follow_batch(graph, signatures, plan, ())
+    candidates = {p: all_candidates(graph, signatures, p) for axes in plan.device_axes for _, p in axes}
     for op in graph.operations:
         signature = signatures[op.name]
-        made: tuple[Choice, ...] = ()
-        for position, (axis, parts) in enumerate(mesh):
-            choices: list[Choice] = [RunInvariant(), RunReplicated()]
-            choices += [RunPartial(slots) for slots in signature.linear]
-            choices += 2 * list(candidates[parts][op.name])
-            random.shuffle(choices)
-            for choice in choices:
-                if explain_illegal_choices(graph, op, signature, (*made, choice), mesh[: position + 1]) is None:
-                    made = (*made, choice)
-                    break
-            steps.append(step_of((op.name,), axis, made[-1]))
-    return Plan(tuple(mesh), tuple(steps), data_axes=())
+        for device_axes in dict.fromkeys(plan.device_axes[s] for s in stages_of.get(op.name, (0,))):
+            made, axes = over_micro_batches[op.name], micro_axes
+            for axis in device_axes:
+                axes = (*axes, axis)
+                options = _options(op, signature, candidates[axis[1]])
+                random.shuffle(options)
+                legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
+                made = (*made, next(legal))
+                steps.append(step_of((op.name,), axis[0], made[-1]))
+    return replace(plan, steps=tuple(steps))
+
+
+def _options(op: Operation, signature: Signature, candidates: Candidates) -> list[Choice]:
+    """All choices; splits are twice as likely."""
+    splits: list[Split] = 2 * list(candidates[op.name])
+    return [RunInvariant(), RunReplicated(), *(RunPartial(slots) for slots in signature.linear), *splits]

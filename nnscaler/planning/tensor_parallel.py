@@ -70,7 +70,9 @@ def tensor_parallel(
             for choice in found
             if made is None
             or isinstance(choice, RunInvariant)
-            or not explain_illegal_choices(graph, op, signatures[op.name], (*made[op.name], choice), (*axes, (axis, parts)))
+            or not explain_illegal_choices(
+                graph, op, signatures[op.name], (*made[op.name], choice), (*axes, (axis, parts))
+            )
         )
         for op, found in zip(graph.operations, _options(graph, signatures, parts, whole).values(), strict=True)
     }

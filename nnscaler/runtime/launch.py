@@ -122,11 +122,11 @@ def _train(
 def _headline(program: ProgramDirectory, backend: str, device: torch.device, options: argparse.Namespace) -> str:
     manifest = program.manifest
     model = manifest["model"]
-    name = model.get("file") or model.get("name") or "model"
-    axes = " ".join(f"{axis}={size}" for axis, size in manifest["axes"])
-    plan = ", ".join(
-        part for part in (axes, manifest["schedule"], f"{manifest['micro_batches']} micro-batches") if part
-    )
+    name = Path(model.get("file") or model.get("name") or "model").name
+    axes = " ".join(f"{axis}={size}" for axis, size in manifest["axes"] if size > 1)
+    micro = manifest["micro_batches"]
+    batches = "1 micro-batch" if micro == 1 else f"{micro} micro-batches"
+    plan = ", ".join(part for part in (axes, manifest["schedule"], batches) if part)
     precision = options.dtype or "the model's dtypes"
     ranks = "1 rank" if program.ranks == 1 else f"{program.ranks} ranks over {backend}"
     return f"{name} on {ranks} ({plan}): {options.optimizer}, lr {options.lr}, {precision}, {device.type}"

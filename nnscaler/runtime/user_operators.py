@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ def user_operators(**operators: Origin) -> SimpleNamespace:
     `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
     "namespace.name.overload" of an operator of torch.library. The file is where it was registered; one that is not
     absolute is looked for beside the role file, then in the current folder; it is imported if the operator is not in
-    this process. Raises ProgramError, which names operator and file, when it cannot be found.
+    this process. A dotted name instead of a file is a module of an installed package. Raises ProgramError, which names operator and file, when it cannot be found.
     """
     caller = sys._getframe(1).f_globals.get("__file__")
     beside = Path(caller).parent if caller else Path.cwd()
@@ -36,6 +37,8 @@ def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., An
     found = _in_process(name, path, qualname)
     if found is not None:
         return found
+    if path is None and file and not file.endswith(".py"):
+        return _installed(name, file, qualname)
     if path is None:
         missing = f"{file!r}, where it was registered, does not exist" if file else "the program does not say where"
         raise ProgramError(f"operator `{name}` is not registered in this process, and {missing}")
@@ -46,6 +49,18 @@ def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., An
     found = _member(module, qualname) or _in_process(name, path, qualname)
     if found is None:
         raise ProgramError(f"operator `{name}`: {path} was imported, but has no `{qualname or name}`")
+    return found
+
+
+def _installed(name: str, module: str, qualname: str) -> Callable[..., Any]:
+    """The operator of a package: its definition runs when the module is imported."""
+    try:
+        imported = import_module(module)
+    except Exception as error:
+        raise ProgramError(f"operator `{name}`: importing {module} failed: {type(error).__name__}: {error}") from error
+    found = _in_process(name, None, "") or _member(imported, qualname)
+    if found is None:
+        raise ProgramError(f"operator `{name}`: {module} was imported, but has no `{qualname or name}`")
     return found
 
 

@@ -8,14 +8,14 @@ Registered functions are operators already and never come here.
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from op_registry.spec import SourceLocation
@@ -23,8 +23,36 @@ from op_registry.spec import SourceLocation
 NAMESPACE = "nnscaler_function"
 
 _REAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_numbers = itertools.count()
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class _Library:
+    """The operators that this process has defined. torch cannot redefine one; the same function, also after its file
+    was imported again, re-points its own, so that tracing a model twice gives the same names."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        self._names: dict[Any, str] = {}
+        self._kernels: dict[str, Callable[..., Any]] = {}
+
+    def define(self, base: str, key: Any, schema: str, kernel: Callable[..., Any]) -> str:
+        """The name of the operator for `key`, with this schema and kernel; names of other keys differ."""
+        name = self._names.get((base, schema, key))
+        if name is None:
+            name = f"{base}_{sum(known[0] == base for known in self._names)}"
+            self._names[base, schema, key] = name
+            kernels = self._kernels
+
+            def run(*args: Any) -> Any:
+                return kernels[name](*args)
+
+            self._library.define(name + schema)
+            self._library.impl(name, run, "CompositeImplicitAutograd")
+        self._kernels[name] = kernel
+        return name
+
+
+_LIBRARY = _Library()
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,6 @@ class OpaqueFunctions:
         constants: tuple[tuple[int, Any], ...],
         outputs: int,
     ) -> Any:
-        name = f"{cls.__name__.strip('_')}_{next(_numbers)}"
         parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds) if kind is not None)
         result = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor"
         fixed: Mapping[int, Any] = dict(constants)
@@ -88,8 +115,9 @@ class OpaqueFunctions:
             rest = iter(given)
             return _REAL_APPLY(cls, *(fixed[i] if i in fixed else next(rest) for i in range(len(kinds))))
 
-        _library.define(f"{name}({parameters}) -> {result}")
-        _library.impl(name, implementation, "CompositeImplicitAutograd")
+        others = {f.function for f in self.found.values() if f.function.__qualname__ == cls.__qualname__} - {cls}
+        key = (cls.__module__, cls.__qualname__, len(others), tuple((i, repr(a), _identity(a)) for i, a in constants))
+        name = _LIBRARY.define(cls.__name__.strip("_"), key, f"({parameters}) -> {result}", implementation)
         operator = f"{NAMESPACE}.{name}.default"
         self.found[operator] = OpaqueFunction(operator, cls, constants)
         return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -136,6 +164,11 @@ def _kind(value: Any) -> str | None:
         if all(isinstance(item, kind) for item in items):
             return name + many
     return None
+
+
+def _identity(value: Any) -> int:
+    """Tells apart values whose text does not."""
+    return id(value) if _ADDRESS.search(repr(value)) or isinstance(value, nn.Module) else 0
 
 
 def _count_outputs(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> int:

@@ -172,8 +172,8 @@ def _zero_gradients(eager: Step, traced: Step) -> tuple[str, ...]:
 def _size(tensor: Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
-    wide = tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(wide.max())
+    wide = tensor.detach() if tensor.is_complex() else tensor.detach().to(torch.float64)
+    return float(wide.abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:

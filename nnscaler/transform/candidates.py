@@ -21,15 +21,11 @@ Candidates = Mapping[str, tuple[Split, ...]]
 
 def all_candidates(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Candidates:
     """Every split of every operation that an identifier names, or that a neighbour's split induces."""
-    seeds = [
-        (op, Split(identifier)) for op in graph.operations for identifier in signatures[op.name].identifiers
-    ]
+    seeds = [(op, Split(identifier)) for op in graph.operations for identifier in signatures[op.name].identifiers]
     return _fixpoint(graph, signatures, parts, seeds)
 
 
-def reach(
-    graph: Graph, signatures: Mapping[str, Signature], parts: int, layouts: Mapping[str, State]
-) -> Candidates:
+def reach(graph: Graph, signatures: Mapping[str, Signature], parts: int, layouts: Mapping[str, State]) -> Candidates:
     """The splits induced, transitively, by these states of these tensors: what a batch dim of the inputs reaches."""
     places = by_tensor(graph)
     seeds: list[tuple[Operation, Split]] = []
@@ -82,6 +78,6 @@ def _induced(
         if signature.bound is None:
             continue
         operands = signature.bound.outputs if is_output else signature.bound.inputs
-        split = resolve(signature, operands[position] if position < len(operands) else None, state, parts)
+        split = resolve(operands[position] if position < len(operands) else None, state, parts)
         if split is not None and is_legal(signature, split, parts):
             yield op, split

@@ -64,7 +64,7 @@ def follow(
             costs = [(_cost(graph, op, signature, c, axis, states), i) for i, c in enumerate(options)]
             cost, best = min(costs)
             if cost == inf:
-                raise _coupled(op, graph)
+                raise _coupled(op)
             choice = options[best]
         choices[op.name] = choice
         for name, state in zip(op.outputs, output_states(signature, choice, len(op.outputs)), strict=True):
@@ -79,7 +79,7 @@ def _options(op: Operation, signature: Signature, parts: int, states: Mapping[st
     options: dict[Choice, None] = {}
     if signature.bound is not None:
         for name, operand in zip(op.inputs, signature.bound.inputs, strict=True):
-            split = resolve(signature, operand, states[name], parts)
+            split = resolve(operand, states[name], parts)
             if split is not None:
                 options[split] = None
         for slots in signature.linear:
@@ -110,7 +110,9 @@ def _cost(
         if here == needed:
             continue
         stored = tensor.role != "activation" and tensor.role != "input"
-        found = find_path((here,), (needed,), (axis.parts,), tensor.shape, tensor.needs_grad, 0 if axis.in_time else None)
+        found = find_path(
+            (here,), (needed,), (axis.parts,), tensor.shape, tensor.needs_grad, 0 if axis.in_time else None
+        )
         if found is not None and found[0] < inf:
             total += 0.0 if stored else found[0]
         elif axis.in_time and not tensor.needs_grad:
@@ -123,7 +125,7 @@ def _cost(
     return total
 
 
-def _coupled(op: Operation, graph: Graph) -> NnscalerError:
+def _coupled(op: Operation) -> NnscalerError:
     return NnscalerError(
         "micro_batches_coupled",
         f"{op.operator} ({op.name}, in {op.module or 'the model'}) needs the values of all micro-batches at once",

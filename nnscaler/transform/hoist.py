@@ -52,14 +52,15 @@ def _reachable_in_time(
     producer = graph.producers.get(name)
     if producer is None:
         return True
-    made = output_states(signatures[producer.name], partitioned.placements[producer.name].choices[-1], len(producer.outputs))
+    made = output_states(
+        signatures[producer.name], partitioned.placements[producer.name].over_micro_batches, len(producer.outputs)
+    )
     state = made[producer.outputs.index(name)]
-    needed = input_states(signatures[op.name], partitioned.placements[op.name].choices[-1])[slot]
+    needed = input_states(signatures[op.name], partitioned.placements[op.name].over_micro_batches)[slot]
     if not tensor.needs_grad:
         state, needed = (INVARIANT if isinstance(s, Replicated) else s for s in (state, needed))
     found = find_path((state,), (needed,), (partitioned.micro_batches,), tensor.shape, tensor.needs_grad, 0)
     return found is not None
-
 
 
 def _collect(graph: Graph, user: Operation, name: str, hoisted: dict[str, None]) -> None:
@@ -108,15 +109,12 @@ def _rebuild(
         clones.append(clone)
         signatures[clone.name] = signatures[op.name]
         old = partitioned.placements[op.name]
-        placements[clone.name] = Placement(
-            stages_of[op.name], (*old.choices[:-1], RunInvariant()), prepare=True
-        )
+        choices = tuple((*on_stage[:-1], RunInvariant()) for on_stage in old.choices)
+        placements[clone.name] = Placement(stages_of[op.name], choices, prepare=True)
     changed = {(op.name, slot) for op, slot in uses}
     updates = tuple((buffer, rename[value]) for buffer, value in graph.updates)
     rest = [
-        replace(
-            op, inputs=tuple(rename[n] if (op.name, s) in changed else n for s, n in enumerate(op.inputs))
-        )
+        replace(op, inputs=tuple(rename[n] if (op.name, s) in changed else n for s, n in enumerate(op.inputs)))
         for op in graph.operations
     ]
     changed_graph = graph.replace(tensors=tensors, operations=(*clones, *rest), updates=updates)
@@ -134,10 +132,8 @@ def _stages_that_need(
         needed[producer.name].update(partitioned.placements[producer.name].stages)
     for op in reversed(graph.operations):
         if op.name in hoisted:
-            for name in op.inputs:
-                producer = graph.producers.get(name)
-                if producer is not None:
-                    needed[producer.name].update(needed[op.name])
+            for source in (graph.producers[name] for name in op.inputs if name in graph.producers):
+                needed[source.name].update(needed[op.name])
     return {name: tuple(sorted(stages)) for name, stages in needed.items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import prod
+from math import lcm, prod
 from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
@@ -64,10 +64,9 @@ class RecomputeStep:
     operations: tuple[str, ...]
 
 
+Axes = tuple[tuple[str, int], ...]  # (name, size)
 Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep
-_KINDS: dict[str, type[Any]] = {
-    s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep)
-}
+_KINDS: dict[str, type[Any]] = {s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +74,23 @@ class Plan:
     """`mesh`: (axis, size) with `pp` for pipeline devices, in rank order: pp outermost, the last axis innermost.
 
     `chunks`: stages per device (interleaved). `micro_batches`: the paper's chunk of the batch in time. `data_axes`:
-    axes whose operations, where no step says otherwise, follow the batch dim of the inputs.
+    axes whose operations, where no step says otherwise, follow the batch dim of the inputs. `stage_axes`: the axes of
+    each pipeline device where they differ (`mesh` then has `pp` alone); the devices may differ in rank count too.
     Operations (and patterns) name an operation, a module path or a glob over either. Later steps win.
     """
 
-    mesh: tuple[tuple[str, int], ...]
+    mesh: Axes
     steps: tuple[Step, ...] = ()
     micro_batches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
     data_axes: tuple[str, ...] = ("dp",)
     notes: tuple[str, ...] = field(default=())
+    stage_axes: tuple[Axes, ...] = ()
 
     @property
     def ranks(self) -> int:
-        return prod(size for _, size in self.mesh)
+        return sum(prod(size for _, size in axes) for axes in self.device_axes)
 
     @property
     def devices(self) -> int:
@@ -101,13 +102,22 @@ class Plan:
         return self.devices * self.chunks
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh axes inside a stage."""
-        return tuple((name, size) for name, size in self.mesh if name != "pp" and size > 1)
+    def device_axes(self) -> tuple[Axes, ...]:
+        """Per pipeline device, the mesh axes inside of it."""
+        alike = tuple((name, size) for name, size in self.mesh if name != "pp")
+        given = self.stage_axes or (alike,) * self.devices
+        return tuple(tuple((name, size) for name, size in axes if size > 1) for axes in given)
+
+    @property
+    def data_parts(self) -> int:
+        """Into how many parts the batch is cut before micro-batches: the same samples form one on every device."""
+        return lcm(*(prod(size for name, size in axes if name in self.data_axes) for axes in self.device_axes))
 
     def describe(self) -> str:
-        """`dp=2 tp=2 pp=2`."""
-        return " ".join(f"{name}={size}" for name, size in self.mesh if size > 1) or "1 rank"
+        """`dp=2 tp=2 pp=2`; `pp=2 (dp=2 | tp=3)` where the devices differ."""
+        if self.stage_axes:
+            return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})"
+        return _describe(self.mesh)
 
     def to_json(self) -> str:
         """The plan as text that `from_json` reads."""
@@ -125,14 +135,30 @@ class Plan:
         except json.JSONDecodeError as error:
             raise NnscalerError("plan_illegal", f"{source} is not JSON: {error}") from None
         if not isinstance(data, dict) or "mesh" not in data:
-            raise NnscalerError("plan_illegal", f"{source} has no \"mesh\"", help='"mesh": [["dp", 2], ["tp", 2]]')
+            raise NnscalerError("plan_illegal", f'{source} has no "mesh"', help='"mesh": [["dp", 2], ["tp", 2]]')
         known = {f.name for f in fields(Plan)}
         unknown = sorted(set(data) - known)
         if unknown:
             raise NnscalerError("plan_illegal", f"{source}: unknown entries {unknown}", help=f"known: {sorted(known)}")
         steps = tuple(_step(entry, i, source) for i, entry in enumerate(data.get("steps", ())))
         simple = {k: _tuples(v) for k, v in data.items() if k != "steps"}
+        for axes in (simple["mesh"], *simple.get("stage_axes", ())):
+            if not _are_axes(axes):
+                help = 'axes are pairs: [["dp", 2], ["tp", 2]]'
+                raise NnscalerError("plan_illegal", f"{source}: {json.dumps(axes)} are not mesh axes", help=help)
         return Plan(**{**simple, "steps": steps})
+
+
+def _describe(axes: Axes) -> str:
+    return " ".join(f"{name}={size}" for name, size in axes if size > 1) or "1 rank"
+
+
+def _are_axes(value: Any) -> bool:
+    """Whether this is a tuple of distinct names with sizes."""
+    if not isinstance(value, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in value):
+        return False
+    good = all(isinstance(name, str) and isinstance(size, int) and size >= 1 for name, size in value)
+    return good and len({name for name, _ in value}) == len(value)
 
 
 def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:

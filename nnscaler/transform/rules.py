@@ -117,9 +117,9 @@ def output_layouts(graph: Graph, op: Operation, signature: Signature, choices: S
     return tuple(layouts)
 
 
-def shards_of(signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]) -> dict[
-    str, tuple[AxisShard, ...]
-]:
+def shards_of(
+    signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]
+) -> dict[str, tuple[AxisShard, ...]]:
     """identifier -> the axes that split it, for `localize`."""
     result: dict[str, tuple[AxisShard, ...]] = {}
     for choice, (axis, parts) in zip(choices, axes, strict=True):
@@ -191,7 +191,7 @@ def explain_illegal_choices(
     return None
 
 
-def resolve(signature: Signature, operand: BoundOperand | None, state: State, parts: int) -> Split | None:
+def resolve(operand: BoundOperand | None, state: State, parts: int) -> Split | None:
     """The split that gives this operand that sharded state: the inverse of `operand_state`.
 
     None when the state straddles factors or falls on a literal: the operand then has to be converted.

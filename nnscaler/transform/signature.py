@@ -50,9 +50,7 @@ class Signature:
             for operand in self.bound.inputs
             if operand is not None and not operand.additive
         ]
-        kept = {
-            f.identifier for o in self.bound.outputs if o is not None for dim in o.dims for f in dim.factors
-        }
+        kept = {f.identifier for o in self.bound.outputs if o is not None for dim in o.dims for f in dim.factors}
         contracted = [i for i in self.bound.sizes if i not in kept and sum(i in u for u in used) >= 2]
         return 2 * prod(self.bound.sizes.values()) if contracted else 0
 

@@ -15,7 +15,7 @@ def run(repository: Path, *command: str) -> None:
 
 
 def test_ruff_is_clean(repository: Path) -> None:
-    run(repository, "ruff", "check", ".")
+    run(repository, "ruff", "check", "--output-format", "concise", ".")
 
 
 def test_format_is_ruffs(repository: Path) -> None:

@@ -132,7 +132,7 @@ PLANTED = [
         "gradient summed twice",
         0,
         '"layers.0.norm.weight", (8,), "float32", {}, reduce=(\'dp\',)',
-        '"layers.0.norm.weight", (8,), "float32", {}, reduce=(\'dp\', \'tp\')',
+        "\"layers.0.norm.weight\", (8,), \"float32\", {}, reduce=('dp', 'tp')",
         "gradient_differs",
         "layers.0.norm.weight",
     ),
@@ -182,7 +182,12 @@ CAUSES = [
     (0, "comm.all_reduce(linear_1, self.tp)", "linear_1", "an all_reduce over tp is missing"),
     (0, LAST_UP, LAST_UP.partition(", reduce")[0], "an all_reduce over dp is missing"),
     (None, ", copies=((0, 1, 2, 3), (4, 5, 6, 7))", "", "stages 0 and 1 share it"),
-    (0, "comm.all_reduce(linear_1, self.tp)", "comm.all_reduce(linear_1, self.tp) / self.tp.size", "1/2 of the model's"),
+    (
+        0,
+        "comm.all_reduce(linear_1, self.tp)",
+        "comm.all_reduce(linear_1, self.tp) / self.tp.size",
+        "1/2 of the model's",
+    ),
 ]
 
 

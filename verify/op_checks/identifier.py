@@ -15,7 +15,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.transform.rules import explain_illegal_choice
 from nnscaler.transform.signature import Signature
-from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs
+from verify.op_checks.builtin_samples import SAMPLES
+from verify.op_checks.concrete import ConcreteCall, function_of, make_call, with_outputs
 from verify.op_checks.draw import SPLIT_SIZE, Kind, Style, from_annotation, refill, resize, sample_calls
 from verify.op_checks.partition import Mismatch, ShardRaised, compare_partition
 from verify.op_checks.whole import Whole, run_whole
@@ -210,6 +211,8 @@ def make_source(spec: OperatorSpec, seed: int) -> Source:
     """Raises NnscalerError `sample_inputs_needed` where nothing says what to call the operator with."""
     if spec.sample_inputs is not None:
         return Source(spec, tuple(sample_calls(spec)), seed)
+    if spec.name in SAMPLES and spec.target is None:
+        return Source(spec, tuple(make_call(spec.name, arguments, {}) for arguments in SAMPLES[spec.name]()), seed)
     if not isinstance(spec.annotation, str):
         raise NnscalerError(
             "sample_inputs_needed",

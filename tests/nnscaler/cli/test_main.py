@@ -184,7 +184,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_a_closed_pipe_is_not_a_verdict(repository: Path) -> None:
-    command = "import sys; from nnscaler.cli.main import main; sys.exit(main([\"list\", \"ops\"]))"
+    command = 'import sys; from nnscaler.cli.main import main; sys.exit(main(["list", "ops"]))'
     script = f"{sys.executable} -c {shlex.quote(command)} | head -1; exit ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=repository, check=False)
     assert found.returncode in (0, 2)

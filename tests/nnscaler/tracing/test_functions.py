@@ -71,8 +71,35 @@ def test_unregistered_functions_are_one_operation_each() -> None:
     assert [position for position, _ in first.constants] == [2]
     assert first.where is not None
     assert first.where.text == "class Rounded(torch.autograd.Function):"
+    with pytest.warns(UserWarning, match="is not registered"):
+        again = trace(UsesFunctions(), (X,))
+    assert again.graph == traced.graph, "names do not depend on what was traced before"
     apply = torch.autograd.Function.__dict__["apply"]
     assert Rounded.apply.__func__ is apply.__func__, "the patch is gone"
+
+
+def _scaling_by(factor: float) -> type[torch.autograd.Function]:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            return x * factor
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * factor * 2
+
+    return Scaled
+
+
+class UsesTwins(UsesFunctions):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = _scaling_by(2.0), _scaling_by(3.0)
+        return second.apply(first.apply(self.proj(x))).sum()
+
+
+def test_two_classes_of_one_name() -> None:
+    with pytest.warns(UserWarning, match="is not registered"):
+        assert len(trace(UsesTwins(), (X,)).functions) == 2
 
 
 @register_op("*, * -> *", name="tracing_test.gated")

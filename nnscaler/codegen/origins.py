@@ -1,0 +1,43 @@
+"""Where a rank process finds the operators that are not built in."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch._library.custom_ops import OPDEFS
+
+from op_registry.registry import default_registry
+
+Origin = tuple[str, str]  # a file, or the dotted name of an installed module; and the qualified name in it
+
+
+def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[..., Any] | type]) -> dict[str, Origin]:
+    """Operator -> origin: of its registration, of the `autograd.Function` that it stands for, or of the
+    `torch.library` definition that some package made. Operators that a process cannot load are left out."""
+    registry = default_registry()
+    found: dict[str, Origin] = {}
+    for operator in sorted(operators):
+        spec = registry.lookup(operator)
+        definition = OPDEFS.get("::".join(operator.split(".")[:2]))
+        if spec is not None and spec.where is not None:
+            found[operator] = (spec.where.file, spec.qualname or "")
+        elif operator in functions:
+            found[operator] = origin_of(functions[operator])
+        elif definition is not None:
+            found[operator] = origin_of(definition._init_fn)
+    return found
+
+
+def origin_of(thing: Callable[..., Any] | type) -> Origin:
+    """The module's name where the module belongs to a package, whose relative imports need it; else its file."""
+    module = sys.modules.get(thing.__module__)
+    private = thing.__module__.startswith("_nnscaler_user")  # a model file: the runtime's loader named it
+    if module is not None and getattr(module, "__package__", None) and not private:
+        return thing.__module__, thing.__qualname__
+    try:
+        return inspect.getsourcefile(thing) or "", thing.__qualname__
+    except TypeError:
+        return "", thing.__qualname__
