@@ -1,6 +1,6 @@
 """Random legal plans of the example models on six meshes: every one must be exact.
 
-    python benchmarks/random_plans.py [--gpt 400] [--others 100] [--first 0]
+    python benchmarks/random_plans.py [--gpt 400] [--others 100] [--first 0] [--pipelines]
 
 Prints, per model, how many plans were exact, refused and wrong, the time per plan, and how often each row of the
 conversion table occurred. Exits 1 if a plan is wrong.
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nnscaler.runtime.loader import load_user_module
-from verify.random_plans import random_plans
+from verify.random_plans import MESHES, PIPELINES, random_plans
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--others", type=int, default=100, metavar="N", help="plans of each other model")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed")
     parser.add_argument("--models", nargs="*", default=["gpt", "llama_hf", "vit_hf", "t5_hf"])
+    parser.add_argument("--pipelines", action="store_true", help="two stages and micro-batches, on three meshes")
     options = parser.parse_args()
+    meshes = PIPELINES if options.pipelines else MESHES
     torch.set_num_threads(1)
     every: Counter[str] = Counter()
     failures = 0
@@ -39,7 +41,7 @@ def main() -> int:
         outcomes: Counter[str] = Counter()
         start = time.perf_counter()
         for result in random_plans(
-            module.build_model, module.sample_inputs(), range(options.first, options.first + count)
+            module.build_model, module.sample_inputs(), range(options.first, options.first + count), meshes
         ):
             kind = "refused" if result.verdict is None else "exact" if result.verdict.passes else "wrong"
             outcomes[kind] += 1

@@ -12,6 +12,7 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
+from nnscaler.codegen.origins import operator_origins
 from nnscaler.codegen.program import Program
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
@@ -48,6 +49,7 @@ def parallelize(
     replicate: Sequence[str] = (),
     model: Mapping[str, str] | None = None,
     self_check: bool = True,
+    specialise: bool = False,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
@@ -56,11 +58,12 @@ def parallelize(
     specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or None to choose.
     `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves
     whole.
+    `specialise`: where the model branches on data, take the branch of the sample batch.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
-    traced = trace(module, sample_inputs, self_check=self_check)
+    traced = trace(module, sample_inputs, self_check=self_check, specialise=specialise)
     report("trace", time.perf_counter() - start, f"{len(traced.graph.operations)} operations")
     return compile_traced(
         traced,
@@ -99,8 +102,9 @@ def compile_traced(
     report("communicate", time.perf_counter() - start, f"{len(communicated.stages)} stages")
     start = time.perf_counter()
     functions = {name: opaque.function for name, opaque in traced.functions.items()}
-    sources = generate(communicated, order, chosen, model.get("name", traced.graph.name), functions)
-    described = manifest(communicated, order, chosen, sources, planned.signatures, model)
+    origins = operator_origins((op.operator for op in traced.graph.operations), functions)
+    sources = generate(communicated, order, chosen, model.get("name", traced.graph.name), origins)
+    described = manifest(communicated, order, chosen, sources, planned.signatures, model, origins)
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,10 @@ hypothesis.settings.register_profile(
     "nnscaler", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("nnscaler")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts under tests/text/ anew")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,3 +38,16 @@ def repository() -> Path:
 def examples(repository: Path) -> Path:
     """The folder of example models."""
     return repository / "examples"
+
+
+@pytest.fixture
+def golden(repository: Path, request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """golden(name, text): the text is that of tests/text/<name>, or becomes it with --update-golden."""
+
+    def compare(name: str, text: str) -> None:
+        file = repository / "tests" / "text" / name
+        if request.config.getoption("--update-golden"):
+            file.write_text(text, encoding="utf-8")
+        assert text == file.read_text(encoding="utf-8"), f"{name} changed; if that is meant, use --update-golden"
+
+    return compare

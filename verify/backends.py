@@ -47,7 +47,7 @@ def run_simulator(
         try:
             results = Simulator(ranks).run(lambda c: run_rank(c, task, observer(c.rank)))
             outcome.append(tuple(results))
-        except Exception as error:  # noqa: BLE001 - whatever a rank raises is what we look for
+        except BaseException as error:  # noqa: BLE001 - whatever a rank raises (SystemExit too) is what we look for
             outcome.append(failure_of(error))
 
     thread = threading.Thread(target=work, name="simulator", daemon=True)
@@ -58,7 +58,7 @@ def run_simulator(
     return outcome[0]
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """What an exception of a rank means."""
     message = str(error).strip() or type(error).__name__
     if isinstance(error, CommunicationError):
@@ -82,7 +82,10 @@ def run_processes(
     """A process per rank, on a GPU each where there are some. A failure is looked at again on the simulator, which
     knows which call of which rank does not match."""
     from nnscaler.runtime.launcher import launch
+    from nnscaler.runtime.program_directory import groups_of, pairs_of, read_program
 
+    # NCCL's groups are made before the program runs; gloo needs none
+    stages = read_program(task.program).stages() if backend == "nccl" else []
     with contextlib.ExitStack() as stack:
         outcome = launch(
             ranks,
@@ -92,6 +95,8 @@ def run_processes(
             stall=min(STALL, timeout / 2),
             backend=backend,
             devices=devices_of(ranks),
+            groups=groups_of(stages),
+            pairs=pairs_of(stages),
             server=server or stack.enter_context(start_server()),
         )
     if outcome.end == "finished":
@@ -128,7 +133,7 @@ def failure_of_job(outcome: JobOutcome) -> Failure:
     if outcome.end == "deadlock":
         return Failure("deadlock", "no rank can go on", waiting=waiting)
     if outcome.end == "timeout":
-        return Failure("timed_out", f"{outcome.seconds:.0f} s; {outcome.describe()}", waiting=waiting)
+        return Failure("timed_out", outcome.describe(), waiting=waiting)
     failed = outcome.first_failure
     assert failed is not None, outcome.end
     error = failed.error or ""

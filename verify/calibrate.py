@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,7 @@ from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.compare import difference, family_scale
 from verify.reference import Trajectory, run_reference
 from verify.tolerance import Key, Tolerance, calibrated_tolerance, exact_tolerance
+from verify.verdict import Verdict
 
 
 def measure_tolerance(
@@ -21,6 +23,23 @@ def measure_tolerance(
         return exact_tolerance()
     low = run_reference(model, sample, steps=steps, dtype=dtype, learning_rate=reference.learning_rate)
     return calibrated_tolerance(noise_between(low, reference), torch.finfo(dtype).eps)
+
+
+def measure_condition(
+    model: nn.Module, sample: SampleInputs, reference: Trajectory, tolerance: Tolerance, steps: int
+) -> Tolerance:
+    """The float64 tolerance with the noise that one unit of rounding in the parameters makes. Others as they are."""
+    if tolerance.level is not Verdict.TESTED_EXACT:
+        return tolerance
+    moved = copy.deepcopy(model).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
+    run = run_reference(moved, sample, steps=steps, learning_rate=reference.learning_rate)
+    return exact_tolerance(noise_between(run, reference))
 
 
 def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:

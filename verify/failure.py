@@ -21,6 +21,7 @@ from verify.verdict import Verdict
 
 Kind = Literal["communication_mismatch", "deadlock", "rank_raises", "rank_died", "timed_out"]
 _KEY = re.compile(r"key \((?P<tensor>[^\s@)]+)")
+_SUMMED = re.compile(r"the gradient sum of (?P<names>`[^`]+`(?:, `[^`]+`)*)")
 _PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 
 
@@ -45,16 +46,23 @@ class Failure:
 def finding_of(failure: Failure, program: Path, places: Places) -> Finding:
     """The finding, with places in the model and in the program, which is in the folder `program`.
 
-    The lines of the generated program that the failure names are looked up, so that the finding names the tensor.
+    The lines of the generated program that the failure names are looked up, so that the finding names the tensors:
+    those of collectives first, for a rank that left one out makes others wait for messages.
     """
     text = "\n".join([failure.message, *failure.waiting.values()])
     named = _named_lines(text, program)
     lines = [line for place in named if (line := describe_line(place.file, place.line)) is not None]
     related = tuple(("generated program", SourceLocation(line.file, line.line, line.text)) for line in lines)
     messages = [m["tensor"] for m in _KEY.finditer(text)]
-    names = messages or [name for line in lines for name in line.names]
+    summed = [name for m in _SUMMED.finditer(text) for name in m["names"].strip("`").split("`, `")]
+    names = [*(name for line in lines if not line.is_arguments for name in line.names), *summed, *messages]
     tensor = " at " + ", ".join(f"`{name}`" for name in dict.fromkeys(names)) if names else ""
-    found = [*(places.of_tensor(name) for name in messages), *(places.of_line(line.model) for line in lines)]
+    parameters = places.of_parameters() if summed else {}
+    found = [
+        *(places.of_line(line.model) for line in lines),
+        *(parameters.get(name) for name in summed),
+        *(places.of_tensor(name) for name in messages),
+    ]
     where = next((place for place in found if place is not None), None)
     facts = {f"rank {rank}": waits for rank, waits in sorted(failure.waiting.items())}
     if failure.rank is not None:

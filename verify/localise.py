@@ -22,9 +22,9 @@ from nnscaler.runtime.loader import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.tracing.interpret import run_graph
 from verify.backends import run_simulator
-from verify.compare import family_scale
+from verify.compare import family_scale, largest
 from verify.finding import Finding
-from verify.observed import Observed, Variable, compare_variable, variables_of
+from verify.observed import Observed, Pieces, Unequal, Variable, compare_variable, variables_of
 from verify.places import Places
 from verify.program_directory import ProgramDirectory
 from verify.rank_program import Task
@@ -52,9 +52,9 @@ def localise(task: Task, graph: Graph, program: ProgramDirectory, places: Places
     ordered = [lines[i] for i in order]
     found = _first_value(ordered, variables, observed, logical)
     if found is not None:
-        return _finding("tensor_differs", found, graph, places, ordered)
+        return _value_finding(found, graph, places)
     found = _last_gradient(ordered, variables, observed, logical, graph)
-    return None if found is None else _finding("tensor_gradient_differs", found, graph, places, ordered)
+    return None if found is None else _gradient_finding(found, graph, places, ordered)
 
 
 @dataclass(frozen=True)
@@ -126,48 +126,101 @@ def _last_gradient(
     logical: Logical,
     graph: Graph,
 ) -> _Found | None:
-    """Only variables that the producing operation assigns: a converted copy carries a part of the gradient."""
+    """Only variables that the producing operation assigns: a converted or received copy carries a part of the
+    gradient."""
     scale = family_scale(logical.gradients.values())
     for line in sorted(lines, key=lambda a: (a.stage, a.line), reverse=True):
-        if line.phase != "forward" or "comm." in line.text:
+        if line.phase != "forward" or "comm." in line.text or line.is_arguments:
             continue
         for name in line.names:
             variable = variables.get((line.stage, name))
-            seen = observed.get((line.stage, "backward", name))
-            if variable is None or seen is None or variable.tensor not in logical.gradients:
-                continue
-            if variable.tensor not in graph.producers:
+            if variable is None or variable.tensor not in logical.gradients or variable.tensor not in graph.producers:
                 continue
             expected = logical.gradients[variable.tensor]
-            unequal = compare_variable(variable, seen, expected, BOUND, is_gradient=True, scale=scale)
+            seen = observed.get((line.stage, "backward", name), {})
+            unequal = _absent(observed.get((line.stage, "forward", name), {}), seen, expected) or compare_variable(
+                variable, seen, expected, BOUND, is_gradient=True, scale=scale
+            )
             if unequal is not None:
                 return _Found(variable, line, unequal.text, unequal.ranks, unequal.micro, unequal.cause)
     return None
 
 
-def _finding(code: str, found: _Found, graph: Graph, places: Places, lines: list[Assignment]) -> Finding:
+def _absent(forward: Pieces, backward: Pieces, expected: Tensor) -> Unequal | None:
+    """Ranks and micro-batches that computed the variable and got no gradient for it."""
+    missing = sorted(set(forward) - set(backward))
+    if not missing or not largest(expected) > 0:
+        return None
+    ranks, micros = sorted({rank for rank, _ in missing}), sorted({micro for _, micro in missing})
+    every = {micro for _, micro in forward}
+    batches = "" if set(micros) == every else f" for micro-batch {', '.join(map(str, micros))}"
+    text = f"no gradient comes back{batches} on rank {', '.join(map(str, ranks))}"
+    cause = "it is cut off here, or in what follows; or a backward pass is missing, or the gradient is not sent back"
+    return Unequal(text, tuple(ranks), micros[0] if batches else None, cause)
+
+
+def _facts(found: _Found) -> dict[str, str]:
     line, variable = found.line, found.variable
-    producer = graph.producers.get(variable.tensor)
-    where = places.of_tensor(variable.tensor) or places.of_line(line.model)
     facts = {"tensor": variable.tensor, "variable": line.names[0] if len(line.names) == 1 else variable.name}
     facts["stage"] = str(line.stage)
     if found.ranks:
         facts["ranks"] = ", ".join(map(str, found.ranks))
     if found.micro is not None:
         facts["micro-batch"] = str(found.micro)
-    facts["layout"] = variable.layout or "whole and equal on every rank"
-    facts["difference"] = found.what
+    return {**facts, "layout": variable.layout or "whole and equal on every rank", "difference": found.what}
+
+
+def _subject(found: _Found, graph: Graph) -> str:
+    producer = graph.producers.get(found.variable.tensor)
     module = f" of `{producer.module}`" if producer is not None and producer.module else ""
-    related = [("generated program", SourceLocation(line.file, line.line, line.text))]
-    if code == "tensor_differs":
+    return f"`{found.variable.name}`{module}"
+
+
+def _where(found: _Found, places: Places) -> SourceLocation | None:
+    """The model's line: of a tensor, of a stored tensor's first use, or the one that the program quotes."""
+    tensor = found.variable.tensor
+    return places.of_tensor(tensor) or places.of_stored().get(tensor) or places.of_line(found.line.model)
+
+
+def _in_program(line: Assignment) -> tuple[str, SourceLocation]:
+    return "generated program", SourceLocation(line.file, line.line, line.text)
+
+
+def _value_finding(found: _Found, graph: Graph, places: Places) -> Finding:
+    """Arguments of a stage are right where they come from."""
+    line, variable, subject = found.line, found.variable, _subject(found, graph)
+    cause = found.cause
+    if not line.is_arguments:
+        message = f"{subject} is the first tensor that differs while what it is made of agrees: {found.what}"
+    elif variable.name in variable.stage.receives:
         message = (
-            f"`{variable.name}`{module} is the first tensor that differs while what it is made of agrees: {found.what}"
+            f"{subject} agrees where it is computed, and differs where stage {line.stage} receives it: {found.what}"
         )
-        return Finding(code, message, where, facts, found.cause, related=tuple(related))
-    related += [("used here", SourceLocation(u.file, u.line, u.text)) for u in _users(variable, line, lines)]
-    message = f"the gradient of `{variable.name}`{module} is the last that differs while later ones agree: {found.what}"
+        cause = cause or "the messages between the stages bring it to the wrong ranks or micro-batches"
+    else:
+        message = f"the pieces of the input `{variable.tensor}` that stage {line.stage} takes differ: {found.what}"
+        cause = cause or f"the program cuts it otherwise than its layout says ({variable.layout})"
+    where, related = _where(found, places), (_in_program(line),)
+    return Finding("tensor_differs", message, where, _facts(found), cause, _advice(found, graph), related=related)
+
+
+def _advice(found: _Found, graph: Graph) -> str | None:
+    """Of the built-in operators the annotations are tested; nobody has tested the user's."""
+    producer = graph.producers.get(found.variable.tensor)
+    if producer is None or "comm." in found.line.text or producer.operator.startswith(("aten.", "nnscaler.")):
+        return None
+    return f"if the program is as it was generated, the annotation of `{producer.operator}` is wrong: verify-op tells"
+
+
+def _gradient_finding(found: _Found, graph: Graph, places: Places, lines: list[Assignment]) -> Finding:
+    line, variable = found.line, found.variable
+    used = [("used here", SourceLocation(u.file, u.line, u.text)) for u in _users(variable, line, lines)]
+    subject = _subject(found, graph)
+    message = f"the gradient of {subject} is the last that differs while later ones agree: {found.what}"
     cause = found.cause or "one of the lines that use it sends back a wrong gradient; communication comes first"
-    return Finding(code, message, where, facts, cause, related=tuple(related))
+    related = (_in_program(line), *used)
+    where = _where(found, places)
+    return Finding("tensor_gradient_differs", message, where, _facts(found), cause, related=related)
 
 
 def _users(variable: Variable, line: Assignment, lines: list[Assignment]) -> list[Assignment]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nnscaler.ir.layout import parse_state
 from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
 from nnscaler.runtime.role import MICRO, Stage
-from nnscaler.runtime.shards import Coordinates, assemble, shard, unravel
+from nnscaler.runtime.shards import Coordinates, assemble, ravel, shard, unravel
 from verify.compare import difference
 from verify.op_checks.partition import runtime_state
 
@@ -77,7 +77,10 @@ def compare_variable(
     at = [(_coordinates(variable, rank, micro, prepared), piece.double()) for (rank, micro), piece in pieces.items()]
     blamed = _blame(variable, pieces, expected, bound, states, sizes, scale)
     if blamed is not None:
-        return replace(blamed, cause=_likely_cause(at, expected, states, sizes, is_gradient))
+        cause = _likely_cause(at, expected, states, sizes, is_gradient) or _misplaced(
+            variable, at, expected, states, sizes
+        )
+        return replace(blamed, cause=cause)
     try:
         assembled = assemble(at, states, sizes, tuple(expected.shape))
     except ValueError as error:
@@ -113,6 +116,35 @@ def _likely_cause(
             if difference(summed, expected).relative < CLOSE:
                 return f"the {what} right once summed over {axis}: an all_reduce over {axis} is missing"
     return None
+
+
+def _misplaced(
+    variable: Variable,
+    at: Sequence[tuple[Coordinates, Tensor]],
+    expected: Tensor,
+    states: Mapping[str, State],
+    sizes: Mapping[str, int],
+) -> str | None:
+    """Every piece that is wrong is one that belongs to another rank or micro-batch."""
+    rights = [(coordinates, shard(expected.double(), states, sizes, coordinates)) for coordinates, _ in at]
+    first = None
+    for (coordinates, piece), (_, right) in zip(at, rights, strict=True):
+        if difference(piece, right).relative < CLOSE:
+            continue
+        owner = next((other for other, theirs in rights if difference(piece, theirs).relative < CLOSE), None)
+        if owner is None:
+            return None
+        first = first or (coordinates, owner)
+    if first is None:
+        return None
+    holder, owner = (_describe(variable, coordinates, sizes) for coordinates in first)
+    return f"the right pieces at wrong places: {holder} has the piece of {owner}"
+
+
+def _describe(variable: Variable, coordinates: Coordinates, sizes: Mapping[str, int]) -> str:
+    stage = variable.stage
+    rank = stage.ranks[ravel(coordinates, stage.axes)]
+    return f"rank {rank}" + (f" in micro-batch {coordinates[MICRO]}" if sizes.get(MICRO, 1) > 1 else "")
 
 
 def _blame(

@@ -67,13 +67,13 @@ def verify_spec(spec: OperatorSpec, seed: int, reproduce: str | None) -> Report:
         if spec.random:
             raise Unusable("random_operator", f"`{spec.name}` draws random numbers")
         source = make_source(spec, seed)
-        signature = _first_signature(source)
-        text = signature.bound.text if signature.bound is not None else ""
-        for identifier in _identifiers(source, signature):
+        signatures = _signatures(source)
+        text = signatures[0].bound.text if signatures[0].bound is not None else ""
+        for identifier, signature in _identifiers(source, signatures).items():
             check, found = _check_identifier(source, identifier, signature, notes)
             checks.append(check)
             findings += found
-        linear = _check_linear(source, signature)
+        linear = _check_linear(source, signatures)
         if linear is not None:
             checks.append(linear[0])
             findings += linear[1]
@@ -118,22 +118,25 @@ def verify_file(file: str, seed: int) -> Report:
     )
 
 
-def _first_signature(source: Source) -> Signature:
-    for _, signature in source.wholes(None):
-        return signature
-    raise Unusable("uninformative", "nothing can be seen on the sample inputs")
+def _signatures(source: Source) -> list[Signature]:
+    """The annotation bound to every call that is tested: calls of one operator may differ in their identifiers."""
+    found = [signature for _, signature in source.wholes(None)]
+    if not found:
+        raise Unusable("uninformative", f"`{source.spec.name}` shows nothing on its sample inputs")
+    return found
 
 
-def _identifiers(source: Source, signature: Signature) -> list[str]:
-    """Identifiers that may be split, each group that is split together once."""
-    bound = signature.bound
-    assert bound is not None
-    found: dict[str, None] = {}
-    for name in bound.sizes:
-        first = bound.tied.get(name, (name,))[0]
-        if bound.marks.get(name) != "^" and (bound.sizes[name] > 1 or not source.samples):
-            found[first] = None
-    return list(found)
+def _identifiers(source: Source, signatures: list[Signature]) -> dict[str, Signature]:
+    """Identifiers that may be split, each group that is split together once, with a call that has them."""
+    found: dict[str, Signature] = {}
+    for signature in signatures:
+        bound = signature.bound
+        assert bound is not None
+        for name in bound.sizes:
+            first = bound.tied.get(name, (name,))[0]
+            if bound.marks.get(name) != "^" and (bound.sizes[name] > 1 or not source.samples):
+                found.setdefault(first, signature)
+    return found
 
 
 def _check_identifier(
@@ -154,11 +157,12 @@ def _check_identifier(
     return _as_check(f"split `{identifier}` ({kind})", outcome, seconds), findings
 
 
-def _check_linear(source: Source, signature: Signature) -> tuple[Check, list[Finding]] | None:
-    if not signature.linear:
+def _check_linear(source: Source, signatures: list[Signature]) -> tuple[Check, list[Finding]] | None:
+    sets = list(dict.fromkeys(found for signature in signatures for found in signature.linear))
+    if not sets:
         return None
     started = time.perf_counter()
-    outcome = run_choices(source, None, linear_choices(signature.linear))
+    outcome = run_choices(source, None, linear_choices(sets))
     findings = [_wrong_linear(source, failure) for failure in outcome.failures[:1]]
     return _as_check("partial sums pass through", outcome, time.perf_counter() - started), findings
 

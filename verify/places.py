@@ -32,10 +32,16 @@ class Places:
 
     def of_parameters(self) -> dict[str, SourceLocation]:
         """parameter or buffer name -> the line that uses it first."""
+        used = self.of_stored()
+        tensors = self._graph.with_role("parameter", "buffer")
+        return {fqn: used[tensor.name] for tensor in tensors if tensor.name in used for fqn in tensor.fqns}
+
+    def of_stored(self) -> dict[str, SourceLocation]:
+        """tensor of the graph that no operation computes -> the line that uses it first."""
         found: dict[str, SourceLocation] = {}
-        for tensor in self._graph.with_role("parameter", "buffer"):
+        for tensor in self._graph.with_role("parameter", "buffer", "constant", "input"):
             uses = (op.where for op, _ in self._graph.consumers[tensor.name] if op.where is not None)
             place = next(uses, None)
             if place is not None:
-                found.update(dict.fromkeys(tensor.fqns, place))
+                found[tensor.name] = place
         return found

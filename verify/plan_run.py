@@ -18,6 +18,7 @@ from torch import nn
 
 from op_registry.spec import SourceLocation
 
+import nnscaler
 from nnscaler.compile import PlanSource, Progress, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
@@ -25,7 +26,7 @@ from nnscaler.runtime.loader import load_role
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.backends import run_program
-from verify.calibrate import measure_tolerance
+from verify.calibrate import measure_condition, measure_tolerance
 from verify.compare import is_finite
 from verify.environment import environment
 from verify.failure import Failure, finding_of
@@ -60,6 +61,7 @@ class PlanRequest:
     schedule: str | None = None
     micro_batches: int | None = 1
     replicate: Sequence[str] = ()
+    specialise: bool = False
     backend: str = "simulator"
     steps: int = 2
     seed: int = 0
@@ -70,6 +72,7 @@ class PlanRequest:
     reproduce: str | None = None
     server: ForkServer | None = None
     progress: Progress = lambda phase, seconds, text: None
+    detail: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,9 @@ def verify_request(request: PlanRequest) -> Report:
 def _check_request(request: PlanRequest) -> None:
     if request.backend not in BACKENDS:
         raise NnscalerError("usage", f"backend {request.backend!r} is none of {', '.join(BACKENDS)}")
+    if request.backend == "nccl" and (gpus := torch.cuda.device_count()) < request.ranks:
+        message = f"backend nccl needs a GPU for each rank: there are {gpus}, and {request.ranks} ranks"
+        raise NnscalerError("usage", message, help="--backend gloo runs the ranks on what there is")
     if request.dtype not in DTYPES.values():
         raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(DTYPES)}")
     if request.steps < 1:
@@ -123,9 +129,17 @@ def _prepare(request: PlanRequest, folder: Path) -> Prepared:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         graph, program = _compile(request, model, folder)
-    notes = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)))
+    notes = tuple(dict.fromkeys(str(w.message) for w in caught if _is_note(w)))
     _check_inputs(program, sample)
+    for line in program.details:
+        request.detail(line)
     return Prepared(model, sample, program, graph, notes)
+
+
+def _is_note(warning: warnings.WarningMessage) -> bool:
+    """Whether it is the compiler that says something, and not torch or the interpreter."""
+    ours = str(Path(nnscaler.__file__).parent)
+    return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
 
 
 def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Graph, ProgramDirectory]:
@@ -135,7 +149,7 @@ def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Grap
         if opened.ranks != request.ranks:
             message = f"{request.program} is a program for {opened.ranks} ranks, not {request.ranks}"
             raise NnscalerError("plan_illegal", message, help=f"use --ranks {opened.ranks}")
-        graph = trace(model, request.sample_inputs).graph
+        graph = trace(model, request.sample_inputs, specialise=request.specialise).graph
         request.progress("trace", time.perf_counter() - started, f"{len(graph.operations)} operations")
         return graph, opened
     compiled = parallelize(
@@ -146,6 +160,7 @@ def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Grap
         schedule=request.schedule,
         micro_batches=request.micro_batches,
         replicate=request.replicate,
+        specialise=request.specialise,
         model=request.model or None,
         progress=request.progress,
     )
@@ -200,9 +215,8 @@ def run_and_compare(request: PlanRequest, prepared: Prepared, reference: Traject
         return [_failed(outcome, prepared, seconds)]
     request.progress("run", seconds, f"{request.ranks} ranks on {request.backend}, {request.steps} steps")
     comparison = _comparison(request, prepared, reference, outcome)
-    buffers = {name: tensor for name, tensor in logical_state(prepared.model).items() if name in reference.buffers}
-    outcomes = [Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, request.ranks, 0, seconds))]
-    outcomes += run_checks(comparison, buffers)
+    ran = Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, request.ranks, 0, seconds))
+    outcomes = [ran, *_compare(request, prepared, comparison)]
     if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
         started = time.perf_counter()
         found = localise(task, prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
@@ -212,6 +226,17 @@ def run_and_compare(request: PlanRequest, prepared: Prepared, reference: Traject
         if found is not None:
             outcomes.insert(0, Outcome(Check("", Verdict.REFUTED, 0), (found,)))
     return outcomes
+
+
+def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> list[Outcome]:
+    reference = comparison.reference
+    buffers = {name: tensor for name, tensor in logical_state(prepared.model).items() if name in reference.buffers}
+    outcomes = run_checks(comparison, buffers)
+    if all(o.check.verdict.passes for o in outcomes):
+        return outcomes
+    # is the model so ill-conditioned that rounding explains it? asked only now, for it costs another reference run
+    condition = measure_condition(prepared.model, prepared.sample, reference, comparison.tolerance, request.steps)
+    return run_checks(replace(comparison, tolerance=condition), buffers)
 
 
 def _task(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> Task:
@@ -235,14 +260,17 @@ def _comparison(
     modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
     parameters, buffers = holdings_of(modules)
     tolerance = measure_tolerance(prepared.model, prepared.sample, reference, request.dtype, request.steps)
-    places = Places(prepared.graph).of_parameters()
-    names = names_of(prepared.model)
-    return Comparison(reference, results, parameters, buffers, names, places, tolerance, request.steps)
+    places = Places(prepared.graph)
+    names, used = names_of(prepared.model), places.of_parameters()
+    loss = prepared.graph.loss
+    return Comparison(
+        reference, results, parameters, buffers, names, used, tolerance, request.steps, loss, places.of_tensor(loss)
+    )
 
 
 def _failed(failure: Failure, prepared: Prepared, seconds: float) -> Outcome:
     refuted = int(failure.verdict is Verdict.REFUTED)
-    check = Check("program ran on every rank", failure.verdict, 1, refuted, seconds)
+    check = Check("program ran on every rank", failure.verdict, refuted, refuted, seconds)
     return Outcome(check, (finding_of(failure, prepared.program.path, Places(prepared.graph)),))
 
 
@@ -256,6 +284,8 @@ def _report(
     if program.unannotated:
         names = ", ".join(program.unannotated)
         notes.append(f"without annotation, so run whole on every rank: {names} (register_op gives one)")
+    if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
+        outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (_nothing(),))]
     findings = sorted((f for outcome in outcomes for f in outcome.findings), key=_urgency)
     checks = tuple(outcome.check for outcome in outcomes if outcome.check.name)
     name = request.model.get("name") or type(prepared.model).__name__
@@ -277,6 +307,10 @@ def _report(
         },
         seconds,
     )
+
+
+def _nothing() -> Finding:
+    return Finding("nothing_checked", "there was nothing to compare")
 
 
 def _urgency(finding: Finding) -> tuple[bool, int]:

@@ -64,6 +64,16 @@ class ProgramDirectory:
             parts.append(f"{micro_batches} micro-batches")
         return ", ".join(parts)
 
+    @property
+    def details(self) -> list[str]:
+        """How much of the matmul work is divided, and what is communicated."""
+        divided = self.manifest.get("matmul_flops_divided", {})
+        lines = [f"matmul FLOPs divided over {axis}: {100 * float(share):.1f} %" for axis, share in divided.items()]
+        for entry in self.manifest.get("communication", ()):
+            calls, elements = entry["calls"], round(entry["elements"])
+            lines += [f"{entry['collective']} over {entry['axis']}: {calls} calls, {elements} elements a step"]
+        return lines
+
     def state(self) -> dict[str, Tensor]:
         """The stored parameters, buffers and constants; empty for a program of a model without data."""
         file = self.path / "state.pt"

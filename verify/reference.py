@@ -97,6 +97,8 @@ def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) 
     args, kwargs = sample.rebuild({name: t.clone() for name, t in inputs.items()})
     try:
         loss = loss_of(model(*args, **kwargs))
+        if not loss.requires_grad:
+            raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
         loss.backward()
     except NnscalerError:
         raise

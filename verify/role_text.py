@@ -13,7 +13,10 @@ _COMMENT = re.compile(r"^\s*# (?P<file>[^\s:]+\.py):(?P<line>\d+)(?: \((?P<modul
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A line of `prepare` or `forward`. `reads` are local variables and attributes of the stage."""
+    """A line of `prepare` or `forward`. `reads` are local variables and attributes of the stage.
+
+    The line of the `def` assigns the arguments: what the stage takes from the batch and from other stages.
+    """
 
     stage: int
     phase: str
@@ -23,6 +26,7 @@ class Assignment:
     line: int
     text: str
     model: ModelLine | None
+    is_arguments: bool = False
 
 
 def assignments_of(file: str) -> tuple[Assignment, ...]:
@@ -56,7 +60,9 @@ def describe_line(file: str, line: int) -> Assignment | None:
 def _assignments(
     method: ast.FunctionDef, stage: int, file: str, lines: list[str], models: list[ModelLine | None]
 ) -> list[Assignment]:
-    found: list[Assignment] = []
+    arguments = tuple(a.arg for a in method.args.args if a.arg != "self")
+    declared = lines[method.lineno - 1].strip()
+    found = [Assignment(stage, method.name, arguments, (), file, method.lineno, declared, None, is_arguments=True)]
     for node in ast.walk(method):
         if not isinstance(node, ast.Assign):
             continue

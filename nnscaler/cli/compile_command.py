@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_verbosity
 
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.ranks or ranks_of(options.plan) or getattr(plan, "ranks", None) or 2
     model = load_model_file(options.model, options.seed)
     from nnscaler.compile import parallelize
+    from verify.program_directory import open_program
 
     program = parallelize(
         model.build(),
@@ -56,32 +57,20 @@ def run(options: argparse.Namespace) -> int:
         schedule=options.schedule,
         micro_batches=options.micro_batches,
         replicate=tuple(options.replicate),
+        specialise=options.specialise,
         model=model.description(),
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
     path = program.save(options.out)
     _warn(program, console)
     if console.verbosity >= 2:
-        for line in describe(program.manifest):
+        for line in open_program(path).details:
             console.result(line)
     roles = program.manifest["roles"]
     names = ", ".join(role["file"] for role in roles)
     console.result(f"wrote {path}: {program.manifest['plan']}, {len(roles)} role{'s' * (len(roles) != 1)} ({names})")
     console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {path}")
     return 0
-
-
-def describe(manifest: Any) -> list[str]:
-    """What `-v` shows: how much of the matmul work is divided, and what is communicated."""
-    lines: list[str] = []
-    divided = manifest["matmul_flops_divided"]
-    shares = divided.items() if isinstance(divided, dict) else [("all axes", divided)]
-    for axis, share in shares:
-        lines.append(f"matmul FLOPs divided over {axis}: {100 * float(share):.1f} %")
-    for entry in manifest["communication"]:
-        calls, elements = entry["calls"], round(entry["elements"])
-        lines += [f"{entry['collective']} over {entry['axis']}: {calls} calls, {elements} elements a step"]
-    return lines
 
 
 def _warn(program: Program, console: Console) -> None:

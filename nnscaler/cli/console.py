@@ -42,23 +42,24 @@ class Console:
         self.verbosity = verbosity
         self.color = color
         self._started = time.perf_counter()
+        self._out = sys.stdout  # the user's code runs with another sys.stdout, so that what it prints is no result
 
     def lines(self, lines: Iterable[Line]) -> None:
         """Results, to stdout."""
-        if not wants_color(self.color, os.environ, sys.stdout):
-            sys.stdout.write("".join(line.text + "\n" for line in lines))
-            sys.stdout.flush()
+        if not wants_color(self.color, os.environ, self._out):
+            self._out.write("".join(line.text + "\n" for line in lines))
+            self._out.flush()
             return
         from rich.text import Text
 
-        rich = _rich(sys.stdout)
+        rich = _rich(self._out)
         for line in lines:
             rich.print(Text.assemble(*((text, STYLES[style]) for text, style in line.pieces)))
 
     def result(self, text: str) -> None:
         """One plain line of results, to stdout."""
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        self._out.write(text + "\n")
+        self._out.flush()
 
     def progress(self, text: str) -> None:
         """What is being done, to stderr, with the time since the start; silent under -q."""

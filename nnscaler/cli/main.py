@@ -7,6 +7,7 @@ verdict gives exit code 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console = Console(options.color, verbosity(options))
         options.console = console
         command: Command = options.command
-        return int(command(options))
+        with contextlib.redirect_stdout(sys.stderr):  # the model may print; results are the console's
+            return int(command(options))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -65,7 +65,7 @@ def load_model_file(target: str, seed: int) -> ModelFile:
     path = Path(file)
     if not path.is_file():
         raise NnscalerError("no_such_file", f"there is no file {file!r}", help="nnscaler verify-plan path/to/model.py")
-    module = _import(path)
+    module = import_user_file(path)
     build = _function(module, path, factory)
     sample = _function(module, path, "sample_inputs")
     inputs = _called(sample, path, seed, "sample_inputs()")
@@ -87,7 +87,8 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
     return best
 
 
-def _import(path: Path) -> ModuleType:
+def import_user_file(path: Path) -> ModuleType:
+    """The module. Raises NnscalerError `model_import_failed` with the user's own line."""
     from nnscaler.runtime.loader import load_user_module
 
     try:

@@ -79,6 +79,11 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="modules left whole on every rank, by name or pattern such as 'lm_head*'; may be given several times",
     )
+    group.add_argument(
+        "--specialise",
+        action="store_true",
+        help="where the model branches on the values of its data, take the branch that the sample batch takes",
+    )
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

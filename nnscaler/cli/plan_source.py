@@ -43,16 +43,34 @@ def ranks_of(spec: str | None) -> int | None:
 
 
 def _policy(spec: str) -> Callable[[Graph, int], Plan]:
-    from nnscaler.runtime.loader import load_user_module
+    from nnscaler.cli.model_file import import_user_file
 
     file, _, name = spec.partition("::")
     if not Path(file).is_file():
         raise NnscalerError("plan_illegal", f"there is no file {file!r}", help=FORMS)
-    policy: Callable[[Graph, int], Plan] | None = getattr(load_user_module(file), name, None)
+    policy: Callable[[Graph, int], Plan] | None = getattr(import_user_file(Path(file)), name, None)
     if not callable(policy):
         raise NnscalerError(
             "plan_illegal",
             f"{file} has no function {name}",
             help=f"def {name}(graph, ranks): return nnscaler.Plan(...)",
         )
-    return policy
+    return _guarded(policy, file, name)
+
+
+def _guarded(policy: Callable[[Graph, int], Plan], file: str, name: str) -> Callable[[Graph, int], Plan]:
+    """The policy, whose exceptions are the user's and not ours."""
+    from nnscaler.cli.model_file import user_frame
+
+    def guarded(graph: Graph, ranks: int) -> Plan:
+        try:
+            return policy(graph, ranks)
+        except NnscalerError:
+            raise
+        except Exception as error:
+            place = user_frame(error, Path(file).resolve().parent)
+            message = f"the policy {name} of {file} raises {type(error).__name__}: {error}"
+            raise NnscalerError("policy_raised", message, place, f"def {name}(graph, ranks): ...") from error
+
+    guarded.__name__ = name
+    return guarded

@@ -105,6 +105,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
         schedule=options.schedule,
         micro_batches=options.micro_batches,
         replicate=tuple(options.replicate),
+        specialise=options.specialise,
         backend=options.backend or default_backend(ranks),
         steps=options.steps,
         seed=options.seed,
@@ -114,6 +115,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
         model=model.description(),
         reproduce=reproduce_line(),
         server=server,
+        detail=console.detail,
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
 

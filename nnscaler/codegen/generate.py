@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-
 import nnscaler
-from nnscaler.codegen.operators import is_builtin
-from nnscaler.codegen.origins import operator_origins
+from nnscaler.codegen.origins import Origin, operator_files
 from nnscaler.codegen.program import FORMAT, sha256
 from nnscaler.codegen.role_writer import write_role
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram
+from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage
 from nnscaler.scheduling.schedule import Schedule
@@ -26,13 +24,11 @@ def generate(
     schedule: Schedule,
     plan: Plan,
     title: str,
-    functions: Mapping[str, Callable[..., Any] | type] | None = None,
+    origins: Mapping[str, Origin],
 ) -> dict[str, str]:
-    """File name -> source, one per role (the ranks of one pipeline device). `functions`: operators that stand for an
-    unregistered `autograd.Function` of the model."""
+    """File name -> source, one per role (the ranks of one pipeline device). `origins`: where the operators that are
+    not built in are found."""
     graph = communicated.partitioned.graph
-    operators = {op.operator for op in graph.operations if not is_builtin(op.operator)}
-    origins = operator_origins(operators, functions or {})
     sources: dict[str, str] = {}
     for device, order in enumerate(schedule.orders):
         programs = [p for p in communicated.stages if p.stage.device == device]
@@ -49,6 +45,7 @@ def manifest(
     sources: Mapping[str, str],
     signatures: Mapping[str, Signature],
     model: Mapping[str, str],
+    origins: Mapping[str, Origin],
 ) -> dict[str, Any]:
     """What a program is, as JSON data."""
     partitioned = communicated.partitioned
@@ -95,6 +92,7 @@ def manifest(
         ],
         "matmul_flops_divided": matmul_flops_divided(communicated, signatures),
         "unannotated": sorted(missing),
+        "operator_files": operator_files(origins),
     }
 
 

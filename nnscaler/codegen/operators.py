@@ -28,6 +28,18 @@ FACTORIES = frozenset(
         "hann_window",
     }
 )
+# these draw numbers: they are told their stage, their name, and where their result lies
+RANDOM = frozenset(
+    f"nnscaler.{name}"
+    for name in (
+        "dropout",
+        "feature_dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "random_uniform",
+        "random_normal",
+    )
+)
 
 
 @cache

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch._library.custom_ops import OPDEFS
 
 from op_registry.registry import default_registry
+
+from nnscaler.codegen.operators import is_builtin
 
 Origin = tuple[str, str]  # a file, or the dotted name of an installed module; and the qualified name in it
 
@@ -19,7 +22,7 @@ def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[
     `torch.library` definition that some package made. Operators that a process cannot load are left out."""
     registry = default_registry()
     found: dict[str, Origin] = {}
-    for operator in sorted(operators):
+    for operator in sorted({o for o in operators if not is_builtin(o)}):
         spec = registry.lookup(operator)
         definition = OPDEFS.get("::".join(operator.split(".")[:2]))
         if spec is not None and spec.where is not None:
@@ -29,6 +32,17 @@ def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[
         elif definition is not None:
             found[operator] = origin_of(definition._init_fn)
     return found
+
+
+def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
+    """File name, as it stands in rank programs -> file. The programs themselves name no folder of this machine."""
+    return {Path(file).name: file for file, _ in origins.values() if file.endswith(".py")}
+
+
+def written(origin: Origin) -> Origin:
+    """The origin as it stands in a rank program."""
+    file, qualname = origin
+    return (Path(file).name if file.endswith(".py") else file), qualname
 
 
 def origin_of(thing: Callable[..., Any] | type) -> Origin:

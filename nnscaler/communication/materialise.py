@@ -112,12 +112,10 @@ def _localise(
 
 
 def _obtain(builders: list[StageBuilder], builder: StageBuilder, name: str, layout: Layout, prepare: bool) -> Version:
-    if not prepare and not builder.known(name):
-        made = builder.known(name, prepare=True)
-        if made:
-            _pass_on(builder, name)
-        elif builder.graph.tensors[name].role != "input":
+    if not prepare and not builder.known(name) and builder.graph.tensors[name].role != "input":
+        if not builder.known(name, prepare=True):
             return bring(builders, builder, name, layout)
+        _pass_on(builder, name)
     return builder.obtain(name, layout, prepare)
 
 

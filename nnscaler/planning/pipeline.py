@@ -24,7 +24,7 @@ def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, ch
         written = sum(graph.tensors[n].elements for n in op.outputs if n is not None)
         return 3.0 * signatures[op.name].flops + written
 
-    random = frozenset(name for name, s in signatures.items() if s.spec is not None and s.spec.random)
+    random = frozenset(s.spec.name for s in signatures.values() if s.spec is not None and s.spec.random)
     if chunks > 1:
         partition_stages(graph, devices, cost, random=random)  # refuses more devices than layers
     found = partition_stages(graph, stages, cost, finer=chunks > 1, random=random)

@@ -64,18 +64,22 @@ def tensor_parallel(
 ) -> tuple[Step, ...]:
     """Steps for every operation on `axis`. Operations in `whole` are replicated. `made`: the choices on other axes,
     with which the new ones must be legal together."""
-    options = {
-        op.name: tuple(
-            choice
-            for choice in found
-            if made is None
-            or isinstance(choice, RunInvariant)
-            or not explain_illegal_choices(
-                graph, op, signatures[op.name], (*made[op.name], choice), (*axes, (axis, parts))
-            )
-        )
-        for op, found in zip(graph.operations, _options(graph, signatures, parts, whole).values(), strict=True)
-    }
+    candidates = _options(graph, signatures, parts, whole)
+    every = (*axes, (axis, parts))
+
+    def together(op: Operation, choice: Choice) -> bool:
+        if made is None or isinstance(choice, RunInvariant):
+            return True
+        return not explain_illegal_choices(graph, op, signatures[op.name], (*made[op.name], choice), every)
+
+    options = {op.name: tuple(c for c in candidates[op.name] if together(op, c)) for op in graph.operations}
+    return steps_of(graph, axis, _search(graph, signatures, parts, options))
+
+
+def _search(
+    graph: Graph, signatures: Mapping[str, Signature], parts: int, options: Mapping[str, tuple[Choice, ...]]
+) -> dict[str, Choice]:
+    """The cheapest of these options for every operation."""
     last_use = {name: i for i, op in enumerate(graph.operations) for name in op.inputs}
     cache: dict[Any, list[_Outcome]] = {}
     beam: dict[Frontier, _Path] = {(): _Path(0.0, None, None)}
@@ -90,19 +94,17 @@ def tensor_parallel(
                     if name is not None:
                         after[name] = frozenset((state,))
                 kept = tuple(sorted((n, v) for n, v in after.items() if last_use.get(n, -1) > i or n == graph.loss))
-                key = tuple((n, v) for n, v in kept)
                 cost = path.cost + outcome.cost
-                best = following.get(key)
+                best = following.get(kept)
                 if best is None or cost < best.cost:
-                    following[key] = _Path(cost, outcome.choice, path)
-        cheapest = sorted(following.items(), key=lambda item: item[1].cost)[:BEAM]
-        beam = dict(cheapest)
+                    following[kept] = _Path(cost, outcome.choice, path)
+        beam = dict(sorted(following.items(), key=lambda item: item[1].cost)[:BEAM])
     chosen: list[Choice] = []
-    path_end: _Path | None = min(beam.values(), key=lambda p: p.cost)
-    while path_end is not None and path_end.choice is not None:
-        chosen.append(path_end.choice)
-        path_end = path_end.before
-    return steps_of(graph, axis, dict(zip((op.name for op in graph.operations), reversed(chosen), strict=True)))
+    end: _Path | None = min(beam.values(), key=lambda p: p.cost)
+    while end is not None and end.choice is not None:
+        chosen.append(end.choice)
+        end = end.before
+    return dict(zip((op.name for op in graph.operations), reversed(chosen), strict=True))
 
 
 def _options(

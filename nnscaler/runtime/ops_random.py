@@ -1,7 +1,10 @@
-"""Dropout whose mask is a function of (seed, operation, step, logical coordinates) and of nothing else.
+"""Random numbers that are a function of (seed, operation, step, logical coordinates) and of nothing else.
 
-So ranks that hold the same elements drop the same ones, ranks that hold different elements differ, a mask does not
-depend on the mesh, and recomputing gives the same mask. torch's own CPU generator is one per process, and cannot.
+So ranks that hold the same elements draw the same numbers, ranks that hold different elements differ, a draw does not
+depend on the mesh, and recomputing gives the same draw. torch's own generator is one per process, and cannot.
+
+A run that is compared with the model (`dropout=False`) has no dropout, and its other draws are a function of the
+logical coordinates alone, so that the eager model can be given the same ones.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import logical_coordinates
 
 _WRAP = 1 << 64
+_SELU_LIMIT = -1.7580993408473766
 
 
 def dropout(
@@ -36,9 +40,107 @@ def dropout(
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    coordinates = logical_coordinates(tuple(logical_shape), states or {}, stage.sizes(), stage.coordinates(), x.device)
-    noise = uniform(stage.context.seed, name, stage.context.step, coordinates, tuple(logical_shape))
-    return torch.where(noise >= p, x / (1.0 - p), 0.0)
+    kept = _noise(stage, name, states, logical_shape, x.device) >= p
+    return torch.where(kept, x / (1.0 - p), 0.0)
+
+
+def feature_dropout(
+    x: Tensor,
+    p: float,
+    stage: Stage | None = None,
+    name: str = "",
+    states: Mapping[str, State] | None = None,
+    logical_shape: Sequence[int] = (),
+) -> Tensor:
+    """`dropout` of whole channels: one draw for each index of the first two dims."""
+    if stage is None or not stage.context.dropout or p == 0.0:
+        return x.view_as(x)
+    if p >= 1.0:
+        return x * 0.0
+    kept = _noise(stage, name, states, logical_shape, x.device, dims=2) >= p
+    return torch.where(kept, x / (1.0 - p), 0.0)
+
+
+def alpha_dropout(
+    x: Tensor,
+    p: float,
+    stage: Stage | None = None,
+    name: str = "",
+    states: Mapping[str, State] | None = None,
+    logical_shape: Sequence[int] = (),
+    dims: int | None = None,
+) -> Tensor:
+    """What is dropped becomes SELU's negative limit, and mean and variance are kept; other arguments as `dropout`."""
+    if stage is None or not stage.context.dropout or p == 0.0:
+        return x.view_as(x)
+    if p >= 1.0:
+        return x * 0.0
+    kept = _noise(stage, name, states, logical_shape, x.device, dims) >= p
+    scale = ((1.0 - p) * (1.0 + p * _SELU_LIMIT**2)) ** -0.5
+    return torch.where(kept, x, _SELU_LIMIT) * scale - scale * p * _SELU_LIMIT
+
+
+def feature_alpha_dropout(
+    x: Tensor,
+    p: float,
+    stage: Stage | None = None,
+    name: str = "",
+    states: Mapping[str, State] | None = None,
+    logical_shape: Sequence[int] = (),
+) -> Tensor:
+    """`alpha_dropout` of whole channels: one draw for each index of the first two dims."""
+    return alpha_dropout(x, p, stage, name, states, logical_shape, dims=2)
+
+
+def random_uniform(
+    size: Sequence[int],
+    dtype: torch.dtype,
+    stage: Stage | None = None,
+    name: str = "",
+    states: Mapping[str, State] | None = None,
+    logical_shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Numbers in (0, 1), this rank's `size` of the `logical_shape`; other arguments as `dropout`.
+
+    Without a stage, or when the executor was told so, they depend on their place alone.
+    """
+    shape = tuple(size if logical_shape is None else logical_shape)
+    where: torch.device | str = device or (stage.device if stage is not None else "cpu")
+    return (_noise(stage, name, states, shape, where) + 2.0**-54).to(dtype)
+
+
+def random_normal(
+    size: Sequence[int],
+    dtype: torch.dtype,
+    stage: Stage | None = None,
+    name: str = "",
+    states: Mapping[str, State] | None = None,
+    logical_shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """As `random_uniform`, with mean 0 and variance 1."""
+    draw = random_uniform(size, torch.float64, stage, name, states, logical_shape, device)
+    return (torch.erfinv(2.0 * draw - 1.0) * 2.0**0.5).to(dtype)
+
+
+def _noise(
+    stage: Stage | None,
+    name: str,
+    states: Mapping[str, State] | None,
+    logical_shape: Sequence[int],
+    device: torch.device | str,
+    dims: int | None = None,
+) -> Tensor:
+    """Float64 numbers in [0, 1) for this rank's elements. `dims`: as many leading dims differ, the others share."""
+    shape = tuple(logical_shape)
+    sizes, place = (stage.sizes(), stage.coordinates()) if stage is not None else ({}, {})
+    coordinates = logical_coordinates(shape, states or {}, sizes, place, device)
+    if dims is not None:
+        coordinates = [c if i < dims else c[:1] * 0 for i, c in enumerate(coordinates)]
+    if stage is None or not stage.context.dropout:
+        return uniform(0, "", 0, coordinates, shape)
+    return uniform(stage.context.seed, name, stage.context.step, coordinates, shape)
 
 
 def uniform(seed: int, name: str, step: int, coordinates: Sequence[Tensor], logical_shape: Sequence[int]) -> Tensor:

@@ -1,6 +1,9 @@
-"""Operators on one shard of a larger tensor: vocabulary-parallel embedding, and batch norm with explicit statistics."""
+"""Operators on one shard of a larger tensor: vocabulary-parallel embedding, batch norm with explicit statistics, and a
+product by groups that knows every dtype and stride."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,3 +37,17 @@ def batch_norm(
     variance = None if running_var is None else running_var.detach().clone()
     y = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
     return y, mean, variance
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """[m, k], [g, k, n], [g] -> [m, n]: rows of `a` by the matrix of their group. Group g ends before row ends[g];
+    rows after the last group are zero.
+
+    torch's kernel has no float64, and wants strides of 16 bytes, which a shard need not have.
+    """
+    aligned = all(t.is_contiguous() and t.shape[-1] * t.element_size() % 16 == 0 for t in (a, b))
+    if aligned and a.dtype in (torch.bfloat16, torch.float16) and a.is_cuda:
+        return torch._grouped_mm(a, b, offs=ends)
+    bounds = [0, *ends.tolist()]
+    rows = [a[start:end] @ b[g] for g, (start, end) in enumerate(pairwise(bounds))]
+    return torch.cat([*rows, a[bounds[-1] :] @ b[0] * 0.0])

@@ -7,7 +7,8 @@ one global order (by their ranks), so two ranks that share several groups meet i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import unravel
 
 BUCKET_BYTES = 25 * 2**20
+_NAMED = 3  # parameters of a bucket that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,22 @@ def reduce_gradients(
         group = bucket[0][0]
         values = [local[key] for key in bucket]
         if len(group) > 1:
-            values = _reduce_together(values, group, communicator)
+            with _told(communicator, bucket):
+                values = _reduce_together(values, group, communicator)
         summed.update(zip(bucket, values, strict=True))
     return [summed[held.group, str(gradient.dtype), held] for held, gradient in gradients]
+
+
+@contextmanager
+def _told(communicator: Communicator, bucket: Sequence[tuple[tuple[int, ...], str, Holding]]) -> Iterator[None]:
+    """Calls inside are recorded with the parameters whose gradients they sum."""
+    named, more = [f"`{key[2].fqn}`" for key in bucket[:_NAMED]], len(bucket) - _NAMED
+    before = communicator.context
+    communicator.context = f"the gradient sum of {', '.join(named)}" + (f" and {more} more" if more > 0 else "")
+    try:
+        yield
+    finally:
+        communicator.context = before
 
 
 def _buckets(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -23,9 +24,10 @@ def user_operators(**operators: Origin) -> SimpleNamespace:
     """A namespace with a callable for each operator.
 
     `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
-    "namespace.name.overload" of an operator of torch.library. The file is where it was registered; one that is not
-    absolute is looked for beside the role file, then in the current folder; it is imported if the operator is not in
-    this process. A dotted name instead of a file is a module of an installed package. Raises ProgramError, which names operator and file, when it cannot be found.
+    "namespace.name.overload" of an operator of torch.library. The file is where it was registered, or the dotted name
+    of a module of an installed package. It is imported if the operator is not in this process; a file that is not
+    absolute is looked for beside the role file, where it was when the program was compiled, and in the current folder.
+    Raises ProgramError, which names operator and file, when it cannot be found.
     """
     caller = sys._getframe(1).f_globals.get("__file__")
     beside = Path(caller).parent if caller else Path.cwd()
@@ -95,10 +97,19 @@ def _attribute(start: Any, names: list[str]) -> Any:
     return start
 
 
+def _recorded(file: str, beside: Path) -> Path:
+    """Where the file was when the program was compiled, by the program's manifest."""
+    try:
+        manifest = json.loads((beside / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return beside / file
+    return Path(manifest.get("operator_files", {}).get(file, file))
+
+
 def _locate(file: str, beside: Path) -> Path | None:
     if not file:
         return None
-    for candidate in (Path(file), beside / file):
+    for candidate in (beside / file, _recorded(file, beside), Path(file)):
         if candidate.is_file():
             return candidate.resolve()
     return None

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.utils.checkpoint import CheckpointFunction
 
 from op_registry.spec import SourceLocation
+
+from nnscaler.errors import NnscalerError
 
 NAMESPACE = "nnscaler_function"
 
@@ -94,6 +97,7 @@ class OpaqueFunctions:
         """The operator for this call, defined at the first one."""
         kinds = tuple(_kind(a) for a in args)
         constants = tuple((i, a) for i, (kind, a) in enumerate(zip(kinds, args, strict=True)) if kind is None)
+        _refuse_modules(cls, constants)
         outputs = _count_outputs(cls, args)
         key = (cls, kinds, tuple((i, id(a)) for i, a in constants), outputs)
         if key not in self._by_key:
@@ -132,6 +136,8 @@ def opaque_autograd_functions() -> Iterator[OpaqueFunctions]:
         # inside the body of an operator nothing is recorded: there the function is itself
         if kwargs or get_proxy_mode() is None:
             return _REAL_APPLY(cls, *args, **kwargs)
+        if cls is CheckpointFunction:  # computes its first argument, and only stores less
+            return args[0](*args[2:])
         operator = functions.operator(cls, args)
         return operator(*(a for a in args if _kind(a) is not None))
 
@@ -141,6 +147,19 @@ def opaque_autograd_functions() -> Iterator[OpaqueFunctions]:
         yield functions
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+def _refuse_modules(cls: type[torch.autograd.Function], constants: tuple[tuple[int, Any], ...]) -> None:
+    """Parameters behind an argument would be read from the traced module, and get no gradient from the program."""
+    for _, value in constants:
+        owner = getattr(value, "__self__", value)
+        if isinstance(owner, nn.Module) and any(True for _ in owner.parameters()):
+            raise NnscalerError(
+                "trace_failed",
+                f"autograd.Function {cls.__name__} is given a module, whose parameters no program would train",
+                OpaqueFunction("", cls).where,
+                f"give {cls.__name__}.apply the parameters themselves",
+            )
 
 
 def _kind(value: Any) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -24,15 +25,18 @@ _HELP_DATA = (
     "the model looks at the values of its data (`.item()`, `if tensor:`, a boolean index). Move that out of the "
     "model, or put it in a function and register it: @nnscaler.register_op"
 )
+_HELP_BRANCH = "to take the branch that the sample batch takes: the program is then right for such batches only"
+_READS_NUMBER = "Could not extract specialized"
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
 
 
 def export_loss(
-    module: nn.Module, tensors: tuple[Tensor, ...]
+    module: nn.Module, tensors: tuple[Tensor, ...], specialise: bool = False
 ) -> tuple[ExportedProgram, Mapping[str, OpaqueFunction], tuple[str, ...]]:
     """The training IR of a module that returns its loss, its unregistered autograd.Functions, and notes for the user.
 
-    Falls back to `draft_export`, which follows the branch that this batch takes, with a note.
+    `specialise`: where the model branches on the values of data, follow the branch that this batch takes (by
+    `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
     Raises NnscalerError "trace_failed".
     """
     with opaque_autograd_functions() as opaque:
@@ -43,6 +47,10 @@ def export_loss(
         except NnscalerError:
             raise
         except _DATA_DEPENDENT as error:
+            if _READS_NUMBER in str(error):  # a draft would keep the number that this batch gives for all steps
+                raise _trace_failed(error, _HELP_DATA) from None
+            if not specialise:
+                raise _trace_failed(error, f"{_HELP_DATA}; or pass --specialise {_HELP_BRANCH}") from None
             first = error
         except Exception as error:  # noqa: BLE001 - export raises whatever the model raises
             raise _trace_failed(error, _HELP_OTHER) from None
@@ -86,9 +94,13 @@ def _quiet() -> Iterator[None]:
     sink: Any = io.StringIO()
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    # checks of torch.distributions look at data, and compute nothing
+    validates = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
     try:
         with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        Distribution.set_default_validate_args(validates)

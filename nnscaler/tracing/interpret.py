@@ -20,14 +20,17 @@ from nnscaler.tracing.precision import exact_dtype, exact_tensor
 
 # operator -> (position, value that drops nothing)
 _RANDOM_ARGUMENTS: dict[str, tuple[int, Any]] = {
-    "aten.feature_dropout.default": (2, False),
-    "aten.alpha_dropout.default": (2, False),
-    "aten.feature_alpha_dropout.default": (2, False),
     "aten.scaled_dot_product_attention.default": (4, 0.0),
     "aten.lstm.input": (5, 0.0),
     "aten.gru.input": (5, 0.0),
     "aten.rnn_tanh.input": (5, 0.0),
     "aten.rnn_relu.input": (5, 0.0),
+}
+_DROPOUTS: dict[str, Callable[..., Tensor]] = {
+    "nnscaler.dropout": torch.dropout,
+    "nnscaler.feature_dropout": torch.feature_dropout,
+    "nnscaler.alpha_dropout": torch.alpha_dropout,
+    "nnscaler.feature_alpha_dropout": torch.feature_alpha_dropout,
 }
 
 
@@ -109,8 +112,8 @@ class _Given:
 def _callable(operation: Operation, dropout: bool, device: torch.device) -> Callable[..., Any]:
     """What runs the operation's operator: one of ours, a user's function, or torch's."""
     name = operation.operator
-    if name == "nnscaler.dropout":
-        return lambda x, p: torch.dropout(x, p, dropout)
+    if name in _DROPOUTS:
+        return lambda x, p: _DROPOUTS[name](x, p, dropout)
     if name.startswith("nnscaler."):
         return getattr(ops, name.removeprefix("nnscaler."))
     spec = default_registry().lookup(name)

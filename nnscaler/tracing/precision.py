@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from nnscaler.runtime.ops_tensor import grouped_mm
+from nnscaler.tracing.draws import DRAWING, FixedDraws
+
 # function -> (position of the probability, its name, default)
 _DROPOUTS: dict[Any, tuple[int, str, float]] = {
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
@@ -33,6 +36,7 @@ _DROPOUTS: dict[Any, tuple[int, str, float]] = {
     F.alpha_dropout: (1, "p", 0.5),
     F.feature_alpha_dropout: (1, "p", 0.5),
 }
+_GROUPED: frozenset[Any] = frozenset((F.grouped_mm, torch._grouped_mm))
 _NAMED_CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double))
 # these turn Python numbers into tensors, which a trace records as constants of the model's own dtype
 _FROM_DATA = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
@@ -54,7 +58,8 @@ def exact_tensor(tensor: Tensor, floating: torch.dtype = torch.float64) -> Tenso
 
 @contextmanager
 def exact(module: nn.Module | None = None, *, dtype: str = "float64", dropout: bool = False) -> Iterator[None]:
-    """While open, every floating dtype that code asks for is `dtype`, and no dropout drops anything (unless asked).
+    """While open, every floating dtype that code asks for is `dtype`, no dropout drops anything (unless asked), and
+    other random numbers are those that a compared program draws.
 
     `module` is converted, for good: give it a copy.
     """
@@ -72,7 +77,7 @@ def exact(module: nn.Module | None = None, *, dtype: str = "float64", dropout: b
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """While open, no dropout drops anything; dtypes are the model's own."""
+    """While open, no dropout drops anything and random numbers are fixed; dtypes are the model's own."""
     with _ExactMode(None, torch.get_default_dtype(), False):
         yield
 
@@ -107,11 +112,21 @@ class _ExactMode(TorchFunctionMode):
         given = list(args)
         if not self._dropout and func in _DROPOUTS:
             _keep_everything(_DROPOUTS[func], given, named)
+        if not self._dropout and func in DRAWING:
+            with FixedDraws():
+                return self._run(func, given, named)
+        return self._run(func, given, named)
+
+    def _run(self, func: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
+        """Calls `func`, with the dtypes of the exact run."""
         floating = self._floating
         if floating is None:
             return func(*given, **named)
         if func in _FROM_DATA and not (given and isinstance(given[0], Tensor)):
             return exact_tensor(self._as_recorded(func, given, named), floating)
+        if func in _GROUPED and given[0].dtype == torch.float64 and (given[0].ndim, given[1].ndim) == (2, 3):
+            ends = given[2] if len(given) > 2 else named["offs"]
+            return grouped_mm(given[0], given[1], ends)  # torch has no kernel for it
         if func in _NAMED_CASTS:
             return given[0].to(exact_dtype(floating, floating), **named)
         return func(

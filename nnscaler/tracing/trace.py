@@ -38,11 +38,12 @@ class Traced:
     sample: SampleInputs | None = None
 
 
-def trace(module: nn.Module, sample_inputs: Any, *, self_check: bool = True) -> Traced:
+def trace(module: nn.Module, sample_inputs: Any, *, self_check: bool = True, specialise: bool = False) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
 
     The module is traced in train mode, with the shapes of the sample. Parameters may be on the meta device.
     `self_check` compares loss, gradients and buffers of the graph with the module's own on the sample batch.
+    `specialise` takes the branch that the sample batch takes where the model looks at data, with a note.
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
     sample = flatten_inputs(module, sample_inputs)
@@ -50,7 +51,7 @@ def trace(module: nn.Module, sample_inputs: Any, *, self_check: bool = True) -> 
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())
     wrapper = LossModule(module, sample)
     with training(module):
-        program, opaque, notes = export_loss(wrapper, tensors)
+        program, opaque, notes = export_loss(wrapper, tensors, specialise)
         imported = import_program(program, module, tuple(sample.tensors))
         graph = run_passes(imported.raw)
     if self_check and not meta:

@@ -38,8 +38,7 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
             of_mesh[mesh] = _choose(graph, signatures, plan, mesh, here)
     recompute = {
         op.name: f"recompute_{i}"
-        for i, step in enumerate(plan.steps)
-        if isinstance(step, RecomputeStep)
+        for i, step in enumerate(s for s in plan.steps if isinstance(s, RecomputeStep))
         for op in select(graph, step.operations)
     }
     placements = {

@@ -49,7 +49,7 @@ def operand_state(operand: BoundOperand, identifiers: Sequence[str], split: Spli
 
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
     """The state that each input slot needs on an axis with this choice."""
-    count = len(signature.call.tensors())
+    count = signature.inputs
     match choice:
         case RunInvariant():
             return (INVARIANT,) * count

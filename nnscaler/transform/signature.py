@@ -32,6 +32,11 @@ class Signature:
     reason: str = ""  # why there is no annotation, when the annotation refuses this call
 
     @cached_property
+    def inputs(self) -> int:
+        """The number of input slots."""
+        return len(self.call.tensors())
+
+    @cached_property
     def identifiers(self) -> tuple[str, ...]:
         """Identifiers that some choice may split: neither frozen nor of size 1."""
         if self.bound is None:

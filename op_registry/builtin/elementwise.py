@@ -76,5 +76,8 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.lerp.Scalar", broadcasting, linear=linear_in({0, 1})),
     OperatorSpec("aten.view_as_complex.default", "* 2 -> *", linear=_FIRST),
     OperatorSpec("aten.view_as_real.default", "* -> * 2", linear=_FIRST),
-    OperatorSpec("nnscaler.dropout", "* -> *", random=True),
+    *(
+        OperatorSpec(f"nnscaler.{name}", "* -> *", random=True)
+        for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    ),
 )

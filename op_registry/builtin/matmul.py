@@ -125,11 +125,10 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.outer.default", "m, n -> m n", linear=_EITHER, flops=product_flops),
     OperatorSpec("aten.addmm.default", _addmm, linear=_EITHER_AND_FIRST, flops=product_flops),
     OperatorSpec("aten.baddbmm.default", _baddbmm, linear=_EITHER_AND_FIRST, flops=product_flops),
-    OperatorSpec(  # rows are sorted by group, and the last operand says where each group ends
-        "transformers.grouped_mm_fallback.default",
-        "m^ k+, g^ k+ n, g^ -> m^ n",
-        linear=_EITHER,
-        flops=_grouped_flops,
+    *(
+        # rows are sorted by group, and the last operand says where each group ends
+        OperatorSpec(name, "m^ k+, g^ k+ n, g^ -> m^ n", linear=_EITHER, flops=_grouped_flops)
+        for name in ("transformers.grouped_mm_fallback.default", "nnscaler.grouped_mm")
     ),
     OperatorSpec("aten.einsum.default", _einsum, linear=_multilinear, flops=product_flops),
 )

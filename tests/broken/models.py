@@ -97,3 +97,25 @@ def images() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(8, 3, 7, 6, generator=generator)
     return {"pixels": pixels, "labels": torch.randint(0, 5, (8,), generator=generator)}
+
+
+class Perceptron(nn.Module):
+    """Nothing but two linear layers: what is quick to start in processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 10), nn.Linear(10, 5)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.layers
+        return (second(torch.tanh(first(x))) - y).square().mean()
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return Perceptron()
+
+
+def points() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(12, 7, generator=generator), "y": torch.randn(12, 5, generator=generator)}

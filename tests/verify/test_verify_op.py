@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from op_registry.spec import OperatorSpec
+
 import verify
 from nnscaler.errors import NnscalerError
 from verify import Verdict
 from verify.catalogue import CODES
+from verify.op_checks.builtin_samples import SAMPLES
+from verify.operators import verify_spec
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -224,3 +228,37 @@ def test_unknown_names_suggest_near_ones() -> None:
 def test_an_annotation_outside_the_language_is_an_error() -> None:
     with pytest.raises(NnscalerError):
         verify.verify_op(matmul, annotation="m k+ k+ n -> m n ->")
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_builtin_operators(name: str) -> None:
+    report = verify.verify_op(name)
+    assert report.exit_code == 0, report.to_json()
+
+
+def test_a_wrong_linear_set_is_refuted() -> None:
+    """Called linear, an affine function would get its constant added once per rank."""
+
+    def shift(x: Tensor) -> Tensor:
+        return x + 1.0
+
+    spec = OperatorSpec("shift", "a b -> a b", linear=(frozenset({0}),), target=shift)
+    report = verify_spec(spec, 0, None)
+    assert report.exit_code == 1
+    assert report.findings[0].code == "linear_set_wrong"
+
+
+def test_sample_inputs_are_used() -> None:
+    def look_up(table: Tensor, ids: Tensor) -> Tensor:
+        return table[ids]
+
+    def sample() -> dict[str, Tensor]:
+        return {"table": torch.randn(10, 6), "ids": torch.randint(0, 10, (4, 3))}
+
+    right = OperatorSpec("look_up", "v^ d, b t -> b t d", target=look_up, sample_inputs=sample)
+    assert verify_spec(right, 0, None).exit_code == 0
+    wrong = OperatorSpec("look_up", "v+ d, b t -> b t d", target=look_up, sample_inputs=sample)
+    report = verify_spec(wrong, 0, None)  # a shard of the table raises for ids beyond it, or gives another row
+    assert report.exit_code == 1
+    assert report.findings[0].code in ("shard_raises", "annotation_wrong")
+    assert report.findings[0].counter_example["identifier"] == "v"

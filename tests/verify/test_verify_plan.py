@@ -92,7 +92,7 @@ def test_a_model_that_computes_nan_is_inconclusive() -> None:
 
 # -- planted bugs: (name, file, text, replacement, code of the first finding, tensor that it names) -------------------
 
-LAST_UP = '"layers.0.up.weight", (24, 8), "float32", {"tp": Sharded(0)}, reduce=(\'dp\',)'
+LAST_UP = '"layers.0.up.weight", (24, 8), "float32", {"tp": Sharded(0)}, reduce=("dp",)'
 PLANTED = [
     ("forward reduction missing", 0, "comm.all_reduce(linear_1, self.tp)", "linear_1", "tensor_differs", "linear_1"),
     (
@@ -131,7 +131,7 @@ PLANTED = [
     (
         "gradient summed twice",
         0,
-        '"layers.0.norm.weight", (8,), "float32", {}, reduce=(\'dp\',)',
+        '"layers.0.norm.weight", (8,), "float32", {}, reduce=("dp",)',
         "\"layers.0.norm.weight\", (8,), \"float32\", {}, reduce=('dp', 'tp')",
         "gradient_differs",
         "layers.0.norm.weight",
@@ -256,3 +256,10 @@ def test_a_folder_without_a_program_is_an_error(tmp_path: Path, tiny: Factory, b
     with pytest.raises(NnscalerError) as caught:
         verified(tmp_path, tiny, batch)
     assert caught.value.code == "not_a_program"
+
+
+def test_a_rank_that_exits_is_refuted(program: Path, tiny: Factory, batch: Batch) -> None:
+    edit(program, 0, "gelu = aten.gelu(linear)", "raise SystemExit('enough')")
+    report = verified(program, tiny, batch)
+    assert report.exit_code == 1
+    assert report.findings[0].code == "rank_raises" and "enough" in report.findings[0].message

@@ -66,7 +66,7 @@ SAMPLES: Mapping[str, Callable[[], list[Arguments]]] = MappingProxyType(
         "aten.reshape.default": lambda: [(_floats(6, 12, 5), [72, 5]), (_floats(6, 36), [6, 12, -1])],
         "aten.transpose.int": lambda: [(_floats(6, 12, 5), 1, 2)],
         "aten.permute.default": lambda: [(_floats(6, 12, 18), [2, 0, 1])],
-        "aten.expand.default": lambda: [(_floats(6, 1, 12), [6, 5, 12])],
+        "aten.expand.default": lambda: [(_floats(6, 1, 12), [6, 18, 12])],
         "aten.unsqueeze.default": lambda: [(_floats(6, 12), 1)],
         "aten.squeeze.dim": lambda: [(_floats(6, 1, 12), 1)],
         "aten.flatten.using_ints": lambda: [(_floats(6, 12, 5), 1)],

@@ -21,7 +21,7 @@ SHOWN = 5  # findings of one check; the count says how many there are
 @dataclass(frozen=True)
 class Comparison:
     """`parameters` and `buffers`: what the stages declare. `places`: where in the model a parameter is first used.
-    `names`: all names of each tensor of the model."""
+    `names`: all names of each tensor of the model. `loss`: the tensor of the graph."""
 
     reference: Trajectory
     results: tuple[RankResult, ...]
@@ -31,6 +31,8 @@ class Comparison:
     places: Mapping[str, SourceLocation]
     tolerance: Tolerance
     steps: int
+    loss: str = "loss"
+    loss_place: SourceLocation | None = None
 
     def place(self, name: str) -> SourceLocation | None:
         """Where the model uses this parameter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verify.compare import difference, family_scale, is_finite
 from verify.finding import Finding
+from verify.plan_checks.cause import CLOSE
 from verify.plan_checks.context import Comparison, Outcome, Tally
 from verify.verdict import Verdict
 
@@ -16,6 +17,7 @@ def check(comparison: Comparison) -> Outcome:
         known = [(r.rank, loss) for r in comparison.results if (loss := r.losses[step]) is not None]
         if not known:
             tally.add(Verdict.REFUTED, Finding("loss_missing", f"no rank returns the loss of step {step}"))
+        cause = _unsummed([float(loss) for _, loss in known], float(expected))
         for rank, actual in known:
             found = difference(actual, expected, scale)
             key = ("loss", step, "")
@@ -25,8 +27,10 @@ def check(comparison: Comparison) -> Outcome:
                 code = "loss_differs" if is_finite(actual) else "not_finite"
                 finding = Finding(
                     _code(verdict, code),
-                    f"the loss of step {step} differs on rank {rank}: {found}",
-                    counter_example={
+                    f"the loss of step {step}, `{comparison.loss}`, differs on rank {rank}: {found}",
+                    comparison.loss_place,
+                    {
+                        "tensor": comparison.loss,
                         "step": str(step),
                         "rank": str(rank),
                         "expected": f"{found.expected:.17g}",
@@ -34,6 +38,7 @@ def check(comparison: Comparison) -> Outcome:
                         "relative difference": f"{found.relative:.3g}",
                         "allowed": f"{comparison.tolerance.allowed(key):.3g}",
                     },
+                    cause,
                 )
             # one finding a step: the others only repeat it
             repeated = any(
@@ -43,6 +48,15 @@ def check(comparison: Comparison) -> Outcome:
             )
             tally.add(verdict, None if repeated else finding, found.relative)
     return tally.outcome()
+
+
+def _unsummed(losses: list[float], expected: float) -> str | None:
+    """Each rank knows its own part; several may know the same."""
+    if len(set(losses)) < 2:
+        return None
+    if all(abs(sum(losses) - copies * expected) > CLOSE * abs(expected) for copies in range(1, len(losses))):
+        return None
+    return "the losses of the ranks add up to the model's: each is a part of a sum that nobody took"
 
 
 def _code(verdict: Verdict, code: str) -> str:

@@ -8,6 +8,8 @@ from nnscaler.tracing.passes.dead_code import remove_dead_code
 from nnscaler.tracing.passes.identities import drop_identities
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.needs_grad import mark_needs_grad
+from nnscaler.tracing.passes.promotions import spell_promotions
+from nnscaler.tracing.passes.random_draws import lower_random_draws
 from nnscaler.tracing.passes.shapes import spell_shapes
 from nnscaler.tracing.passes.tile_slices import tile_slices
 from nnscaler.tracing.raw import RawGraph
@@ -19,6 +21,8 @@ def run_passes(raw: RawGraph) -> Graph:
     graph = drop_identities(graph)
     graph = remove_dead_code(graph)
     graph = spell_shapes(graph)
+    graph = spell_promotions(graph)
+    graph = lower_random_draws(graph)
     graph = lower_cross_entropy(graph)
     graph = lower_attention_dropout(graph)
     graph = tile_slices(graph)

@@ -27,13 +27,14 @@ _CASTS = frozenset(
 _DROPOUTS = frozenset(
     f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
 )
+_GROUPED = "aten._grouped_mm.default"
 _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 
 
 def drop_identities(graph: Graph) -> Graph:
     """Without aliases, copies, casts to the same dtype, reshapes, slices and expansions to the same shape, adding 0,
     dropout that drops nothing, detaching of what has no gradient, and concatenation with nothing. Casts become
-    `aten.to.dtype(x, dtype)`, dropout becomes `nnscaler.dropout(x, p)`.
+    `aten.to.dtype(x, dtype)`, dropouts become `nnscaler.dropout(x, p)` and its like.
     """
     differentiable = needing_grad(graph)
     builder = Builder(graph)
@@ -98,8 +99,13 @@ def _respelled(operation: Operation, builder: Builder) -> bool:
         builder.emit(
             "aten.to.dtype", (args[0], DType(output.dtype)), outputs=outputs, like=operation, name=operation.name
         )
-    elif kind == "aten.dropout.default":
-        builder.emit("nnscaler.dropout", args[:2], outputs=outputs, like=operation, name=operation.name)
+    elif kind in _DROPOUTS:
+        ours = kind.replace("aten.", "nnscaler.").removesuffix(".default")
+        builder.emit(ours, args[:2], outputs=outputs, like=operation, name=operation.name)
+    elif kind == _GROUPED and len(builder.tensor(args[1].name).shape) == 3 and args[2:3] and not any(args[3:]):
+        if len(builder.tensor(args[0].name).shape) != 2 or kwargs:
+            return False
+        builder.emit("nnscaler.grouped_mm", args[:3], outputs=outputs, like=operation, name=operation.name)
     elif kind == "aten.detach_.default":
         builder.emit("aten.detach.default", args, outputs=outputs, like=operation, name=operation.name)
     elif kind == "aten.slice.Tensor":

@@ -78,9 +78,17 @@ class Branches(Model):
         return h.pow(2).sum()
 
 
-def test_a_branch_on_data_is_fixed_with_a_warning() -> None:
+def test_a_branch_on_data_is_refused_at_the_users_line() -> None:
+    with pytest.raises(NnscalerError) as caught:
+        trace(Branches(), (X,))
+    assert caught.value.code == "trace_failed"
+    assert caught.value.where is not None and "if x.sum() > 1000" in caught.value.where.text
+    assert "--specialise" in (caught.value.help or "")
+
+
+def test_the_branch_of_the_sample_is_taken_when_asked_for() -> None:
     with pytest.warns(UserWarning, match=r"only the one that the sample batch takes"):
-        traced = trace(Branches(), (X,))
+        traced = trace(Branches(), (X,), specialise=True)
     assert any("aten.pow" in op.operator for op in traced.graph.operations)
     assert len(traced.notes) == 1
     assert "test_errors.py" in traced.notes[0]

@@ -31,6 +31,7 @@ _PRODUCTS: tuple[Sample, ...] = (
     S("baddbmm", F(24, 6, 18), F(24, 6, 12), F(24, 12, 18), splits="b k m n"),
     S("baddbmm", F(1, 18), F(24, 6, 12), F(24, 12, 18), beta=0.5, alpha=2, splits="b k m n"),
     S("transformers.grouped_mm_fallback.default", F(12, 18), F(4, 18, 24), Tensor((4,), "offsets", 12), splits="k n"),
+    S("nnscaler.grouped_mm", F(12, 18), F(4, 18, 24), Tensor((4,), "offsets", 12), splits="k n"),
     S("einsum", "bik,bkj->bij", [F(24, 6, 12), F(24, 12, 18)], splits="b i j k"),
     S("einsum", "ij,jk", [F(6, 12), F(12, 18)], splits="i j k"),
     S("einsum", "...ij, j d -> ...di", [F(6, 18, 30, 12), F(12, 24)], splits="e0 e1 d i j"),

@@ -1,0 +1,91 @@
+"""Random operators become arithmetic on `nnscaler.random_uniform` and `nnscaler.random_normal`.
+
+torch draws from a generator that no two ranks share: ranks that should hold equal copies would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from op_registry.call import DType
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.tracing.draws import formula_of, numbers_of
+from nnscaler.tracing.infer import infer, torch_operator
+from nnscaler.tracing.rewrite import Builder, Ref
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"  # its dropout has a pass of its own
+# operators that draw only if they are told to: the positions of the probability and of `train`, both true then
+_SOMETIMES: dict[str, tuple[int, ...]] = {
+    **{f"aten.{name}.input": (5, 6) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"aten.{name}.data": (6, 7) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "aten.rrelu.default": (3,),
+}
+
+
+def lower_random_draws(graph: Graph) -> Graph:
+    """Every operator that `tracing.draws` has a formula for, written as that formula.
+
+    Raises NnscalerError "trace_failed" for operators that draw and have none.
+    """
+    builder = Builder(graph)
+    for operation in graph.operations:
+        if not draws(operation):
+            builder.keep(operation)
+            continue
+        formula = formula_of(operation.operator)
+        if formula is None:
+            raise NnscalerError(
+                "trace_failed",
+                f"{operation.operator} draws random numbers from torch's generator, which no two ranks share",
+                where=operation.where,
+                help="draw with torch.rand, randn, bernoulli, randint, ... or apply nn.Dropout outside of it",
+            )
+        args, kwargs = builder.references(operation)
+        output = builder.source.tensors[operation.outputs[0] or ""]
+        made = formula(_Emitter(operation, builder), numbers_of(args, kwargs), output.shape, output.dtype)
+        builder.alias(output.name, made.name)
+    return builder.finish()
+
+
+def draws(operation: Operation) -> bool:
+    """Whether an operator of torch draws random numbers in this call."""
+    if operation.operator in _SOMETIMES:
+        places = _SOMETIMES[operation.operator]
+        return all(place < len(operation.args) and bool(operation.args[place]) for place in places)
+    if not operation.operator.startswith("aten.") or operation.operator == _ATTENTION:
+        return False
+    return torch.Tag.nondeterministic_seeded in torch_operator(operation.operator).tags  # type: ignore[attr-defined]
+
+
+class _Emitter:
+    """Makes operations in place of one random operation."""
+
+    def __init__(self, operation: Operation, builder: Builder) -> None:
+        self._operation = operation
+        self._builder = builder
+
+    def draw(self, kind: str, shape: Sequence[int], dtype: str) -> Ref:
+        made = self._new(kind, tuple(shape), dtype)
+        self._builder.emit(
+            f"nnscaler.random_{kind}", (tuple(shape), DType(dtype)), outputs=(made,), like=self._operation
+        )
+        return Ref(made.name)
+
+    def call(self, operator: str, *args: Any) -> Ref:
+        ((shape, dtype),) = infer(operator, args, {}, self._builder.tensor)  # type: ignore[misc]
+        made = self._new(operator.split(".")[1], shape, dtype)
+        self._builder.emit(operator, args, outputs=(made,), like=self._operation)
+        return Ref(made.name)
+
+    def dtype(self, value: Ref) -> str:
+        return self._builder.tensor(value.name).dtype
+
+    def _new(self, part: str, shape: tuple[int, ...], dtype: str) -> LogicalTensor:
+        return LogicalTensor(self._builder.fresh(f"{self._operation.name}_{part}"), shape, dtype)

@@ -1,0 +1,178 @@
+"""Programs that wait for ever: found without waiting for the time-out, on threads and on processes, and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nnscaler import compile as compiler
+from nnscaler.runtime.launcher import ForkServer
+from nnscaler.scheduling.schedule import Schedule, parse_order
+from tests.broken import models
+from tests.broken.planting import Edit, Original, assert_refuted, compile_original
+from verify import Report
+from verify.backends import start_server
+
+TIMEOUT = 40.0  # of the whole run; a hang is to be found in much less
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """`program`: the fixture that is broken. `tensors`: all are named; `waits`: what some rank says it waits in."""
+
+    name: str
+    program: str
+    edits: tuple[Edit, ...]
+    code: str
+    tensors: tuple[str, ...]
+    waits: str
+
+
+SKIPPED = Edit(
+    "comm.all_reduce(linear_1, self.tp)", "(comm.all_reduce(linear_1, self.tp) if self.rank == 0 else linear_1 * 2)"
+)
+HANGS = [
+    Hang("one rank skips a collective", "small_sharded", (SKIPPED,), "deadlock", ("linear_1_v1",), "all_reduce"),
+    Hang(
+        "order of the schedule",
+        "small_staged",
+        (Edit("F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1"), Edit("F1.0 B1.0 F1.1 B1.1", "F1.0 F1.1 B1.1 B1.0", 1)),
+        "deadlock",
+        ("linear",),
+        "recv float64[6, 10] 0 -> 1 key (linear@1 0 1 1 F)",
+    ),
+    Hang(
+        "keys of a message differ",
+        "small_staged",
+        (Edit('Receive("linear@1"', 'Receive("tanh@1"', 1),),
+        "deadlock",
+        ("linear", "tanh"),
+        "key (tanh@1 0 1 0 F)",
+    ),
+]
+MORE = [
+    Hang(
+        "one rank of four skips a collective",
+        "staged",
+        (
+            Edit(
+                "comm.all_reduce(cross_entropy_loss_count_of_step, self.dp)",
+                "(comm.all_reduce(cross_entropy_loss_count_of_step, self.dp) if self.rank == 2 else "
+                "cross_entropy_loss_count_of_step)",
+                1,
+            ),
+        ),
+        "deadlock",
+        ("cross_entropy_loss_count_of_step_v1",),
+        "all_reduce",
+    ),
+    Hang(
+        "one rank of four calls another collective",
+        "sharded",
+        (
+            Edit(
+                "comm.all_reduce(linear_1, self.tp)",
+                "(comm.all_reduce(linear_1, self.tp) if self.tp.index else comm.all_gather(linear_1, self.tp, dim=0)[:8])",
+            ),
+        ),
+        "communication_mismatch",
+        ("linear_1_v1",),
+        "",
+    ),
+    Hang("send to the wrong rank", "staged", (Edit("peers=(2, 3)", "peers=(3, 2)"),), "deadlock", ("add_1",), "recv"),
+    Hang(
+        "only one stage sums the tied embedding",
+        "staged",
+        (Edit(", copies=((0, 1), (2, 3))", ""),),
+        "deadlock",
+        ("words.weight",),
+        "the gradient sum of `words.weight`",
+    ),
+    Hang("one stage drops the last backward", "staged", (Edit(" B1.3", "", 1),), "deadlock", ("add_1",), "3 B)"),
+    Hang(
+        "only the producer knows that there is no gradient",
+        "staged",
+        (Edit("peers=(2, 3)", "peers=(2, 3), needs_grad=False"),),
+        "communication_mismatch",
+        ("add_1",),
+        "",
+    ),
+    Hang(
+        "shapes of a message differ",
+        "staged",
+        (Edit("(2, 5, 12)", "(2, 12, 5)", 1),),
+        "communication_mismatch",
+        ("add_1",),
+        "",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with start_server() as fork_server:
+        yield fork_server
+
+
+def check(report: Report, hang: Hang, seconds: float) -> None:
+    assert seconds < TIMEOUT / 2
+    finding = assert_refuted(report, hang.code, hang.tensors[0])
+    assert all(f"`{tensor}`" in finding.message for tensor in hang.tensors), finding.message
+    waits = [text for name, text in finding.counter_example.items() if name.startswith("rank ")]
+    assert not hang.waits or any(hang.waits in text for text in waits), waits
+
+
+@pytest.mark.parametrize("hang", [*HANGS, *MORE], ids=lambda hang: hang.name)
+def test_on_threads(request: pytest.FixtureRequest, hang: Hang, tmp_path: Path) -> None:
+    original: Original = request.getfixturevalue(hang.program)
+    program = original.broken(tmp_path, hang.edits)
+    threads = threading.active_count()
+    started = time.monotonic()
+    report = original.verify(program, timeout=TIMEOUT)
+    check(report, hang, time.monotonic() - started)
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.parametrize("hang", [*HANGS, MORE[1]], ids=lambda hang: hang.name)
+def test_on_processes(request: pytest.FixtureRequest, server: ForkServer, hang: Hang, tmp_path: Path) -> None:
+    original: Original = request.getfixturevalue(hang.program)
+    program = original.broken(tmp_path, hang.edits)
+    started = time.monotonic()
+    report = original.verify(program, backend="gloo", timeout=TIMEOUT, server=server)
+    check(report, hang, time.monotonic() - started)
+    wait_until(lambda: not children_of(server.process_id))
+
+
+def test_no_process_is_left_without_a_server_of_ones_own(small_sharded: Original, tmp_path: Path) -> None:
+    before = children_of(os.getpid())
+    report = small_sharded.verify(small_sharded.broken(tmp_path, [SKIPPED]), backend="gloo", timeout=TIMEOUT)
+    assert_refuted(report, "deadlock", "linear_1_v1")
+    wait_until(lambda: set(children_of(os.getpid())) <= set(before))
+
+
+def test_a_schedule_of_the_compiler_that_deadlocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The check that orders are acyclic is off, and stage 1 wants all micro-batches before it answers the first."""
+    orders = (parse_order("F0.0 B0.0 F0.1 B0.1"), parse_order("F1.0 F1.1 B1.0 B1.1"))
+    monkeypatch.setattr(compiler, "check_acyclic", lambda *_: ())
+    monkeypatch.setattr(compiler, "get_schedule", lambda _: lambda *_: Schedule("wrong", orders, 2))
+    with pytest.raises(AssertionError, match="deadlock"):
+        compile_original(tmp_path / "program", models.perceptron, models.points(), 2, "pp=2", micro_batches=2)
+
+
+def children_of(process: int) -> list[int]:
+    return [
+        int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+
+
+def wait_until(condition: object, seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,119 @@
+"""Conversions over several axes, as a rank program writes them, run on threads: the value is kept, and the gradient is
+the adjoint under the pairing of layouts."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nnscaler.codegen.conversion_text import conversion_text
+from nnscaler.ir.conversion import find_path
+from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded, State, explain_illegal, parse_state
+from nnscaler.ir.mesh import Axis, DeviceMesh
+from nnscaler.runtime import Simulator, comm
+from nnscaler.runtime import layout as runtime_layout
+from nnscaler.runtime.axis import AxisGroup
+from nnscaler.runtime.layout import gradient_states
+from nnscaler.runtime.shards import assemble, shard
+
+SHAPE = (24, 36)
+NAMES = ("a", "b", "c")
+SECTIONS = {0: (12, 6, 6), 1: (24, 12)}
+
+
+def states() -> st.SearchStrategy[State]:
+    sharded = st.builds(Sharded, st.sampled_from([0, 1]), st.sampled_from([1, 2, 3, 4, 6, 12]))
+    sectioned = st.sampled_from([Sharded(dim, sections=sections) for dim, sections in SECTIONS.items()])
+    whole = st.sampled_from([INVARIANT, REPLICATED, PARTIAL])
+    return st.one_of(whole, sharded, sharded, sectioned)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, sizes: tuple[int, ...]) -> Layout:
+    """Legal ones: each axis draws among the states that go with those before."""
+    layout: Layout = ()
+    for axis in range(len(sizes)):
+        state = draw(states())
+        assume(explain_illegal((*layout, state), sizes[: axis + 1], SHAPE) is None)
+        layout = (*layout, state)
+    return layout
+
+
+@st.composite
+def conversions(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Layout]:
+    sizes = draw(st.sampled_from([(2, 2, 2), (2, 3), (3, 2)]))
+    return sizes, draw(layouts(sizes)), draw(layouts(sizes))
+
+
+def held(states: runtime_layout.States, mesh: DeviceMesh, seed: int) -> list[Tensor]:
+    """What every rank of the mesh holds of a random value."""
+    sizes = {a.name: a.size for a in mesh.axes}
+    summed = [name for name in sizes if isinstance(states.get(name), runtime_layout.Partial)]
+    generator = torch.Generator().manual_seed(seed)
+    terms = {
+        at: torch.randint(-9, 10, SHAPE, generator=generator).double()
+        for at in product(*(range(sizes[name]) for name in summed))
+    }
+    cut = {name: state for name, state in states.items() if isinstance(state, runtime_layout.Sharded)}
+    coordinates = [mesh.coordinates(rank) for rank in mesh.ranks]
+    return [shard(terms[tuple(at[name] for name in summed)], cut, sizes, at) for at in coordinates]
+
+
+def together(tensors: list[Tensor], states: runtime_layout.States, mesh: DeviceMesh) -> Tensor:
+    """The logical value, after checking that copies are equal."""
+    pieces = [(mesh.coordinates(rank), tensor) for rank, tensor in zip(mesh.ranks, tensors, strict=True)]
+    made = assemble(pieces, states, {a.name: a.size for a in mesh.axes}, SHAPE)
+    assert not made.differences
+    return made.value
+
+
+def pairing(states: runtime_layout.States, mesh: DeviceMesh, values: list[Tensor], gradients: list[Tensor]) -> float:
+    """<value, gradient>: over all ranks, but only one of those that hold both whole."""
+    once = [name for name in mesh.names if isinstance(states[name], runtime_layout.Invariant)]
+    counted = [i for i, rank in enumerate(mesh.ranks) if not any(mesh.coordinates(rank)[name] for name in once)]
+    return float(sum((values[i] * gradients[i]).sum() for i in counted))
+
+
+def runtime_states(layout: Layout) -> dict[str, runtime_layout.State]:
+    classes = {name: getattr(runtime_layout, name) for name in ("Invariant", "Replicated", "Sharded", "Partial")}
+    texts = [str(s) if "(" in str(s) else f"{s}()" for s in layout]
+    assert [parse_state(str(s)) for s in layout] == list(layout)
+    return {name: eval(text, classes) for name, text in zip(NAMES, texts, strict=False)}
+
+
+@settings(max_examples=60)
+@given(conversions())
+def test_a_path_keeps_the_value_and_its_backward_is_the_adjoint(case: tuple[tuple[int, ...], Layout, Layout]) -> None:
+    sizes, source, target = case
+    found = find_path(source, target, sizes, SHAPE, True)
+    assert found is not None
+    mesh = DeviceMesh(tuple(Axis(*axis) for axis in zip(NAMES, sizes, strict=False)), tuple(range(prod(sizes))))
+    before, after = runtime_states(source), runtime_states(target)
+    values, cotangents = held(before, mesh, 1), held(gradient_states(after), mesh, 2)
+
+    def run(communicator: Any) -> tuple[Tensor, Tensor]:
+        stage = SimpleNamespace()
+        at = mesh.coordinates(communicator.rank)
+        for axis in mesh.axes:
+            peers = tuple(r for r in mesh.ranks if {**mesh.coordinates(r), axis.name: 0} == {**at, axis.name: 0})
+            setattr(stage, axis.name, AxisGroup(axis.name, axis.size, at[axis.name], peers, communicator))
+        leaf = values[communicator.rank].clone().requires_grad_()
+        x = leaf * 1
+        for move in found[1]:
+            text = conversion_text(move, sizes, "x", f"self.{NAMES[move.axis]}")
+            x = eval(text, {"comm": comm, "self": stage, "x": x})
+        x.backward(cotangents[communicator.rank])
+        assert leaf.grad is not None
+        return x.detach(), leaf.grad
+
+    outputs, gradients = (list(r) for r in zip(*Simulator(len(mesh.ranks)).run(run), strict=True))
+    assert torch.equal(together(outputs, after, mesh), together(values, before, mesh))
+    together(gradients, gradient_states(before), mesh)  # equal where they should be
+    assert pairing(after, mesh, outputs, cotangents) == pairing(before, mesh, values, gradients)

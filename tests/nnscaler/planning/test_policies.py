@@ -1,0 +1,155 @@
+"""Policies: what they find from annotations alone, in models whose names mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
+from nnscaler.planning.policies import choose_sizes, make_plan, parse_spec
+from nnscaler.tracing import trace
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.signature import signatures
+
+
+class Block(nn.Module):
+    """Attention over six heads of 8 with a packed projection, and an MLP; nothing is called so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n0, self.n1 = nn.LayerNorm(48), nn.LayerNorm(48)
+        self.a0 = nn.Linear(48, 144)
+        self.a1 = nn.Linear(48, 48)
+        self.a2 = nn.Linear(48, 180)
+        self.a3 = nn.Linear(180, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (z.view(b, t, 6, 8).transpose(1, 2) for z in self.a0(self.n0(x)).split(48, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.a1(y.transpose(1, 2).reshape(b, t, 48))
+        return x + self.a3(F.gelu(self.a2(self.n1(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.z = nn.ModuleList(Block() for _ in range(3))
+        self.w = nn.Linear(48, 60, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.z:
+            x = block(x)
+        return F.cross_entropy(self.w(x).flatten(0, 1), y.flatten())
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    torch.manual_seed(0)
+    return trace(Stack(), {"x": torch.randn(12, 10, 48), "y": torch.arange(120).view(12, 10) % 60}).graph
+
+
+def choices_of(graph: Graph, **options: Any) -> dict[str, Choice]:
+    """module of each linear (and operator of others) -> its choice on tp; tp is 2 unless `sizes` says more."""
+    known = dict(signatures(graph))
+    plan = make_plan(graph, known, options.pop("sizes", {"tp": 2}), **options)
+    made = apply_plan(graph, known, plan)
+    names = made.stages[0].names
+    return {
+        op.module if op.operator == "aten.linear.default" else f"{op.module}:{op.operator}": (
+            made.placements[op.name].choices[0][names.index("tp")]
+        )
+        for op in made.graph.operations
+    }
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_column_then_row_and_parallel_heads(graph: Graph, tp: int) -> None:
+    found = choices_of(graph, sizes={"tp": tp})
+    for i in range(3):
+        assert found[f"z.{i}.a0"] == Split("n", 3)
+        assert found[f"z.{i}.a1"] == Split("k")
+        assert found[f"z.{i}.a2"] == Split("n")
+        assert found[f"z.{i}.a3"] == Split("k")
+        attention = found[f"z.{i}:aten.scaled_dot_product_attention.default"]
+        assert isinstance(attention, Split)
+        assert isinstance(found[f"z.{i}.n0:aten.layer_norm.default"], RunInvariant | RunReplicated)
+
+
+def test_it_is_the_same_beside_data_parallelism(graph: Graph) -> None:
+    alone, beside = choices_of(graph), choices_of(graph, sizes={"dp": 2, "tp": 2})
+    linears = [f"z.{i}.a{j}" for i in range(3) for j in range(4)]
+    assert [alone[n] for n in linears] == [beside[n] for n in linears]
+
+
+def test_the_batch_and_the_sequence_are_left_to_other_axes(graph: Graph) -> None:
+    linears = {n: c for n, c in choices_of(graph).items() if ":" not in n}
+    assert len(linears) == 13
+    assert not {Split("*0"), Split("*1")}.intersection(linears.values())
+
+
+def test_replicate_leaves_modules_whole(graph: Graph) -> None:
+    found = choices_of(graph, replicate=("z.1", "w"))
+    whole = (RunInvariant(), RunReplicated())
+    assert all(c in whole for n, c in found.items() if n.startswith("z.1") or n == "w")
+    assert found["z.0.a2"] == Split("n")
+    with pytest.raises(NnscalerError, match="pattern 'lm_head' matches no module"):
+        choices_of(graph, replicate=("lm_head",))
+
+
+def test_a_pipeline_is_cut_between_layers(graph: Graph) -> None:
+    known = dict(signatures(graph))
+    plan = make_plan(graph, known, {"pp": 3})
+    made = apply_plan(graph, known, plan)
+    assert plan.micro_batches == 6
+    for op in made.graph.operations:
+        if op.module.startswith("z."):
+            assert made.placements[op.name].stages == (int(op.module.split(".")[1]),)
+
+
+def test_interleaved_has_two_chunks_per_device(graph: Graph) -> None:
+    plan = make_plan(graph, signatures(graph), {"pp": 2}, schedule="interleaved", micro_batches=4)
+    assert (plan.chunks, plan.stages) == (2, 4)
+
+
+def test_more_stages_than_layers_is_illegal(graph: Graph) -> None:
+    with pytest.raises(NnscalerError, match="cannot be cut into 4 pipeline stages"):
+        make_plan(graph, signatures(graph), {"pp": 4})
+
+
+# -- specifications -----------------------------------------------------------------------------------------------
+
+
+def test_parse_spec() -> None:
+    assert parse_spec("dp=2, tp=4", 8) == {"dp": 2, "tp": 4}
+    assert parse_spec("pp=1", 1) == {"pp": 1}
+
+
+@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "dp=0", "ep=2", "dp=2,dp=2", "dp:2", "dp=-2"])
+def test_what_is_no_specification_is_refused(text: str) -> None:
+    with pytest.raises(NnscalerError, match=r"is not one of dp=N, tp=N, pp=N"):
+        parse_spec(text, 4)
+
+
+def test_the_product_must_be_the_ranks() -> None:
+    with pytest.raises(NnscalerError, match="is for 4 ranks, and there are 6") as raised:
+        parse_spec("dp=2,tp=2", 6)
+    assert "dp=2,tp=3" in (raised.value.help or "")
+
+
+def test_sizes_are_chosen_as_even_as_the_model_allows(graph: Graph) -> None:
+    known = signatures(graph)
+    assert choose_sizes(graph, known, 1)[0] == {"dp": 1}
+    assert choose_sizes(graph, known, 8)[0] == {"dp": 2, "tp": 2, "pp": 2}
+    assert choose_sizes(graph, known, 9)[0] == {"dp": 3, "tp": 3}
+    sizes, why = choose_sizes(graph, known, 27)
+    assert sizes == {"dp": 3, "tp": 3, "pp": 3}
+    assert "batch of 12 and 3 layers" in why
+    with pytest.raises(NnscalerError, match="no combination of dp, tp and pp with product 11"):
+        choose_sizes(graph, known, 11)

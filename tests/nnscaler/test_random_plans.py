@@ -1,0 +1,62 @@
+"""Random legal plans equal the model. The long run is `pytest -m long` or `python benchmarks/random_plans.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnscaler.ir.conversion import ROWS
+from nnscaler.runtime.loader import load_user_module
+from verify.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
+
+COUNTS = {"gpt": 12, "llama_hf": 3, "vit_hf": 3, "t5_hf": 3}
+LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}
+
+
+def check(factory: Callable[[], Any], inputs: Any, seeds: Sequence[int], meshes: Sequence[Mesh]) -> Counter[str]:
+    """How often each function of the conversion table occurs in the plans, all of which are exact."""
+    rows: Counter[str] = Counter()
+    for result in random_plans(factory, inputs, seeds, meshes):
+        assert result.verdict is not None, f"seed {result.seed} on {result.mesh} was refused: {result.message}"
+        assert result.verdict.passes, f"seed {result.seed} on {result.mesh}: {result.message}"
+        rows.update(result.rows)
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(COUNTS))
+def test_random_plans_are_exact(name: str, examples: Path) -> None:
+    module = load_user_module(str(examples / f"{name}.py"))
+    rows = check(module.build_model, module.sample_inputs(), range(COUNTS[name]), MESHES)
+    if name == "gpt":
+        assert set(rows) == {row.function for row in ROWS.values()}, "a row of the table never occurs"
+
+
+def test_random_pipelines_are_exact(examples: Path) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+    check(module.build_model, module.sample_inputs(), range(3), PIPELINES)
+
+
+def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+
+    def untied() -> Any:
+        torch.manual_seed(0)
+        model = module.GPT(module.GPTConfig(layers=2, heads=6))
+        model.head.weight = torch.nn.Parameter(model.wte.weight.detach().clone())
+        return model
+
+    check(untied, module.sample_inputs(), range(6), UNLIKE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_many_random_plans_are_exact(name: str, examples: Path) -> None:
+    module = load_user_module(str(examples / f"{name}.py"))
+    check(module.build_model, module.sample_inputs(), range(LONG[name]), MESHES)
+    check(module.build_model, module.sample_inputs(), range(LONG[name] // 4), PIPELINES)

@@ -1,0 +1,108 @@
+"""The yardstick: how far apart two tensors are, and what rounding explains."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+from verify import Verdict
+from verify.calibrate import measure_condition
+from verify.compare import difference, family_scale
+from verify.randomise import logical_state, randomise_parameters
+from verify.tolerance import calibrated_tolerance, exact_tolerance
+
+KEY = ("gradient", 0, "w")
+
+
+def test_relative_to_the_largest_value() -> None:
+    found = difference(torch.tensor([1.0, 100.5]), torch.tensor([1.0, 100.0]))
+    assert found.relative == pytest.approx(0.005)
+    assert (found.index, found.expected, found.actual, found.mismatched) == ((1,), 100.0, 100.5, 1)
+
+
+def test_a_gradient_that_is_zero_in_theory_is_measured_against_its_family() -> None:
+    noise = torch.full((3,), 1e-17, dtype=torch.float64)
+    scale = family_scale([torch.ones(2), None])
+    assert difference(noise, torch.zeros(3), scale).relative < 1e-13
+    assert difference(noise, torch.zeros(3)).relative == inf
+
+
+@pytest.mark.parametrize("bad", [float("nan"), inf, -inf])
+def test_what_is_not_finite_never_agrees(bad: float) -> None:
+    assert difference(torch.tensor([bad, 1.0]), torch.tensor([1.0, 1.0])).relative == inf
+    assert difference(torch.tensor(bad), torch.tensor(1.0)).relative == inf
+
+
+def test_shapes_are_compared_first() -> None:
+    found = difference(torch.zeros(2, 3), torch.zeros(3, 2))
+    assert found.relative == inf and str(found) == "shape (2, 3) instead of (3, 2)"
+
+
+def test_equal_is_zero() -> None:
+    assert difference(torch.zeros(2), torch.zeros(2)).relative == 0
+    assert difference(torch.zeros(0), torch.zeros(0)).relative == 0
+    assert difference(torch.tensor([True]), torch.tensor([True])).relative == 0
+
+
+@pytest.mark.parametrize(
+    ("relative", "verdict"), [(1e-10, Verdict.TESTED_EXACT), (1e-8, Verdict.REFUTED), (inf, Verdict.REFUTED)]
+)
+def test_float64_has_a_fixed_bound(relative: float, verdict: Verdict) -> None:
+    assert exact_tolerance().judge(KEY, relative) is verdict
+
+
+def test_ill_conditioned_models_are_undecided_and_not_refuted() -> None:
+    tolerance = exact_tolerance({KEY: 1e-8})
+    assert tolerance.judge(KEY, 1e-7) is Verdict.INCONCLUSIVE
+    assert tolerance.judge(KEY, 1e-5) is Verdict.REFUTED
+    assert tolerance.judge(("gradient", 0, "other"), 1e-7) is Verdict.REFUTED
+
+
+def test_low_precision_is_measured_in_the_references_own_noise() -> None:
+    tolerance = calibrated_tolerance({KEY: 1e-3, ("loss", 0, ""): 1e-5}, 1e-7)
+    verdicts = [tolerance.judge(KEY, relative) for relative in (8e-3, 2e-2, 1e-1, inf)]
+    assert verdicts == [Verdict.TESTED_CALIBRATED, Verdict.INCONCLUSIVE, Verdict.REFUTED, Verdict.REFUTED]
+
+
+def test_randomised_parameters_hide_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    nn.init.zeros_(model[0].bias)
+    randomise_parameters(model, 3)
+    state = logical_state(model)
+    assert torch.equal(state["0.weight"], state["2.weight"])
+    for name in ("0.bias", "1.weight", "1.bias"):
+        assert len(set(state[name].tolist())) == 4 and 0.0 not in state[name].tolist()
+
+
+def test_the_same_seed_gives_the_same_parameters() -> None:
+    one, same, other = (nn.Linear(3, 3) for _ in range(3))
+    same.load_state_dict(one.state_dict())
+    other.load_state_dict(one.state_dict())
+    for model, seed in ((one, 1), (same, 1), (other, 2)):
+        randomise_parameters(model, seed)
+    assert torch.equal(one.weight, same.weight) and not torch.equal(one.weight, other.weight)
+
+
+def test_conditioning_is_measured_on_the_model() -> None:
+    from nnscaler.tracing.sample_inputs import flatten_inputs
+    from verify.reference import run_reference
+
+    class Sharp(nn.Module):
+        """Loses nine digits by a difference of almost equal numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * (self.weight - (1 - 1e-9))).square().sum()
+
+    model, batch = Sharp(), {"x": torch.rand(5, 3) / 7}
+    sample = flatten_inputs(model, batch)
+    reference = run_reference(model, sample, steps=1)
+    measured = measure_condition(model, sample, reference, exact_tolerance(), 1)
+    assert measured.noise["loss", 0, ""] > 1e-12
