@@ -74,7 +74,10 @@ def compare_variable(
     states = {axis: state for axis, state in states.items() if axis in sizes}
     if len(pieces) != prod(sizes.values()):
         return None  # the run ended before every rank had it
-    at = [(_coordinates(variable, rank, micro, prepared), piece.double()) for (rank, micro), piece in pieces.items()]
+    at = [
+        (_coordinates(variable, rank, micro, prepared), piece.double())
+        for (rank, micro), piece in sorted(pieces.items())
+    ]
     blamed = _blame(variable, pieces, expected, bound, states, sizes, scale)
     if blamed is not None:
         cause = _likely_cause(at, expected, states, sizes, is_gradient) or _misplaced(
@@ -137,8 +140,8 @@ def _misplaced(
         first = first or (coordinates, owner)
     if first is None:
         return None
-    holder, owner = (_describe(variable, coordinates, sizes) for coordinates in first)
-    return f"the right pieces at wrong places: {holder} has the piece of {owner}"
+    here, there = (_describe(variable, coordinates, sizes) for coordinates in first)
+    return f"the right pieces at wrong places: {here} has the piece of {there}"
 
 
 def _describe(variable: Variable, coordinates: Coordinates, sizes: Mapping[str, int]) -> str:

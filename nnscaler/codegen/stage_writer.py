@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nnscaler.codegen.blocks import Block, blocks, header
@@ -40,36 +40,37 @@ class StageWriter:
         """The statements as lines. `after`: variables that are read after the body."""
         lines: list[str] = []
         places = Places(self.graph.name)
-        stored = frozenset(s.variable for s in self.program.stored)
-        for block in blocks(statements, after, stored):
-            inner = INDENT if block.recompute or block.header else ""
-            if block.recompute:
-                lines += ["", f"def {block.recompute}({', '.join(block.reads)}):"]
-                places.forget_line()
-            written = block.statements if block.recompute else statements
-            first = written.index(block.statements[0])
-            outside = "" if block.header else inner
-            for position, statement in enumerate(block.statements):
-                comments = places.before(written, first + position)
-                lines += [(inner if position else outside) + c if c else "" for c in comments]
-                if block.header and position == 0:
-                    lines.append(block.header)
-                region = (
-                    header(statement.operation.region) if block.recompute and isinstance(statement, Compute) else ""
-                )
-                if region:
-                    lines.append(inner + region)
-                lines.append(inner + (INDENT if region else "") + self._line(statement))
-            if block.recompute:
-                lines.extend(self._end_of_recompute(block))
-                places.forget_line()
+        start = 0
+        for block in blocks(statements, after, frozenset(s.variable for s in self.program.stored)):
+            if block.recompute is None:
+                lines += self._plain(block, statements, start, places)
+            else:
+                lines += self._recomputed(block, block.recompute, places)
+            start += len(block.statements)
         return lines
 
-    def _end_of_recompute(self, block: Block) -> Iterable[str]:
+    def _plain(self, block: Block, statements: Sequence[Statement], start: int, places: Places) -> Iterator[str]:
+        """Statements, in their region of the model."""
+        inner = INDENT if block.header else ""
+        for i, statement in enumerate(block.statements):
+            yield from _indented(places.before(statements, start + i), inner if i else "")
+            if block.header and i == 0:
+                yield block.header
+            yield inner + self._line(statement)
+
+    def _recomputed(self, block: Block, name: str, places: Places) -> Iterator[str]:
+        """A function of the statements, and its call."""
+        yield from ("", f"def {name}({', '.join(block.reads)}):")
+        places.forget_line()
+        for i, statement in enumerate(block.statements):
+            yield from _indented(places.before(block.statements, i), INDENT)
+            region = header(statement.operation.region) if isinstance(statement, Compute) else ""
+            if region:
+                yield INDENT + region
+            yield INDENT * (2 if region else 1) + self._line(statement)
         results = ", ".join(block.writes) + ("," if len(block.writes) == 1 else "")
-        yield f"{INDENT}return {results}"
-        yield ""
-        yield f"{results} = recompute({', '.join((block.recompute or '', *block.reads))})"
+        yield from (f"{INDENT}return {results}", "", f"{results} = recompute({', '.join((name, *block.reads))})")
+        places.forget_line()
 
     def _line(self, statement: Statement) -> str:
         """A statement, and what it makes: the layout of results, the row of conversions."""
@@ -111,6 +112,10 @@ class StageWriter:
         axis = f"self.{self.stage.names[statement.move.axis]}"
         call = conversion_text(statement.move, self.stage.sizes, self.text_of(statement.source), axis)
         return f"{statement.target.variable} = {call}"
+
+
+def _indented(lines: Iterable[str], indent: str) -> Iterator[str]:
+    return (indent + line if line else "" for line in lines)
 
 
 def states_text(layout: Layout, stage: Stage, at_rest: bool = False) -> str:

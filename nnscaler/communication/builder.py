@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import keyword
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from nnscaler.communication.communicated import Convert, Feed, Message, Statement, Stored, Version
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, find_path
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, format_layout
+from nnscaler.ir.names import is_free_name
 from nnscaler.ir.placement import Stage
-
-# names that a rank program uses for other things: its imports, and the attributes of a stage
-RESERVED = frozenset(
-    "self torch aten comm ops dtypes recompute user device index ranks axes micro micro_batches parameters frozen "
-    "buffers constants inputs prepare_inputs receives sends updates forward prepare context rank coordinates sizes "
-    "loss".split()
-)
 
 
 @dataclass
@@ -36,20 +30,16 @@ class StageBuilder:
     sends: list[Message] = field(default_factory=list)
     prepared: dict[str, Version] = field(default_factory=dict)
     versions: dict[bool, dict[str, dict[Layout, Version]]] = field(default_factory=lambda: {False: {}, True: {}})
-    names: dict[str, int] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
 
     def variable(self, tensor: str) -> str:
         """A fresh name: the tensor's, then with a number."""
-        base = "".join(c if c.isalnum() or c == "_" else "_" for c in tensor)
-        if base in RESERVED or base in self.stage.names or keyword.iskeyword(base) or not base or base[0].isdigit():
+        base = "".join(c if f"a{c}".isidentifier() else "_" for c in tensor)
+        if not is_free_name(base) or base in self.stage.names:
             base = f"t_{base}"
-        while True:
-            count = self.names.get(base, 0)
-            self.names[base] = count + 1
-            name = base if count == 0 else f"{base}_v{count}"
-            if name == base or name not in self.names:
-                self.names.setdefault(name, 1)
-                return name
+        name = next(n for n in chain([base], (f"{base}_v{i}" for i in count(1))) if n not in self.names)
+        self.names.add(name)
+        return name
 
     def add(self, tensor: str, layout: Layout, prepare: bool = False, variable: str | None = None) -> Version:
         """Declare a version."""

@@ -9,6 +9,7 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
+from nnscaler.ir.names import is_free_name
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.transform.choose import choose, illegal
 from nnscaler.transform.hoist import hoist
@@ -87,13 +88,13 @@ def _check(plan: Plan) -> None:
             f"the plan has stage_axes for {len(plan.stage_axes)} devices, and the mesh {dict(plan.mesh)}",
             help=f"with stage_axes, the mesh is pp={len(plan.stage_axes)} alone",
         )
-    taken = {name for axes in plan.device_axes for name, _ in axes} & {"pp", MICRO}
-    if taken or plan.micro_batches < 1 or plan.chunks < 1:
+    names = {name for axes in plan.device_axes for name, _ in axes}
+    if not all(is_free_name(name) and name != "pp" for name in names) or plan.micro_batches < 1 or plan.chunks < 1:
         raise NnscalerError(
             "plan_illegal",
-            f"the plan has the axes {sorted({n for axes in plan.device_axes for n, _ in axes})}, {plan.micro_batches} "
-            f"micro-batches and {plan.chunks} chunks",
-            help="axes inside a stage are not called pp or micro; there is at least one micro-batch and one chunk",
+            f"the plan has the axes {sorted(names)}, {plan.micro_batches} micro-batches and {plan.chunks} chunks",
+            help="axes inside a stage are words, other than pp, micro and the like; there is at least one micro-batch "
+            "and one chunk",
         )
 
 

@@ -6,7 +6,7 @@ A policy, a hand-written function and `plan.json` all produce the same value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import lcm, prod
 from typing import Any, ClassVar
@@ -140,12 +140,16 @@ class Plan:
         unknown = sorted(set(data) - known)
         if unknown:
             raise NnscalerError("plan_illegal", f"{source}: unknown entries {unknown}", help=f"known: {sorted(known)}")
+        if not isinstance(data.get("steps", []), list):
+            raise NnscalerError("plan_illegal", f"{source}: steps are {data['steps']!r}, not a list of steps")
         steps = tuple(_step(entry, i, source) for i, entry in enumerate(data.get("steps", ())))
         simple = {k: _tuples(v) for k, v in data.items() if k != "steps"}
-        for axes in (simple["mesh"], *simple.get("stage_axes", ())):
+        every = simple.get("stage_axes", ())
+        for axes in (simple["mesh"], *(every if isinstance(every, tuple) else (every,))):
             if not _are_axes(axes):
                 help = 'axes are pairs: [["dp", 2], ["tp", 2]]'
                 raise NnscalerError("plan_illegal", f"{source}: {json.dumps(axes)} are not mesh axes", help=help)
+        _check_types(Plan, simple, source)
         return Plan(**{**simple, "steps": steps})
 
 
@@ -169,6 +173,7 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
     for name in ("operations", "first", "second"):
         if isinstance(values.get(name), str):
             values[name] = (values[name],)
+    _check_types(kind, values, f"{source}: step {position} ({entry['step']})")
     try:
         return kind(**values)  # type: ignore[no-any-return]
     except TypeError as error:
@@ -177,6 +182,23 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
             f"{source}: step {position} ({entry['step']}): {str(error).split(') ')[-1]}",
             help=f"a {entry['step']} step has: {[f.name for f in fields(kind)]}",
         ) from None
+
+
+_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool)),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "str": ("a text", lambda v: isinstance(v, str)),
+    "tuple[str, ...]": ("a list of texts", lambda v: isinstance(v, tuple) and all(isinstance(i, str) for i in v)),
+    "tuple[int, ...]": ("a list of numbers", lambda v: isinstance(v, tuple) and all(isinstance(i, int) for i in v)),
+}
+
+
+def _check_types(kind: type[Any], values: Mapping[str, Any], source: str) -> None:
+    """Raises NnscalerError("plan_illegal") for the first value that cannot be what its field says."""
+    for f in fields(kind):
+        what, good = _TYPES.get(str(f.type), ("", lambda _: True))
+        if f.name in values and not good(values[f.name]):
+            raise NnscalerError("plan_illegal", f"{source}: {f.name} is {json.dumps(values[f.name])}, not {what}")
 
 
 def _tuples(value: Any) -> Any:

@@ -139,6 +139,10 @@ def explain_illegal_choice(signature: Signature, choice: Choice, parts: int) -> 
         return None if choice.slots in signature.linear else f"not linear in operands {sorted(choice.slots)}"
     if choice.identifier not in signature.bound.sizes:
         return f"`{signature.bound.text}` has no identifier {choice.identifier!r}"
+    if choice.outer < 1 or any(size < 0 for size in choice.sections):
+        return f"outer is {choice.outer} and sections are {list(choice.sections)}: these are sizes"
+    if choice.sections and choice.outer > 1:
+        return "a split has an outer or sections, not both"
     if choice.outer > 1 and choice.identifier in signature.spec.contiguous:
         return f"{choice.identifier!r} can only be split into contiguous blocks"
     if len(signature.bound.tied.get(choice.identifier, ())) > 1 and choice.outer > 1:

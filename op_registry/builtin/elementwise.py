@@ -5,7 +5,7 @@ An operand that is expanded along a split dim lacks the identifier: it is replic
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, broadcast, linear_in
+from op_registry.builtin._dims import annotate, broadcast, linear_in, linear_in_all
 from op_registry.call import Call
 from op_registry.spec import LinearSets, OperatorSpec
 
@@ -36,6 +36,12 @@ def broadcasting(call: Call) -> str:
     """All tensors of the call broadcast together: `a b, b -> a b`."""
     operands, result = broadcast([t.shape for t in call.tensors()])
     return annotate(operands, [result])
+
+
+def _broadcast_tensors(call: Call) -> str:
+    """As many results as operands, all of one shape: `a b, b -> a b, a b`."""
+    operands, result = broadcast([t.shape for t in call.tensors()])
+    return annotate(operands, [result] * len(operands))
 
 
 def _sum_linear(call: Call) -> LinearSets:
@@ -74,6 +80,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.addcmul.default", broadcasting, linear=linear_in({0, 1}, {0, 2})),
     OperatorSpec("aten.addcdiv.default", broadcasting, linear=linear_in({0, 1})),
     OperatorSpec("aten.lerp.Scalar", broadcasting, linear=linear_in({0, 1})),
+    OperatorSpec("aten.broadcast_tensors.default", _broadcast_tensors, linear=linear_in_all),
     OperatorSpec("aten.view_as_complex.default", "* 2 -> *", linear=_FIRST),
     OperatorSpec("aten.view_as_real.default", "* -> * 2", linear=_FIRST),
     *(

@@ -27,6 +27,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Original:
 
 
 @pytest.fixture(scope="session")
+def one_block(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    """The transformer with a single block, dp=2 and tp=2."""
+    return compile_original(tmp_path_factory.mktemp("one_block"), models.one_block, models.text(), 4, "dp=2,tp=2")
+
+
+@pytest.fixture(scope="session")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Original:
     """The transformer, dp=2 and pp=2 with 4 micro-batches: role 0 is stage 0 on ranks 0 and 1."""
     folder = tmp_path_factory.mktemp("staged")

@@ -39,12 +39,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks between an embedding and a head that share one weight; the loss is a mean over the labels that count."""
+    """Blocks between an embedding and a head that share a weight. The loss is a mean over the labels that count."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.last = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
@@ -58,7 +58,12 @@ class Transformer(nn.Module):
 
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    return Transformer()
+    return Transformer(2)
+
+
+def one_block() -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(1)
 
 
 def text() -> dict[str, Tensor]:
@@ -71,13 +76,14 @@ def text() -> dict[str, Tensor]:
 
 
 class Normed(nn.Module):
-    """Batch norm between two convolutions, and a constant that the model's code makes."""
+    """Batch norm between two convolutions, a constant that the model's code makes, and a parameter without any use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 6, 3)
         self.norm = nn.BatchNorm2d(6)
         self.second = nn.Conv2d(6, 5, 2)
+        self.spare = nn.Parameter(torch.ones(3))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 5).view(5, 1, 1))
 
     scale: Tensor
@@ -119,3 +125,7 @@ def perceptron() -> nn.Module:
 def points() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {"x": torch.randn(12, 7, generator=generator), "y": torch.randn(12, 5, generator=generator)}
+
+
+# What the command line looks for.
+build_model, sample_inputs = perceptron, points

@@ -1,4 +1,4 @@
-"""Operators whose annotations are wrong, registered under names that only these tests use. `RIGHT` has the right ones."""
+"""Operators whose annotations are wrong, registered under names that only these tests use."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ BUGS = [
     Bug(
         "a constant differs on one rank", "self.constant_0)", "self.constant_0 + 1e-3 * self.dp.index)", VALUE, "mul_1"
     ),
+    Bug("a gradient for what nothing uses", ", used=False", "", "gradient_extra", "spare", step=None),
     Bug("a buffer scaled", "(conv2d_1, self.scale)", "(conv2d_1, self.scale * 0.5)", VALUE, "mul"),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,13 +15,14 @@ from verify.verdict import Verdict
 
 
 def check_gradients(comparison: Comparison) -> Outcome:
-    """Each trainable parameter's gradient at every step. A gradient that is missing, or one too many, is refuted."""
+    """Each parameter's gradient at every step. A gradient that is missing, or one too many, is refuted: also where the
+    program says that the parameter is not trained."""
     tally = Tally("gradients", comparison.tolerance.level)
     for step in range(comparison.steps):
         expected = comparison.reference.gradients[step]
         scale = family_scale(expected.values())
         entries = by_rank(comparison.results, "gradient", step)
-        together = [put_together(holding, entries) for holding in _trainable(comparison.parameters.values())]
+        together = [put_together(holding, entries) for holding in comparison.parameters.values()]
         for logical in together:
             tied = [other for other in together if other.holding.name == logical.holding.name]
             _compare(tally, comparison, "gradient", step, logical, expected, scale, tied)
@@ -138,10 +139,6 @@ def _noun(kind: str, name: str) -> str:
 
 def _missing(kind: str) -> str:
     return "gradient_missing" if kind == "gradient" else f"{kind}_differs"
-
-
-def _trainable(holdings: Iterable[Holding]) -> list[Holding]:
-    return [holding for holding in holdings if holding.trainable]
 
 
 def _steps(comparison: Comparison) -> str:

@@ -212,7 +212,7 @@ def test_select_by_name_module_parameter_and_glob(transformer: Any) -> None:
             "which no stage of its operations has",
             "[1]",
         ),
-        (Plan((("micro", 2),)), "not called pp or micro", ""),
+        (Plan((("micro", 2),)), "the plan has the axes ['micro']", "other than pp, micro"),
         (Plan((), (), 0), "0 micro-batches", "at least one"),
     ],
 )

@@ -26,7 +26,10 @@ _UNARY: tuple[Sample, ...] = (
     S("threshold", F(6, 12), 0.1, 20.0, splits="*0 *1"),
     S("gelu", F(6), approximate="tanh", splits="*0"),
     S("gelu", F()),
-    S("nnscaler.dropout", F(6, 12), 0.0, splits="*0 *1"),
+    *(
+        S(f"nnscaler.{name}", F(6, 12), 0.0, splits="*0 *1")
+        for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    ),
 )
 
 _FLOAT_PAIRS = "copysign.Tensor fmax fmin hypot logaddexp maximum minimum atan2 max.other min.other".split()
@@ -54,6 +57,7 @@ _BINARY: tuple[Sample, ...] = (
     S("pow.Tensor_Scalar", P(6, 12), 0.5, splits="a b"),
     S("pow.Scalar", 2.5, F(6, 12), splits="a b"),
     S("pow.Tensor_Tensor", P(6, 12), F(6, 1), splits="a b"),
+    S("broadcast_tensors", [F(6, 1), F(12)], splits="a b"),
     S("view_as_complex", F(6, 12, 2), splits="*0 *1"),
     S("view_as_real", Tensor((6, 12), "complex"), splits="*0 *1"),
     S("mul.Tensor", Tensor((6, 12), "complex"), Tensor((12,), "complex"), splits="a b"),

@@ -90,6 +90,7 @@ _FACTORIES: tuple[Sample, ...] = (
     S("new_ones", F(18), [6, 12], dtype=DType("bool"), splits="a b"),
     S("new_ones", I(1, 1, 12, 1), [], dtype=DType("bool")),
     S("new_full", F(6, 12), [6, 18], 2.5, splits="a b"),
+    *(S(f"nnscaler.random_{name}", [6, 12], _DOUBLE, splits="a b", compare=False) for name in ("uniform", "normal")),
     S("new_empty", F(6), [6, 12], splits="a b", compare=False),
     S("zeros_like", F(6, 12), splits="*0 *1"),
     S("ones_like", F(6, 12), splits="*0 *1"),

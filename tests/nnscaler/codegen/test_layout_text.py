@@ -1,0 +1,62 @@
+"""Layouts in comments, the layers of a model, arguments, and names."""
+
+from __future__ import annotations
+
+import pytest
+
+from op_registry.call import DType
+from op_registry.expression import Expression
+
+from nnscaler.codegen.expressions import expression, literal
+from nnscaler.codegen.layout_text import layout_text
+from nnscaler.codegen.places import layer_of
+from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded
+from nnscaler.ir.mesh import Axis
+from nnscaler.ir.names import is_free_name
+
+AXES = (Axis("dp", 2), Axis("tp", 3), Axis("micro", 4))
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ((INVARIANT, INVARIANT, INVARIANT), "(48, 36)"),
+        ((Sharded(0), Sharded(1), Sharded(0, 2)), "(48/dp/micro, 36/tp)"),
+        ((Sharded(0), INVARIANT, Sharded(0, 6)), "(48/dp/3*micro, 36)"),
+        ((INVARIANT, Sharded(1, 4), INVARIANT), "(48, 36/4*tp)"),
+        ((INVARIANT, Sharded(1, sections=(24, 6, 6)), INVARIANT), "(48, 36/tp[24 6 6])"),
+        ((PARTIAL, REPLICATED, PARTIAL), "(48, 36), sum over dp micro, gradient: sum over tp"),
+        ((INVARIANT, Partial("max"), INVARIANT), "(48, 36), max over tp"),
+    ],
+)
+def test_layout_text(layout: Layout, text: str) -> None:
+    assert layout_text((48, 36), layout, AXES) == text
+
+
+def test_axes_of_one_rank_are_left_out() -> None:
+    assert layout_text((48,), (Sharded(0),), (Axis("micro", 1),)) == "(48)"
+    assert layout_text((), (PARTIAL,), (Axis("dp", 2),)) == "(), sum over dp"
+
+
+def test_a_layer_is_a_module_path_up_to_its_number() -> None:
+    assert [layer_of(m) for m in ("blocks.0.attn.qkv", "blocks.11", "encoder.block.0.layer.1.x", "head", "")] == [
+        "blocks.0",
+        "blocks.11",
+        "encoder.block.0",
+        "",
+        "",
+    ]
+
+
+def test_arguments() -> None:
+    value = [1, 2.5, True, None, "tanh", DType("float32"), (3,), float("-inf")]
+    assert literal(value, []) == "[1, 2.5, True, None, 'tanh', dtypes.float32, (3,), float(\"-inf\")]"
+    assert expression(Expression(5, (("tp", 20), ("dp", 1)))) == "5 + 20 * self.tp.index + self.dp.index"
+    assert expression(Expression(0, ())) == "0"
+
+
+def test_names_that_programs_use_are_not_free() -> None:
+    assert [n for n in ("x", "micro", "class", "self", "a b", "3d", "torch", "größe") if is_free_name(n)] == [
+        "x",
+        "größe",
+    ]

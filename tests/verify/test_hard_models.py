@@ -1,0 +1,161 @@
+"""Models that are hard to make parallel, or to compare: each is exact, or is refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import verify
+from nnscaler.errors import NnscalerError
+
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(8) % 3
+
+
+class Noisy(nn.Module):
+    """A variational autoencoder with stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.mean, self.deviation, self.back = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        for block in self.blocks:
+            keep = h.new_empty(h.shape[0], 1).bernoulli_(0.7).div_(0.7)
+            h = h + torch.relu(block(h)) * keep
+        z = torch.distributions.Normal(self.mean(h), self.deviation(h).exp()).rsample()
+        return F.mse_loss(self.back(z + torch.rand(4) * 0.1), x)
+
+
+class DropsEverywhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(1, 16, 3, padding=1), nn.Linear(16, 3)
+        self.drops = nn.Sequential(
+            nn.Dropout(0.3), nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2), nn.RReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drops(self.conv(x[:, None]))
+        return F.cross_entropy(self.head(F.dropout(h, 0.1, training=True).mean(-1)), Y)
+
+
+class Promoted(nn.Module):
+    """Floating numbers made of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1])
+        return ((self.proj(x) + index * 0.1 + torch.where(index > 3, 0.1, 0.7)) ** 2).mean()
+
+
+class Grouped(nn.Module):
+    """A mixture of experts as products by groups, which torch does not have in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(8, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16) * 0.3), nn.Parameter(torch.randn(4, 16, 8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, expert = self.route(x).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+        h = F.grouped_mm(x[order].bfloat16(), self.up.bfloat16(), offs=ends)
+        h = F.grouped_mm(F.gelu(h), self.down.bfloat16(), offs=ends).to(x.dtype)
+        return (torch.zeros_like(x).index_copy(0, order, h) * weight[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("kind", [Noisy, DropsEverywhere, Promoted, Grouped])
+def test_exact(kind: type[nn.Module], plan: str) -> None:
+    torch.manual_seed(0)
+    report = verify.verify_plan(kind(), (X,), ranks=2, plan=plan)
+    assert report.exit_code == 0, report.to_json()
+
+
+def test_random_numbers_in_micro_batches() -> None:
+    torch.manual_seed(0)
+    report = verify.verify_plan(Noisy(), (X,), ranks=4, plan="dp=2,pp=2", micro_batches=2)
+    assert report.exit_code == 0, report.to_json()
+
+
+class CountsBatches(nn.Module):
+    """A cumulative average divides by the number of batches, which is a number of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x)).square().sum()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:  # noqa: ARG004
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # noqa: ARG004
+        return gradient, None
+
+
+class HidesParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x, self.proj).sum()
+
+
+class NothingToTrain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (CountsBatches, "data-dependent"),
+        (HidesParameters, "Scaled is given a module"),
+        (NothingToTrain, "does not depend on any parameter"),
+    ],
+)
+def test_refused(kind: type[nn.Module], message: str) -> None:
+    with pytest.raises(NnscalerError, match=message) as raised:
+        verify.verify_plan(kind(), (X,), ranks=2, plan="dp=2")
+    where = raised.value.where
+    assert where is None or where.file == __file__
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for reentrant in (True, False):
+            x = checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=reentrant)
+        return x.square().sum()
+
+
+def test_checkpointing_by_torch() -> None:
+    assert verify.verify_plan(Checkpointed(), (X,), ranks=2, plan="tp=2").exit_code == 0
+
+
+def test_nccl_without_gpus_is_no_verdict() -> None:
+    with pytest.raises(NnscalerError, match="needs a GPU for each rank"):
+        verify.verify_plan(Promoted(), (X,), ranks=512, plan="dp=512", backend="nccl")
