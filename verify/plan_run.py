@@ -281,6 +281,8 @@ def _report(
     notes = [*prepared.notes, *program.changes]
     if _has_dropout(prepared.graph):
         notes.append("dropout was switched off on both sides: a program draws its own random numbers")
+    if any(op.operator.startswith("nnscaler.random_") for op in prepared.graph.operations):
+        notes.append("other random numbers were the same on both sides: a function of their place in the tensor")
     if program.unannotated:
         names = ", ".join(program.unannotated)
         notes.append(f"without annotation, so run whole on every rank: {names} (register_op gives one)")

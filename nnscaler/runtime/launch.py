@@ -158,5 +158,14 @@ def _loss_at_rank_0(loss: torch.Tensor | None, source: int, communicator: Commun
     return float(value)
 
 
+def _search_current_folder_last() -> None:
+    """`python -m` puts the current folder first on the path. A model's folder may have an `op_registry.py` of its own,
+    which is not the one that operators are registered with."""
+    first, ours = Path(sys.path[0] or ".").resolve(), Path(__file__).resolve().parents[2]
+    if first == Path.cwd() and first != ours:
+        sys.path.append(sys.path.pop(0))
+
+
 if __name__ == "__main__":
+    _search_current_folder_last()
     sys.exit(main())

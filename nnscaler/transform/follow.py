@@ -64,7 +64,7 @@ def follow(
             costs = [(_cost(graph, op, signature, c, axis, states), i) for i, c in enumerate(options)]
             cost, best = min(costs)
             if cost == inf:
-                raise _coupled(op)
+                raise _coupled(op, signatures[op.name])
             choice = options[best]
         choices[op.name] = choice
         for name, state in zip(op.outputs, output_states(signature, choice, len(op.outputs)), strict=True):
@@ -125,11 +125,13 @@ def _cost(
     return total
 
 
-def _coupled(op: Operation) -> NnscalerError:
+def _coupled(op: Operation, signature: Signature) -> NnscalerError:
+    cure = "compute this value from the inputs alone, so that it can be computed once per step"
+    if signature.bound is None:
+        cure = f"say how it splits, which nothing says yet: nnscaler.register_op annotates {op.operator}"
     return NnscalerError(
         "micro_batches_coupled",
         f"{op.operator} ({op.name}, in {op.module or 'the model'}) needs the values of all micro-batches at once",
         where=op.where,
-        help="use one micro-batch (--micro-batches 1); or compute this value from the inputs alone, "
-        "so that it can be computed once per step",
+        help=f"use one micro-batch (--micro-batches 1); or {cure}",
     )

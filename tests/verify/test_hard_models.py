@@ -85,10 +85,31 @@ def test_exact(kind: type[nn.Module], plan: str) -> None:
     assert report.exit_code == 0, report.to_json()
 
 
+class Dense(nn.Module):
+    """Classes in the second dim, labels in two, one sample of which is ignored whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.cross_entropy(x.view(-1, 4, 2), labels)
+
+
+def test_unequal_means_over_micro_batches() -> None:
+    torch.manual_seed(0)
+    inputs = {"x": X, "labels": (torch.arange(16) % 4).view(8, 2).masked_fill(torch.arange(8)[:, None] == 3, -100)}
+    report = verify.verify_plan(Dense(), inputs, ranks=4, plan="dp=2,pp=2", micro_batches=2)
+    assert report.exit_code == 0, report.to_json()
+
+
 def test_random_numbers_in_micro_batches() -> None:
     torch.manual_seed(0)
     report = verify.verify_plan(Noisy(), (X,), ranks=4, plan="dp=2,pp=2", micro_batches=2)
     assert report.exit_code == 0, report.to_json()
+    assert any("other random numbers were the same" in note for note in report.notes)
 
 
 class CountsBatches(nn.Module):

@@ -5,6 +5,7 @@ A mean of local means is wrong when ranks hold different numbers of valid rows, 
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from op_registry.call import DType
@@ -20,8 +21,8 @@ _MEAN, _SUM = 1, 2
 
 def lower_cross_entropy(graph: Graph) -> Graph:
     """`aten.cross_entropy_loss(logits[N, C], labels[N])` with a sum or mean, without weights and label smoothing,
-    becomes `nnscaler.ce_max, ce_sumexp, ce_pick, ce_tail`, and for a mean `ce_count` and a division. Other
-    variants stay.
+    becomes `nnscaler.ce_max, ce_sumexp, ce_pick, ce_tail`, and for a mean `ce_count` and a division. Dims after the
+    classes, as in logits[N, C, T], become rows. Other variants stay.
     """
     builder = Builder(graph)
     for operation in graph.operations:
@@ -39,10 +40,30 @@ def _lower(operation: Operation, builder: Builder) -> bool:
     given |= dict(zip(names, args, strict=False)) | kwargs
     logits, labels = (builder.tensor(given[n].name) for n in ("logits", "labels"))
     plain = given["weight"] is None and given["label_smoothing"] == 0 and given["reduction"] in (_MEAN, _SUM)
-    if not plain or len(logits.shape) != 2 or len(labels.shape) != 1 or is_floating(labels.dtype):
+    if not plain or len(logits.shape) < 2 or len(labels.shape) != len(logits.shape) - 1 or is_floating(labels.dtype):
         return False
+    if len(labels.shape) > 1:
+        logits, labels = _as_rows(operation, builder, logits, labels)
     _emit(operation, builder, logits, labels, given["ignore_index"], given["reduction"] == _MEAN)
     return True
+
+
+def _as_rows(
+    operation: Operation, builder: Builder, logits: LogicalTensor, labels: LogicalTensor
+) -> tuple[LogicalTensor, LogicalTensor]:
+    """logits[N, C, *D] and labels[N, *D] as [N * D, C] and [N * D]."""
+    classes, rows = logits.shape[1], prod(labels.shape)
+    last = (0, *range(2, len(logits.shape)), 1)
+
+    def emit(name: str, operator: str, of: LogicalTensor, to: tuple[int, ...], shape: tuple[int, ...]) -> LogicalTensor:
+        made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), shape, of.dtype)
+        builder.emit(operator, (Ref(of.name), to), outputs=(made,), like=operation)
+        return made
+
+    turned = emit("turned", "aten.permute.default", logits, last, (*labels.shape, classes))
+    wanted = (rows, classes)
+    flat = emit("labels", "aten.reshape.default", labels, (rows,), (rows,))
+    return emit("rows", "aten.reshape.default", turned, wanted, wanted), flat
 
 
 def _emit(

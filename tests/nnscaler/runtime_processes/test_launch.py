@@ -156,3 +156,59 @@ def test_what_torchrun_says() -> None:
     for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}):
         with pytest.raises(ProgramError, match="RANK"):
             torchrun_place(wrong)
+
+
+USES_REGISTRY = """
+import torch
+from nnscaler.runtime import Loss, Parameter, Stage, user_operators
+
+user = user_operators(twice=("launch_twice", {file!r}, "twice"))
+
+
+class Stage0(Stage):
+    index = 0
+    ranks = (0,)
+    axes = {{}}
+    micro_batches = 1
+    parameters = {{"w": Parameter("w", (), "float32", {{}})}}
+    loss = Loss({{}})
+
+    def forward(self):
+        return {{"loss": user.twice(self.w)}}
+
+
+STAGES = (Stage0,)
+RANKS = (0,)
+SCHEDULE = "F0.0 B0.0"
+"""
+REGISTERS = """
+import nnscaler, torch
+from op_registry import MINE
+
+@nnscaler.register_op("() -> ()", name="launch_twice")
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * MINE
+"""
+
+
+def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "op_registry.py").write_text("MINE = 2\n")
+    (tmp_path / "model.py").write_text(REGISTERS)
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "role_0.py").write_text(USES_REGISTRY.format(file=str(tmp_path / "model.py")))
+    manifest = {
+        "format": 1,
+        "model": {"name": "Twice", "file": "model.py"},
+        "ranks": 1,
+        "axes": [],
+        "micro_batches": 1,
+        "schedule": "1f1b",
+        "roles": [{"file": "role_0.py", "ranks": (0,), "stages": [0]}],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    torch.save({"w": torch.tensor(3.0)}, folder / "state.pt")
+    torch.save({}, folder / "inputs.pt")
+    found = run(["nnscaler.runtime.launch", "program", "--steps", "1"], repository, tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "loss 6.0" in found.stdout
