@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import keyword
+import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.tracing.rewrite import Ref
 
 
@@ -42,8 +44,10 @@ def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
 
     A mapping is passed as keyword arguments and a tuple or list as positional ones; anything else is the only
     argument. Names come from keys, field names and the parameters of `module.forward`: `ids`, `batch_labels`.
+    Raises NnscalerError("inputs_differ") where `forward` does not take these arguments.
     """
     tensors: dict[str, Tensor] = {}
+    _check_arguments(module, sample_inputs)
     if isinstance(sample_inputs, Mapping):
         kwargs = {str(k): _flatten(v, str(k), tensors) for k, v in sample_inputs.items()}
         return SampleInputs(tensors, (), kwargs)
@@ -52,6 +56,31 @@ def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
     names = _positional_names(module, len(items))
     args = tuple(_flatten(v, name, tensors) for v, name in zip(items, names, strict=True))
     return SampleInputs(tensors, args, {})
+
+
+def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # not written in Python: the call itself will tell
+        return
+    plain = isinstance(sample_inputs, tuple | list) and not hasattr(sample_inputs, "_fields")
+    try:
+        if isinstance(sample_inputs, Mapping):
+            signature.bind(**{str(k): v for k, v in sample_inputs.items()})
+        else:
+            signature.bind(*(sample_inputs if plain else (sample_inputs,)))
+    except TypeError as error:
+        code = getattr(module.forward, "__code__", None)
+        where = None
+        if code is not None:
+            text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+            where = SourceLocation(code.co_filename, code.co_firstlineno, text)
+        raise NnscalerError(
+            "inputs_differ",
+            f"sample_inputs() does not fit {type(module).__name__}.forward{signature}: {error}",
+            where=where,
+            help="return a dict of forward's keyword arguments, or a tuple of its positional ones",
+        ) from None
 
 
 def _positional_names(module: nn.Module, count: int) -> list[str]:

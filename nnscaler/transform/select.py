@@ -11,16 +11,22 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 
 
-def matches(op: Operation, graph: Graph, pattern: str) -> bool:
-    """Whether a pattern names the operation, its module (or a module that contains it), or its parameter."""
-    if fnmatchcase(op.name, pattern) or fnmatchcase(op.module, pattern) or fnmatchcase(op.module, pattern + ".*"):
-        return True
-    fqns = (fqn for name in op.inputs for fqn in graph.tensors[name].fqns if graph.tensors[name].role == "parameter")
-    return any(fnmatchcase(fqn, pattern) for fqn in fqns)
+def matches(op: Operation, pattern: str) -> bool:
+    """Whether a pattern names the operation, its module, or a module that contains it."""
+    return any(
+        fnmatchcase(text, p) for text, p in ((op.name, pattern), (op.module, pattern), (op.module, pattern + ".*"))
+    )
+
+
+def reads(op: Operation, graph: Graph, pattern: str) -> bool:
+    """Whether a pattern names a parameter that the operation reads."""
+    parameters = (graph.tensors[name] for name in op.inputs if graph.tensors[name].role == "parameter")
+    return any(fnmatchcase(fqn, pattern) for tensor in parameters for fqn in tensor.fqns)
 
 
 def select(graph: Graph, patterns: Iterable[str]) -> tuple[Operation, ...]:
-    """The operations that any of the patterns names, in graph order.
+    """The operations that any of the patterns names, in graph order. A pattern that names no operation and no module
+    may name parameters: `head*` is the head's operations, not the embedding that is tied to `head.weight`.
 
     Raises NnscalerError("plan_illegal") for a pattern that names nothing.
     """
@@ -29,7 +35,8 @@ def select(graph: Graph, patterns: Iterable[str]) -> tuple[Operation, ...]:
         if pattern in graph.by_name:
             chosen[pattern] = graph.by_name[pattern]
             continue
-        found = [op for op in graph.operations if matches(op, graph, pattern)]
+        found = [op for op in graph.operations if matches(op, pattern)]
+        found = found or [op for op in graph.operations if reads(op, graph, pattern)]
         if not found:
             raise _nothing(graph, pattern)
         chosen.update((op.name, op) for op in found)

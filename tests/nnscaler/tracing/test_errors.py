@@ -198,3 +198,10 @@ def test_tracing_leaves_the_module_and_the_random_numbers_alone() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_inputs_that_forward_does_not_take() -> None:
+    with pytest.raises(NnscalerError, match="missing a required argument: 'x'") as caught:
+        trace(Model(), {"y": X})
+    assert caught.value.code == "inputs_differ"
+    assert caught.value.where is not None and caught.value.where.file == __file__
