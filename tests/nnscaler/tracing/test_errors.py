@@ -202,6 +202,6 @@ def test_tracing_leaves_the_module_and_the_random_numbers_alone() -> None:
 
 def test_inputs_that_forward_does_not_take() -> None:
     with pytest.raises(NnscalerError, match="missing a required argument: 'x'") as caught:
-        trace(Model(), {"y": X})
+        trace(WrongShape(), {"y": X})
     assert caught.value.code == "inputs_differ"
     assert caught.value.where is not None and caught.value.where.file == __file__
