@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -26,6 +26,7 @@ _HELP_DATA = (
     "model, or put it in a function and register it: @nnscaler.register_op"
 )
 _HELP_BRANCH = "to take the branch that the sample batch takes: the program is then right for such batches only"
+_FAKE_CONSTANT = "fake tensor in the exported program constant"
 _READS_NUMBER = "Could not extract specialized"
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
 
@@ -42,7 +43,7 @@ def export_loss(
     with opaque_autograd_functions() as opaque:
         try:
             with _quiet():
-                program = torch.export.export(module, tensors, strict=False)
+                program = _export(module, tensors)
             return program, opaque.found, opaque.notes()
         except NnscalerError:
             raise
@@ -59,6 +60,21 @@ def export_loss(
         branch = "a branch on the values of data; only the one that the sample batch takes is traced"
         note = f"{place or 'the model'}: {branch}"
         return program, opaque.found, (note, *opaque.notes())
+
+
+def _export(module: nn.Module, tensors: tuple[Tensor, ...]) -> ExportedProgram:
+    """torch.export, a second time where it took a constant for a fake tensor.
+
+    Seen once in thousands of exports, in a process that had exported many other programs; the same export passes with
+    an empty cache of fake tensors. A real fake constant fails the second time as well.
+    """
+    try:
+        return torch.export.export(module, tensors, strict=False)
+    except RuntimeError as error:
+        if _FAKE_CONSTANT not in str(error):
+            raise
+    FakeTensorMode.cache_clear()
+    return torch.export.export(module, tensors, strict=False)
 
 
 def _draft(module: nn.Module, tensors: tuple[Tensor, ...], first: Exception) -> ExportedProgram:

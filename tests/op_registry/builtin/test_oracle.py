@@ -36,7 +36,7 @@ _LINEAR_ANYWAY = """
     deg2rad isfinite isinf isnan logical_not nan_to_num xlogy.Tensor lerp.Tensor masked_fill.Tensor to.dtype to.device
     _to_copy type_as view_as reshape_as expand_as mean mean.dim layer_norm rms_norm group_norm batch_norm embedding
     scatter.value new_zeros new_ones new_full new_empty ones_like full_like fill.Scalar fill.Tensor cross_entropy_loss
-    nll_loss_nd dropout _weight_norm scatter_reduce.two
+    nll_loss_nd dropout feature_dropout alpha_dropout feature_alpha_dropout _weight_norm scatter_reduce.two
 """.split()
 
 
