@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import nnscaler
-from nnscaler.codegen.origins import Origin, operator_files
+from nnscaler.codegen.origins import Origin, operator_files, written_origins
 from nnscaler.codegen.program import FORMAT, sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
@@ -29,12 +29,13 @@ def generate(
     """File name -> source, one per role (the ranks of one pipeline device). `origins`: where the operators that are
     not built in are found."""
     graph = communicated.partitioned.graph
+    written = written_origins(origins)
     sources: dict[str, str] = {}
     for device, order in enumerate(schedule.orders):
         programs = [p for p in communicated.stages if p.stage.device == device]
         text = " ".join(str(i) for i in order)
         head = f"Rank program of {title}: {plan.describe()}, role {device} of {len(schedule.orders)}."
-        sources[f"role_{device}.py"] = write_role(graph, programs, communicated.stages, head, text, origins)
+        sources[f"role_{device}.py"] = write_role(graph, programs, communicated.stages, head, text, written)
     return sources
 
 

@@ -35,14 +35,17 @@ def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[
 
 
 def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
-    """File name, as it stands in rank programs -> file. The programs themselves name no folder of this machine."""
-    return {Path(file).name: file for file, _ in origins.values() if file.endswith(".py")}
+    """Name, as it stands in rank programs -> file. The programs name no folder of this machine, except where two files
+    have one name: a program must not take the one for the other."""
+    files = sorted({file for file, _ in origins.values() if file.endswith(".py")})
+    names = [Path(file).name for file in files]
+    return {name if names.count(name) == 1 else file: file for name, file in zip(names, files, strict=True)}
 
 
-def written(origin: Origin) -> Origin:
-    """The origin as it stands in a rank program."""
-    file, qualname = origin
-    return (Path(file).name if file.endswith(".py") else file), qualname
+def written_origins(origins: Mapping[str, Origin]) -> dict[str, Origin]:
+    """The origins as they stand in rank programs."""
+    names = {file: name for name, file in operator_files(origins).items()}
+    return {operator: (names.get(file, file), qualname) for operator, (file, qualname) in origins.items()}
 
 
 def origin_of(thing: Callable[..., Any] | type) -> Origin:

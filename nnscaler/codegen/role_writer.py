@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nnscaler.codegen.operators import is_builtin, user_name
-from nnscaler.codegen.origins import written
 from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
 from nnscaler.communication.communicated import Compute, Feed, Message, StageProgram, Stored, Version
 from nnscaler.communication.regions import transfer, without_axis
@@ -69,7 +68,7 @@ def _user_operators(programs: Sequence[StageProgram], origins: Mapping[str, tupl
         return []
     lines = ["user = user_operators("]
     for operator in sorted(used):
-        file, qualname = written(origins.get(operator, ("", "")))
+        file, qualname = origins.get(operator, ("", ""))
         lines.append(f"{INDENT}{user_name(operator)}=({operator!r}, {file!r}, {qualname!r}),")
     return [*lines, ")", ""]
 

@@ -30,17 +30,19 @@ def dropout(
     name: str = "",
     states: Mapping[str, State] | None = None,
     logical_shape: Sequence[int] = (),
+    dims: int | None = None,
 ) -> Tensor:
     """`x` with each element zeroed with probability `p` and the others divided by 1 - p.
 
     `name` is the operation's, `states` the layout of `x` ("micro" included) and `logical_shape` the shape of the whole
-    tensor. Without a stage, or when the executor was told so, dropout is the identity.
+    tensor; `dims`: how many leading dims have draws of their own (None: all). Without a stage, or when the executor was
+    told so, dropout is the identity.
     """
     if stage is None or not stage.context.dropout or p == 0.0:
         return x.view_as(x)
     if p >= 1.0:
         return x * 0.0
-    kept = _noise(stage, name, states, logical_shape, x.device) >= p
+    kept = _noise(stage, name, states, logical_shape, x.device, dims) >= p
     return torch.where(kept, x / (1.0 - p), 0.0)
 
 
@@ -53,12 +55,7 @@ def feature_dropout(
     logical_shape: Sequence[int] = (),
 ) -> Tensor:
     """`dropout` of whole channels: one draw for each index of the first two dims."""
-    if stage is None or not stage.context.dropout or p == 0.0:
-        return x.view_as(x)
-    if p >= 1.0:
-        return x * 0.0
-    kept = _noise(stage, name, states, logical_shape, x.device, dims=2) >= p
-    return torch.where(kept, x / (1.0 - p), 0.0)
+    return dropout(x, p, stage, name, states, logical_shape, dims=2)
 
 
 def alpha_dropout(

@@ -65,8 +65,9 @@ def export_loss(
 def _export(module: nn.Module, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     """torch.export, a second time where it took a constant for a fake tensor.
 
-    Seen once in thousands of exports, in a process that had exported many other programs; the same export passes with
-    an empty cache of fake tensors. A real fake constant fails the second time as well.
+    Seen once in thousands of exports, in a process that had exported many other programs; the same export passed in
+    every other process. The cause is not known; what torch keeps between exports is dropped before the second try,
+    and an error that comes again is raised.
     """
     try:
         return torch.export.export(module, tensors, strict=False)
