@@ -16,7 +16,7 @@ from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
 from nnscaler.runtime.role import MICRO, Stage
 from nnscaler.runtime.shards import Coordinates, assemble, ravel, shard, unravel
 from verify.compare import difference
-from verify.op_checks.partition import runtime_state
+from verify.op_checks.random_calls import runtime_state
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
 Observed = dict[tuple[int, str, str], Pieces]  # (stage, phase, variable)

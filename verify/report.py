@@ -18,6 +18,7 @@ class Check:
     """One kind of comparison.
 
     `count` comparisons were made, `refuted` of them failed. `detail` says what was seen ("worst difference 3e-15").
+    `supporting`: it is no claim of its own (an audit of the operator): it lowers the verdict only where it fails.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Check:
     refuted: int = 0
     seconds: float = 0.0
     detail: str = ""
+    supporting: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """The weakest verdict of all checks; INCONCLUSIVE where nothing was counted."""
-        counted = [check.verdict for check in self.checks if check.count or not check.verdict.passes]
-        return merge(counted)
+        counted = [check for check in self.checks if check.count or not check.verdict.passes]
+        claims = [check for check in counted if not check.supporting or not check.verdict.passes]
+        return merge(check.verdict for check in (claims or counted))
 
     @property
     def exit_code(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +21,17 @@ from nnscaler.errors import NnscalerError
 
 @dataclass(frozen=True)
 class ConcreteCall:
-    """A `Call` and the tensors that stand at its `TensorArgument`s, by index. `kind` says how values were drawn."""
+    """A `Call` and the tensors that stand at its `TensorArgument`s, by index.
+
+    `kind` says how values were drawn; `constants` are tensors (by index) that never have a gradient; `compare`: whether
+    the values of outputs are defined (those of `empty` are not).
+    """
 
     call: Call
     tensors: tuple[Tensor, ...]
     kind: str = ""
+    constants: frozenset[int] = frozenset()
+    compare: bool = True
 
 
 def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str = "") -> ConcreteCall:
@@ -45,9 +54,10 @@ def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: s
 
 
 def with_tensors(
-    call: Call, tensors: Sequence[Tensor], coordinates: Mapping[str, int]
+    call: Call, tensors: Sequence[Tensor], coordinates: Mapping[str, int], dtype: torch.dtype = torch.float64
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments to call with: tensors in their places, expressions evaluated at `coordinates`."""
+    """The arguments to call with: tensors in their places, expressions evaluated at `coordinates`, and `dtype` for
+    arguments that are a floating dtype."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorArgument):
@@ -55,13 +65,16 @@ def with_tensors(
         if isinstance(value, Expression):
             return value.evaluate(coordinates)
         if isinstance(value, DType):
-            dtype = getattr(torch, value.name)
-            return torch.float64 if dtype.is_floating_point else dtype
+            named: torch.dtype = getattr(torch, value.name)
+            return dtype if named.is_floating_point else named
         if isinstance(value, list | tuple):
             return type(value)(convert(item) for item in value)
         return value
 
     return [convert(a) for a in call.args], {key: convert(value) for key, value in call.kwargs.items()}
+
+
+_DEFINED_BY = MappingProxyType({"transformers": "transformers.integrations.moe"})  # importing it defines operators
 
 
 def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
@@ -75,6 +88,9 @@ def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
 
         found = getattr(ops, rest, None)
     elif rest:
+        if namespace in _DEFINED_BY:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(_DEFINED_BY[namespace])
         found = torch.ops
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -95,6 +111,13 @@ def outputs_of(result: Any) -> tuple[Tensor | None, ...]:
             flat += outputs_of(item) if isinstance(item, list | tuple) else [item if isinstance(item, Tensor) else None]
         return tuple(flat)
     return (result if isinstance(result, Tensor) else None,)
+
+
+def plain_of(result: Any) -> tuple[Any, ...]:
+    """What an operator returned that is not a tensor, in order."""
+    if isinstance(result, list | tuple):
+        return tuple(value for item in result for value in plain_of(item))
+    return () if isinstance(result, Tensor) else (result,)
 
 
 def with_outputs(call: Call, outputs: Sequence[Tensor | None]) -> Call:

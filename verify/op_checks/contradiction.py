@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from op_registry.annotation.parser import parse
 from op_registry.annotation.rules import with_marks
 from op_registry.annotation.syntax import Identifier, Operand
@@ -20,16 +22,21 @@ from nnscaler.ir.placement import Split
 from verify.compare import difference, largest
 from verify.environment import environment
 from verify.finding import Finding
-from verify.op_checks.identifier import Source, Unusable, make_source
-from verify.op_checks.partition import BOUND, ShardRaised, run_partition
+from verify.op_checks.concrete import outputs_of
+from verify.op_checks.enumerate import Enumerator, Unusable, bases
+from verify.op_checks.lay import spread
+from verify.op_checks.options import OpOptions
+from verify.op_checks.partition import ShardRaised, make_partition, run_shards
+from verify.op_checks.runner import Runner, WholeRaised
 from verify.op_checks.suggest import frozen, suggest
 from verify.op_checks.target import find_operator
+from verify.op_checks.whole import as_leaves
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
 
 def contradiction(
-    operator: Any, annotation: str | Callable[..., Any] | None, error: AnnotationError, seed: int
+    operator: Any, annotation: str | Callable[..., Any] | None, error: AnnotationError, options: OpOptions
 ) -> Report | None:
     """The report on an annotation whose only fault is an unmarked identifier that an output lacks; else None."""
     if not isinstance(annotation, str):
@@ -43,13 +50,12 @@ def contradiction(
         return None
     try:
         spec = find_operator(operator, with_marks(parsed, missing, Identifier("", "+")))
-        source = make_source(spec, seed)
-        facts = _counter_example(source, missing[0])
-    except (NnscalerError, Unusable, ShardRaised):
+        facts = _counter_example(Runner(spec, options), missing[0])
+    except (NnscalerError, Unusable, ShardRaised, WholeRaised):
         return None
     if facts is None:
         return None
-    suggested = suggest(replace(source, spec=replace(spec, annotation=frozen(annotation, missing[0]))), missing[0])
+    suggested = suggest(replace(spec, annotation=frozen(annotation, missing[0])), options, missing[0])
     finding = Finding(
         "annotation_wrong",
         f"`{missing[0]}` in `{annotation}` has no mark, but shards of it do not each compute the output",
@@ -61,7 +67,7 @@ def contradiction(
     check = Check(f"split `{missing[0]}` (spatial)", Verdict.REFUTED, 1, 1)
     setting = f"`{annotation}`"
     return Report(
-        "verify-op", spec.name, setting, seed, (check,), (finding,), (), {**environment(), "dtype": "float64"}
+        "verify-op", spec.name, setting, options.seed, (check,), (finding,), (), {**environment(), "dtype": "float64"}
     )
 
 
@@ -73,23 +79,31 @@ def _missing(text: str) -> list[str]:
     return [name for name in names if any(name not in output for output in outputs)]
 
 
-def _counter_example(source: Source, identifier: str) -> dict[str, str] | None:
+def _counter_example(runner: Runner, identifier: str) -> dict[str, str] | None:
     """How far one shard's output is from the whole's; None if it is equal after all."""
-    for whole, signature in source.wholes(identifier):
-        for parts in (2, 3):
-            shards = run_partition(whole, source.spec, signature, Split(identifier), parts, source.generator())
-            for index, expected in enumerate(whole.outputs):
-                actual = shards[0][index]
-                if expected is None or actual is None:
+    for base in bases(runner):
+        enumerator = Enumerator(runner, base)
+        for inputs in enumerator.draws(enumerator.sizes_for([identifier])):
+            prepared = runner.prepare(inputs)
+            partition = make_partition(prepared.signature, (Split(identifier),), (2,))
+            whole = prepared.whole
+            columns = [
+                spread(t, lay, inputs.generator())
+                for t, lay in zip(whole.concrete.tensors, partition.inputs, strict=True)
+            ]
+            leaves = [as_leaves([column[rank] for column in columns]) for rank in range(2)]
+            shard = outputs_of(run_shards(partition, leaves, torch.float64)[0])
+            for index, (expected, actual) in enumerate(zip(whole.outputs, shard, strict=True)):
+                if expected is None or actual is None or prepared.bound.agree(actual.detach(), expected, 0.0):
                     continue
-                found = difference(actual, expected, largest(expected))
-                if found.relative > BOUND:
-                    return {
-                        "identifier": identifier,
-                        "parts": str(parts),
-                        "shapes": ", ".join(str(tuple(t.shape)) for t in whole.concrete.tensors),
-                        "dtype": "float64",
-                        "tensor": f"output {index} of shard 0",
-                        "greatest difference": f"{found.absolute:.6g} ({found})",
-                    }
+                found = difference(actual.detach(), expected, largest(expected))
+                return {
+                    "annotation": str(runner.spec.annotation),
+                    "identifier": identifier,
+                    "parts": "2",
+                    "shapes": ", ".join(str(tuple(t.shape)) for t in whole.concrete.tensors),
+                    "dtype": "float64",
+                    "tensor": f"output {index} of shard 0",
+                    "greatest difference": f"{found.absolute:.6g} ({found})",
+                }
     return None

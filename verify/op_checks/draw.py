@@ -1,14 +1,14 @@
-"""Inputs for an operator: sizes and values chosen by us, from its annotation or from its sample inputs.
+"""Calls of an operator: from its annotation, from its sample inputs, or from our table of samples.
 
-Sizes: the identifier that will be split gets 12 (2 or 3 parts, also under an outer of 2, with two elements or more
-each), every other one a size of its own, so that a mix-up of dims shows. Values: small signed integers in float64,
-on which sums and products are exact, and normal numbers; positive ones only where the operator needs them.
+Sizes: the identifier that will be split gets 12 (2, 3 or 4 parts, also under an outer of 2), every other one a size of
+its own, so that a mix-up of dims shows.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,14 +17,18 @@ from torch import Tensor
 from op_registry.annotation.rules import parse_checked, tied_identifiers
 from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
+from op_registry.samples import Sample, replace_tensors
+from op_registry.samples.sample import Tensor as SampleTensor
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from verify.op_checks.concrete import ConcreteCall, make_call
+from verify.op_checks.options import Kind
+from verify.op_checks.values import fill
 
-Kind = Literal["integers", "normal", "positive", "given"]
 Style = Literal["distinct", "smooth", "equal"]
 SPLIT_SIZE = 12
+SECOND_SIZE = 18  # of the second identifier of a pair
 WILDCARD_DIMS = 2
 _OTHERS: Mapping[Style, tuple[int, ...]] = {
     "distinct": (5, 7, 3, 9, 4, 11, 8, 10),
@@ -42,22 +46,23 @@ def identifiers_of(annotation: Annotation) -> tuple[str, ...]:
     return tuple(names)
 
 
-def choose_sizes(annotation: Annotation, split: str | None, style: Style) -> dict[str, int]:
-    """A size for every identifier; those split together with `split` get multiples of 12."""
+def choose_sizes(annotation: Annotation, split: Sequence[str], style: Style) -> dict[str, int]:
+    """A size for every identifier: 12 for the first of `split`, 18 for the second; those split together with one get
+    multiples."""
     ties = tied_identifiers(annotation)
-    together = ties.get(split, (split,)) if split is not None else ()
+    together: dict[str, int] = {}
+    for name, size in zip(split, (SPLIT_SIZE, SPLIT_SIZE if style == "equal" else SECOND_SIZE), strict=False):
+        for number, member in enumerate(ties.get(name, (name,))):
+            together[member] = size * (1 + number)
     others = iter(_OTHERS[style])
     sizes: dict[str, int] = {}
     for name in identifiers_of(annotation):
-        if name in together:
-            sizes[name] = SPLIT_SIZE * (1 + list(together).index(name))
-        else:
-            sizes[name] = next(others, 2 + len(sizes))
+        sizes[name] = together[name] if name in together else next(others, 2 + len(sizes))
     return sizes
 
 
 def from_annotation(
-    spec: OperatorSpec, split: str | None, style: Style, kind: Kind, generator: torch.Generator
+    spec: OperatorSpec, sizes: Mapping[str, int], kind: Kind, generator: torch.Generator
 ) -> ConcreteCall:
     """A call with tensors of the annotation's shapes.
 
@@ -65,7 +70,6 @@ def from_annotation(
     """
     assert isinstance(spec.annotation, str)
     annotation = parse_checked(spec.annotation)
-    sizes = choose_sizes(annotation, split, style)
     operands = iter(annotation.inputs)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -95,9 +99,12 @@ def from_annotation(
 
 
 def sample_calls(spec: OperatorSpec) -> list[ConcreteCall]:
-    """The calls that `sample_inputs` gives: a dict of arguments, a tuple of them, one tensor, or a list of such."""
+    """The calls that `sample_inputs` gives: a dict of arguments, a tuple of them, one tensor, or a list of such. torch
+    is seeded, so that they are the same each time."""
     assert spec.sample_inputs is not None
-    samples = spec.sample_inputs()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        samples = spec.sample_inputs()
     calls = samples if isinstance(samples, list) else [samples]
     return [_sample_call(spec, sample) for sample in calls]
 
@@ -113,43 +120,48 @@ def _sample_call(spec: OperatorSpec, sample: Any) -> ConcreteCall:
     return make_call(spec.name, sample if isinstance(sample, tuple) else (sample,), {})
 
 
-def refill(concrete: ConcreteCall, kind: Kind, generator: torch.Generator) -> ConcreteCall:
-    """The same call with other floating values; `given` keeps them. Floating tensors become float64."""
-    tensors = tuple(
-        t if not t.is_floating_point() else t.double() if kind == "given" else fill(tuple(t.shape), kind, generator)
-        for t in concrete.tensors
-    )
-    return ConcreteCall(concrete.call, tensors, kind)
+def builtin_call(sample: Sample, kind: Kind, generator: torch.Generator) -> ConcreteCall:
+    """A call of a built-in operator from its row in `op_registry.samples`."""
+    constants: list[int] = []
+    count = 0
+
+    def make(wanted: SampleTensor) -> Tensor:
+        nonlocal count
+        if wanted.kind == "constant":
+            constants.append(count)
+        count += 1
+        if wanted.kind == "normal":
+            return fill(wanted.shape, kind, generator)
+        made = wanted.make(generator)
+        if wanted.kind == "integer" and made.numel() > 1:  # both ends of the range occur
+            made.view(-1)[0], made.view(-1)[-1] = wanted.high - 1, wanted.low
+        return made
+
+    args = [replace_tensors(a, make) for a in sample.args]
+    kwargs = {key: replace_tensors(value, make) for key, value in sample.kwargs.items()}
+    call = make_call(sample.operator, args, kwargs, kind)
+    return replace(call, constants=frozenset(constants), compare=sample.compare)
 
 
-def resize(concrete: ConcreteCall, bound: BoundAnnotation, identifier: str, size: int) -> ConcreteCall | None:
-    """The same call with another size for one identifier: elements are repeated or left out along its dims.
+def resize(concrete: ConcreteCall, bound: BoundAnnotation, sizes: Mapping[str, int]) -> ConcreteCall | None:
+    """The same call with other sizes for some identifiers: elements are repeated or left out along their dims.
 
     None where a dim has more to it than the identifier, so that its size is not ours to choose.
     """
     tensors: list[Tensor] = []
     for tensor, operand in zip(concrete.tensors, bound.inputs, strict=True):
         for number, dim in enumerate(operand.dims if operand is not None else ()):
-            if not any(f.identifier == identifier for f in dim.factors):
+            wanted = [f.identifier for f in dim.factors if f.identifier in sizes]
+            if not wanted:
                 continue
-            if len(dim.factors) != 1:
+            if len(dim.factors) != 1 or wanted[0] is None:
                 return None
-            tensor = tensor.index_select(number, torch.arange(size) % max(tensor.shape[number], 1))
+            tensor = tensor.index_select(number, torch.arange(sizes[wanted[0]]) % max(tensor.shape[number], 1))
         tensors.append(tensor)
     given = iter(tensors)
     args = [_replace_tensors(a, given) for a in concrete.call.args]
     kwargs = {key: _replace_tensors(value, given) for key, value in concrete.call.kwargs.items()}
     return make_call(concrete.call.operator, args, kwargs)
-
-
-def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor:
-    """Random float64 values; integers never are 0, where many operators have a kink."""
-    if kind == "integers":
-        sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-        return (torch.randint(1, 4, shape, generator=generator) * sign).double()
-    if kind == "positive":
-        return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.25
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """One partition of one call: run every shard as the annotation says, and compare with the whole.
 
 What each shard is given, and what its outputs and gradients must be, follows from the (value, gradient) table of
-`nnscaler.ir.layout`, by the very functions that the compiler uses.
+`nnscaler.ir.layout`, by the very functions that the compiler uses. One `autograd.grad` serves all shards.
 """
 
 from __future__ import annotations
@@ -13,195 +13,323 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_registry.call import Call
 from op_registry.localize import localise
-from op_registry.spec import OperatorSpec
 
-from nnscaler.ir import layout as ir_layout
+from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State
 from nnscaler.ir.placement import Choice
-from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded, State, gradient_states
-from nnscaler.runtime.shards import assemble, local_shape, shard
 from nnscaler.transform.rules import input_states, output_states, shards_of
 from nnscaler.transform.signature import Signature
-from verify.compare import Difference, difference, family_scale, largest
-from verify.op_checks.concrete import function_of, outputs_of, with_tensors
+from verify.compare import Difference, difference, largest
+from verify.op_checks.concrete import function_of, outputs_of, plain_of, with_tensors
+from verify.op_checks.lay import Cut, Lay, gather, lay_of, local_shape, ranks_of, spread
+from verify.op_checks.options import Safeguards
+from verify.op_checks.random_calls import random_arguments
+from verify.op_checks.tolerance import Bound
+from verify.op_checks.variants import Variant, variants_of
 from verify.op_checks.whole import Whole, as_leaves, gradients_of
 
-AXIS = "shards"
-BOUND = 1e-10  # float64: rounding is 1e-16 a term, and a wrong annotation is off by a good part of the value
-Cotangents = list[tuple[Tensor | None, ...]]
+AXES = ("shards", "groups")
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """`what` is "output 0" or "gradient of input 1"."""
+    """`what` is "output 0" or "gradient of input 1"; `layout`: how the annotation says that it lies."""
 
     what: str
     difference: Difference
-    rank: int | None = None
+    layout: str = ""
+    values: tuple[str, str] | None = None  # expected and found, of small tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """`count`: tensors that were compared, `exact`: those that were equal bit for bit."""
+
+    count: int
+    exact: int
+    mismatches: tuple[Mismatch, ...]
+    variants: tuple[Variant, ...]
 
 
 class ShardRaised(Exception):
     """The operator raised on a shard."""
 
-    def __init__(self, rank: int, shapes: Sequence[tuple[int, ...]], error: Exception) -> None:
+    def __init__(self, rank: tuple[int, ...], shapes: Sequence[tuple[int, ...]], error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
         self.rank = rank
         self.shapes = tuple(shapes)
         self.error = error
 
 
+@dataclass(frozen=True)
+class Partition:
+    """One way of splitting a call: a choice for each axis, and what follows from it for every operand."""
+
+    signature: Signature
+    choices: tuple[Choice, ...]
+    parts: tuple[int, ...]
+    bounds: tuple[int, ...]
+    inputs: tuple[Lay, ...]
+    outputs: tuple[Lay, ...]
+    input_gradients: tuple[Lay, ...]
+    output_gradients: tuple[Lay, ...]
+    states_in: tuple[tuple[State, ...], ...]
+    states_out: tuple[tuple[State, ...], ...]
+    calls: tuple[Call, ...]  # of every rank, row-major
+
+    @property
+    def has_maxima(self) -> bool:
+        """Partial maxima have no gradient: neither side gets one."""
+        return any(isinstance(s, Partial) and s.reduction != "sum" for states in self.states_out for s in states)
+
+
+def gradient_state(state: State) -> State:
+    """How a tensor's gradient lies, from how its value lies."""
+    if isinstance(state, Replicated):
+        return PARTIAL
+    return REPLICATED if isinstance(state, Partial) else state
+
+
+def make_partition(
+    signature: Signature, choices: Sequence[Choice], parts: Sequence[int], bounds: Sequence[int] = ()
+) -> Partition:
+    """`bounds`: of uneven shards, for one axis. Raises Refusal where the operator's hook cannot do this split."""
+    call = signature.call
+    per_axis_in = [input_states(signature, c) for c in choices]
+    per_axis_out = [output_states(signature, c, len(call.outputs)) for c in choices]
+    states_in = tuple(tuple(states[i] for states in per_axis_in) for i in range(len(call.tensors())))
+    states_out = tuple(tuple(states[i] for states in per_axis_out) for i in range(len(call.outputs)))
+
+    def lays(states: Sequence[tuple[State, ...]]) -> tuple[Lay, ...]:
+        return tuple(lay_of(s, parts, bounds) for s in states)
+
+    def gradients(states: tuple[State, ...]) -> tuple[State, ...]:
+        return tuple(gradient_state(s) for s in states)
+
+    outputs = lays(states_out)
+    return Partition(
+        signature,
+        tuple(choices),
+        tuple(parts),
+        tuple(bounds),
+        lays(states_in),
+        outputs,
+        lays([gradients(s) for s in states_in]),
+        lays([gradients(s) for s in states_out]),
+        states_in,
+        states_out,
+        _local_calls(signature, choices, parts, outputs, uneven=bool(bounds)),
+    )
+
+
 def compare_partition(
-    whole: Whole, spec: OperatorSpec, signature: Signature, choice: Choice, parts: int, generator: torch.Generator
-) -> tuple[int, list[Mismatch]]:
-    """How many tensors were compared, and those that differ.
-
-    Raises ShardRaised, and `op_registry.spec.Refusal` where the operator's hook cannot do this split.
-    """
-    states_in = [runtime_state(s) for s in input_states(signature, choice)]
-    states_out = [runtime_state(s) for s in output_states(signature, choice, len(whole.outputs))]
-    leaves = [as_leaves(part) for part in _input_pieces(whole, states_in, parts, generator)]
-    outputs = _run_shards(whole, spec, signature, choice, parts, leaves, states_out)
-    mismatches, count = _compare_outputs(whole, outputs, states_out, parts)
-    if mismatches:  # shapes may be wrong: a backward pass over them would only confuse
-        return count, mismatches
-    cotangents = _cotangent_pieces(whole, states_out, parts, generator)
-    gradients = gradients_of(outputs, cotangents, leaves)
-    more, compared = _compare_gradients(whole, gradients, states_in, parts)
-    return count + compared, more
-
-
-def run_partition(
-    whole: Whole, spec: OperatorSpec, signature: Signature, choice: Choice, parts: int, generator: torch.Generator
-) -> list[tuple[Tensor | None, ...]]:
-    """What each shard computes, without comparing it. Raises ShardRaised and Refusal."""
-    states_in = [runtime_state(s) for s in input_states(signature, choice)]
-    states_out = [runtime_state(s) for s in output_states(signature, choice, len(whole.outputs))]
-    leaves = [as_leaves(part) for part in _input_pieces(whole, states_in, parts, generator)]
-    return _run_shards(whole, spec, signature, choice, parts, leaves, states_out)
+    whole: Whole, partition: Partition, generator: torch.Generator, bound: Bound, safeguards: Safeguards
+) -> Compared:
+    """Runs the shards and compares. Raises ShardRaised."""
+    leaves = _shard_leaves(whole, partition, generator)
+    results = run_shards(partition, leaves, whole.dtype)
+    outputs = [outputs_of(r) for r in results]
+    comparison = _Comparison(bound, safeguards.mutants)
+    if safeguards.outputs and whole.concrete.compare:
+        comparison.plain(whole.plain, [plain_of(r) for r in results])
+        comparison.outputs(whole, partition, outputs)
+    elif safeguards.outputs:
+        comparison.shapes(whole, partition, outputs)
+    if comparison.mismatches or not safeguards.gradients or partition.has_maxima:
+        return comparison.result()  # shapes may be wrong: a backward pass over them would only confuse
+    pieces = [
+        [None] * len(leaves) if c is None else spread(c, lay, generator)
+        for c, lay in zip(whole.cotangents, partition.output_gradients, strict=True)
+    ]
+    cotangents = [[column[rank] for column in pieces] for rank in range(len(leaves))]
+    try:
+        gradients = gradients_of(outputs, cotangents, leaves)
+    except Exception as error:
+        raise ShardRaised(partition.inputs[0].ranks()[0] if partition.inputs else (), [], error) from error
+    comparison.gradients(whole, partition, gradients)
+    return comparison.result()
 
 
-def runtime_state(state: ir_layout.State) -> State:
-    """The compiler's state as the runtime's."""
-    match state:
-        case ir_layout.Sharded(dim, outer, sections):
-            return Sharded(dim, outer, sections)
-        case ir_layout.Partial(reduction):
-            return Partial(reduction)
-        case ir_layout.Replicated():
-            return Replicated()
-    return Invariant()
-
-
-def _input_pieces(
-    whole: Whole, states: Sequence[State], parts: int, generator: torch.Generator
-) -> list[tuple[Tensor, ...]]:
+def _shard_leaves(whole: Whole, partition: Partition, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
     columns = [
-        pieces_of(tensor, state, parts, generator) for tensor, state in zip(whole.concrete.tensors, states, strict=True)
+        spread(t if t.dtype == whole.dtype or not t.is_floating_point() else t.to(whole.dtype), lay, generator)
+        for t, lay in zip(whole.concrete.tensors, partition.inputs, strict=True)
     ]
-    return [tuple(column[rank] for column in columns) for rank in range(parts)]
+    count = 1
+    for parts in partition.parts:
+        count *= parts
+    unwanted = whole.without_gradient
+    return [as_leaves([column[rank] for column in columns], whole.dtype, unwanted) for rank in range(count)]
 
 
-def pieces_of(tensor: Tensor, state: State, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """What each rank holds of a value. Partial sums are uneven random pieces: zeros on all ranks but one would pass
-    through operators that are not linear."""
-    if isinstance(state, Sharded):
-        return [shard(tensor, {AXIS: state}, {AXIS: parts}, {AXIS: rank}) for rank in range(parts)]
-    if isinstance(state, Partial) and state.reduction == "sum":
-        pieces = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(parts - 1)]
-        return [*pieces, tensor - sum(pieces)]
-    return [tensor] * parts
-
-
-def _run_shards(
-    whole: Whole,
-    spec: OperatorSpec,
-    signature: Signature,
-    choice: Choice,
-    parts: int,
-    leaves: Sequence[Sequence[Tensor]],
-    states_out: Sequence[State],
-) -> list[tuple[Tensor | None, ...]]:
-    shapes = [
-        () if output is None else local_shape(output.shape, {AXIS: state}, {AXIS: parts})
-        for output, state in zip(whole.outputs, states_out, strict=True)
-    ]
-    call = localise(spec, signature.call, shards_of(signature, [choice], [(AXIS, parts)]), shapes)
-    function: Callable[..., Any] = function_of(call.operator, spec)
-    results: list[tuple[Tensor | None, ...]] = []
-    for rank, part in enumerate(leaves):
-        args, kwargs = with_tensors(call, part, {AXIS: rank})
+def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Any]:
+    """What the operator returns on every rank. Raises ShardRaised."""
+    signature = partition.signature
+    spec = signature.spec
+    assert spec is not None
+    ranks = ranks_of(partition.parts)
+    function: Callable[..., Any] = function_of(partition.calls[0].operator, spec)
+    results: list[Any] = []
+    for rank, part, call in zip(ranks, leaves, partition.calls, strict=True):
+        coordinates = dict(zip(AXES, rank, strict=False))
+        args, kwargs = with_tensors(call, part, coordinates, dtype)
+        if spec.random:
+            kwargs = {**kwargs, **random_arguments(partition, rank)}
         try:
             with torch.enable_grad():
-                results.append(outputs_of(function(*args, **kwargs)))
+                results.append(function(*args, **kwargs))
         except Exception as error:
             raise ShardRaised(rank, [tuple(t.shape) for t in part], error) from error
     return results
 
 
-def _compare_outputs(
-    whole: Whole, outputs: Sequence[Sequence[Tensor | None]], states: Sequence[State], parts: int
-) -> tuple[list[Mismatch], int]:
-    found: list[Mismatch] = []
-    count = 0
-    for index, (expected, state) in enumerate(zip(whole.outputs, states, strict=True)):
-        if expected is None:
-            continue
-        count += 1
-        column = [part[index] if index < len(part) else None for part in outputs]
-        scale = largest(expected)
-        found += _compare(f"output {index}", column, expected, state, parts, scale)
-    return found, count
+def _local_calls(
+    signature: Signature, choices: Sequence[Choice], parts: Sequence[int], outputs: Sequence[Lay], uneven: bool
+) -> tuple[Call, ...]:
+    """The call of every rank: one for all of them, with expressions of coordinates, unless shards are uneven."""
+    assert signature.spec is not None
+    spec, call = signature.spec, signature.call
+    ranks = ranks_of(tuple(parts))
+    shards = shards_of(signature, list(choices), [(AXES[i], p) for i, p in enumerate(parts)])
+
+    def local(rank: tuple[int, ...]) -> Call:
+        shapes = [
+            None if o is None else local_shape(o.shape, lay, rank) for o, lay in zip(call.outputs, outputs, strict=True)
+        ]
+        return localise(spec, call, shards, shapes)
+
+    if uneven and spec.shape_argument is not None:
+        return tuple(local(rank) for rank in ranks)
+    return (local(ranks[0]),) * len(ranks)
 
 
-def _compare_gradients(
-    whole: Whole, gradients: Sequence[Sequence[Tensor | None]], states: Sequence[State], parts: int
-) -> tuple[list[Mismatch], int]:
-    found: list[Mismatch] = []
-    count = 0
-    scale = family_scale(whole.gradients)
-    for index, (expected, state) in enumerate(zip(whole.gradients, states, strict=True)):
-        column = [part[index] for part in gradients]
-        if not whole.concrete.tensors[index].is_floating_point():
-            continue
-        count += 1
-        what = f"gradient of input {index}"
-        if expected is None or all(piece is None for piece in column):
-            if (expected is None) != all(piece is None for piece in column):
-                problem = "a gradient where the whole operator has none" if expected is None else "no gradient at all"
-                found.append(Mismatch(what, Difference(float("inf"), problem=problem)))
-            continue
-        lies = gradient_states({AXIS: state})[AXIS]
-        shape = local_shape(whole.concrete.tensors[index].shape, {AXIS: state}, {AXIS: parts})
-        filled = [expected.new_zeros(shape) if piece is None else piece for piece in column]
-        found += _compare(what, filled, expected, lies, parts, scale)
-    return found, count
+class _Comparison:
+    """Collects what was compared."""
+
+    def __init__(self, bound: Bound, mutants: bool) -> None:
+        self.bound = bound
+        self.mutants = mutants
+        self.count = 0
+        self.exact = 0
+        self.mismatches: list[Mismatch] = []
+        self.variants: list[Variant] = []
+
+    def result(self) -> Compared:
+        return Compared(self.count, self.exact, tuple(self.mismatches), tuple(self.variants))
+
+    def plain(self, expected: Sequence[Any], found: Sequence[Sequence[Any]]) -> None:
+        """Outputs that are no tensors must not depend on the split."""
+        for other in found:
+            if list(other) != list(expected):
+                shown = f"{list(other)!r} instead of {list(expected)!r}"
+                self.mismatches.append(
+                    Mismatch("outputs that are no tensors", Difference(float("inf"), problem=shown), "Replicated")
+                )
+                return
+
+    def outputs(self, whole: Whole, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
+        for index, (expected, lay) in enumerate(zip(whole.outputs, partition.outputs, strict=True)):
+            if expected is None or (whole.dtype != torch.float64 and not _real(expected)):
+                continue
+            column = [part[index] if index < len(part) else None for part in outputs]
+            what = f"output {index}"
+            for piece in column:
+                if piece is not None and piece.dtype != expected.dtype:
+                    problem = f"dtype {piece.dtype} on a shard, {expected.dtype} of the whole"
+                    self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem)))
+                    return
+            self.compare(what, column, expected, lay, partition.states_out[index], 0.0)
+
+    def shapes(self, whole: Whole, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
+        """Of an operator whose values are not defined (`empty`)."""
+        for index, (expected, lay) in enumerate(zip(whole.outputs, partition.outputs, strict=True)):
+            if expected is not None:
+                self.count += 1
+                problem = _wrong_shape([o for part in outputs if (o := part[index]) is not None], expected, lay)
+                if problem:
+                    self.mismatches.append(Mismatch(f"output {index}", Difference(float("inf"), problem=problem)))
+
+    def gradients(self, whole: Whole, partition: Partition, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        scale = max((largest(g) for g in whole.gradients if g is not None), default=0.0)
+        for index, (expected, lay) in enumerate(zip(whole.gradients, partition.input_gradients, strict=True)):
+            tensor = whole.concrete.tensors[index]
+            if not _real(tensor) or index in whole.without_gradient:
+                continue
+            column = [part[index] for part in gradients]
+            what = f"gradient of input {index}"
+            missing = all(piece is None for piece in column)
+            if expected is None or missing:
+                self.count += 1
+                self.exact += 1
+                if (expected is None) != missing and (expected is None or bool(expected.any())):
+                    problem = (
+                        "a gradient where the whole operator has none" if expected is None else "no gradient at all"
+                    )
+                    self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem)))
+                continue
+            ranks = lay.ranks()
+            filled = [
+                expected.new_zeros(local_shape(tensor.shape, lay, rank)) if piece is None else piece
+                for rank, piece in zip(ranks, column, strict=True)
+            ]
+            states = tuple(gradient_state(s) for s in partition.states_in[index])
+            self.compare(what, filled, expected, lay, states, scale)
+
+    def compare(
+        self,
+        what: str,
+        column: Sequence[Tensor | None],
+        expected: Tensor,
+        lay: Lay,
+        states: Sequence[State],
+        scale: float,
+    ) -> None:
+        """One tensor, from what every rank has of it."""
+        self.count += 1
+        layout = ", ".join(str(s) for s in states)
+        pieces = [piece.detach() for piece in column if piece is not None]
+        problem = "not a tensor on every shard" if len(pieces) < len(column) else _wrong_shape(pieces, expected, lay)
+        if problem:
+            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), layout))
+            return
+        value = gather(pieces, lay, lambda a, b: torch.equal(a, b) or self.bound.agree(a, b, scale))
+        if value is None:
+            copies = difference(pieces[-1], pieces[0], scale)
+            problem = copies.problem or f"copies on two ranks differ by {copies.absolute:.6g}"
+            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), layout))
+            return
+        if torch.equal(value, expected):
+            self.exact += 1
+        elif not self.bound.agree(value, expected, scale):
+            self.mismatches.append(Mismatch(what, difference(value, expected, scale), layout, _shown(value, expected)))
+            return
+        if self.mutants:
+            self.variants += variants_of(what, pieces, expected, lay)
 
 
-def _compare(
-    what: str, pieces: Sequence[Tensor | None], expected: Tensor, state: State, parts: int, scale: float
-) -> list[Mismatch]:
-    given = [piece.detach() for piece in pieces if piece is not None]
-    if len(given) < parts:
-        return [Mismatch(what, Difference(float("inf"), problem="not a tensor on every shard"))]
-    if isinstance(state, Invariant | Replicated):  # every rank holds the whole
-        results = [(rank, difference(piece, expected, scale)) for rank, piece in enumerate(given)]
-        return [Mismatch(what, found, rank) for rank, found in results if found.relative > BOUND][:1]
-    shape = local_shape(expected.shape, {AXIS: state}, {AXIS: parts})
-    for rank, piece in enumerate(given):
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _wrong_shape(pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> str:
+    uneven = any(isinstance(h, Cut) and h.length != h.parts for h in lay.held)
+    shape = local_shape(expected.shape, lay, (0,) * len(lay.parts))
+    for rank, piece in zip(lay.ranks(), pieces, strict=True):
+        if uneven:
+            shape = local_shape(expected.shape, lay, rank)
         if tuple(piece.shape) != shape:
-            problem = f"shape {tuple(piece.shape)} instead of {shape}"
-            return [Mismatch(what, Difference(float("inf"), problem=problem), rank)]
-    pieces_at = [({AXIS: rank}, piece) for rank, piece in enumerate(given)]
-    value = assemble(pieces_at, {AXIS: state}, {AXIS: parts}, tuple(expected.shape)).value
-    found = difference(value, expected, scale)
-    return [Mismatch(what, found)] if found.relative > BOUND else []
+            at = rank[0] if len(rank) == 1 else rank
+            return f"shape {tuple(piece.shape)} instead of {shape} on rank {at}"
+    return ""
 
 
-def _cotangent_pieces(whole: Whole, states: Sequence[State], parts: int, generator: torch.Generator) -> Cotangents:
-    columns: list[list[Tensor | None]] = []
-    for cotangent, state in zip(whole.cotangents, states, strict=True):
-        if cotangent is None:
-            columns.append([None] * parts)
-        else:
-            columns.append([*pieces_of(cotangent, gradient_states({AXIS: state})[AXIS], parts, generator)])
-    return [tuple(column[rank] for column in columns) for rank in range(parts)]
+def _shown(value: Tensor, expected: Tensor) -> tuple[str, str] | None:
+    if value.numel() > 12 or value.is_complex():
+        return None
+    return _numbers(expected), _numbers(value)
+
+
+def _numbers(tensor: Tensor) -> str:
+    rounded = tensor.to(torch.float64).round(decimals=6) + 0.0 if tensor.is_floating_point() else tensor
+    return str(rounded.tolist())

@@ -1,7 +1,6 @@
-"""What the annotation should have been: the marks that hold for an identifier whose mark does not.
+"""An annotation that holds where the given one does not: other marks for one identifier, each tested like any claim.
 
-Candidates are tried from the most to the least useful, and only what was tested is suggested. Freezing an identifier
-(`^`) is always true, and is the last resort.
+Nothing is suggested that was not tested; freezing the identifier is the last resort.
 """
 
 from __future__ import annotations
@@ -16,12 +15,15 @@ from op_registry.annotation.syntax import Annotation, Identifier, Opaque, Operan
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from verify.op_checks.identifier import Source, Unusable, run_choices, splits_of
+from verify.op_checks.check import check_target
+from verify.op_checks.enumerate import Enumerator, Unusable, bases
+from verify.op_checks.options import OpOptions
+from verify.op_checks.runner import Runner
 
 
-def suggest(source: Source, identifier: str) -> str | None:
+def suggest(spec: OperatorSpec, options: OpOptions, identifier: str) -> str | None:
     """An annotation under which splitting `identifier` works, tested; None if the annotation is not a text."""
-    text = source.spec.annotation
+    text = spec.annotation
     if not isinstance(text, str):
         return None
     name = "*" if identifier.startswith("*") else identifier
@@ -30,7 +32,7 @@ def suggest(source: Source, identifier: str) -> str | None:
             parse_checked(candidate)
         except NnscalerError:
             continue
-        if _holds(replace(source, spec=_with_annotation(source.spec, candidate)), identifier):
+        if holds(replace(spec, annotation=candidate, linear=()), options, identifier):
             return candidate
     return frozen(text, name)
 
@@ -40,16 +42,21 @@ def frozen(text: str, name: str) -> str:
     return with_marks(_without_additives(parse(text), name), [name], Identifier("", "^"))
 
 
-def _holds(source: Source, identifier: str) -> bool:
+def holds(spec: OperatorSpec, options: OpOptions, identifier: str) -> bool:
+    """Whether splitting the identifier passes every case, one at least."""
+    runner = Runner(spec, options)
+    cases = 0
     try:
-        outcome = run_choices(source, identifier, splits_of(identifier))
+        for base in bases(runner):
+            if identifier not in base.leaders:
+                continue
+            outcome = check_target(Enumerator(runner, base), identifier)
+            if outcome.failures:
+                return False
+            cases += outcome.cases
     except (Unusable, NnscalerError):
         return False
-    return outcome.count > 0 and not outcome.failures
-
-
-def _with_annotation(spec: OperatorSpec, text: str) -> OperatorSpec:
-    return replace(spec, annotation=text, linear=())
+    return cases > 0
 
 
 def _candidates(annotation: Annotation, name: str) -> Iterator[str]:

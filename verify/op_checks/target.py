@@ -1,11 +1,13 @@
-"""From what a user names to the operator: a function, a class, or a text on the command line."""
+"""From what a user names to the operator's record: a function, a class, an operator of torch, or a text."""
 
 from __future__ import annotations
 
-import importlib
+import fnmatch
 import inspect
-from collections.abc import Callable
+import linecache
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from op_registry.schema import SchemaError, infer_schema
 from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
 
 from nnscaler.errors import NnscalerError
+from verify.op_checks.user_code import import_module, load_file
 
 _HOW_TO_ANNOTATE = 'give one: annotation="m k+, k+ n -> m n" (--annotation), or register: @nnscaler.register_op("...")'
+_HOW_TO_NAME = "`nnscaler list ops` shows them; file.py::function and package.module:function also name one"
+GLOB = frozenset("*?[")
 
 
 def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) -> OperatorSpec:
@@ -26,20 +31,15 @@ def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) ->
     annotation, or a text (see `named`). Raises NnscalerError `unknown_operator` or `not_annotated`, and
     AnnotationError for an annotation that breaks the rules of the language.
     """
-    spec = named(operator) if isinstance(operator, str) else _registered(operator)
+    spec = named(operator) if isinstance(operator, str) else record_of(operator)
     if spec is None:
-        if not callable(operator):
-            raise NnscalerError("unknown_operator", f"{operator!r} is neither an operator nor a name of one")
-        if annotation is None:
-            name = getattr(operator, "__name__", repr(operator))
-            raise NnscalerError(
-                "not_annotated",
-                f"`{name}` has no annotation",
-                _place(operator),
-                help=_HOW_TO_ANNOTATE,
-            )
-        spec = _plain(operator, annotation)
-    elif annotation is not None:
+        raise NnscalerError("unknown_operator", f"{operator!r} is neither an operator nor a name of one")
+    return annotated(spec, annotation)
+
+
+def annotated(spec: OperatorSpec, annotation: str | Callable[..., Any] | None) -> OperatorSpec:
+    """The record under another annotation, if one is given. Raises as `find_operator`."""
+    if annotation is not None:
         # what belongs to the registered annotation need not hold for another one
         spec = replace(spec, annotation=annotation, linear=(), localize=None, contiguous=frozenset(), flops=None)
         if spec.target is not None and isinstance(annotation, str):
@@ -51,120 +51,233 @@ def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) ->
 
 
 def named(text: str) -> OperatorSpec:
-    """The operator that a text names: a registered name, `file.py::function`, or `package.module:function`.
+    """The one operator that a text names: see `matching`. Of several overloads, the one called `default`.
 
-    Files and modules are imported; what they register is then known. Raises NnscalerError `unknown_operator`.
+    Raises NnscalerError `unknown_operator`, or `several_operators` where that leaves more than one.
     """
-    file, separator, name = text.partition("::")
-    if separator:
-        return _member(_load_file(file), name, text)
-    module, separator, name = text.partition(":")
-    if separator:
-        try:
-            return _member(importlib.import_module(module), name, text)
-        except ImportError as error:
-            raise NnscalerError("unknown_operator", f"cannot import {module!r}: {error}") from None
-    registry = default_registry()
-    for candidate in (text, f"aten.{text}", f"{text}.default", f"aten.{text}.default"):
-        spec = registry.lookup(candidate)
-        if spec is not None:
-            return spec
-    near = [n for n in registry.names() if text.split(".")[-1] in n][:6]
-    raise NnscalerError(
-        "unknown_operator",
-        f"no operator is called {text!r}",
-        help=f"did you mean {', '.join(near)}?"
-        if near
-        else "`nnscaler list ops` shows them; file.py::function also works",
-    )
+    found = matching(text)
+    if len(found) == 1:
+        return found[0]
+    default = [spec for spec in found if spec.name.endswith(".default")]
+    if len(default) == 1 and not GLOB & set(text) and not text.endswith(".py"):
+        return default[0]
+    names = ", ".join(spec.name for spec in found[:6]) + (", ..." if len(found) > 6 else "")
+    raise NnscalerError("several_operators", f"{text!r} names {len(found)} operators", help=f"name one of {names}")
 
 
-def registered_in(file: str) -> list[OperatorSpec]:
-    """Imports the file; the operators that it registers, in its order."""
-    _load_file(file)
-    path = str(Path(file).resolve())
-    registry = default_registry()
-    specs = [spec for name in registry.names() if (spec := registry.lookup(name)) is not None]
-    found = [s for s in specs if s.where is not None and str(Path(s.where.file).resolve()) == path]
-    if not found:
+def matching(text: str) -> list[OperatorSpec]:
+    """Every operator that a text names.
+
+    `file.py` (all that it registers), `file.py::function`, `package.module:function`, a registered name, a pattern of
+    them (`aten.*norm*`), an operator of torch.library with or without its overload (`aten.linear`, `my_lib::my_op`).
+    Files and modules are imported; what they register is then known. An operator without annotation has "" for it.
+    Raises NnscalerError `unknown_operator`, `no_such_file` and `import_failed`.
+    """
+    left, separator, name = text.partition("::")
+    if separator and (left.endswith(".py") or "/" in left):
+        return _members(load_file(left), name, text, registered_in(left, empty=True))
+    if text.endswith(".py"):
+        return registered_in(text)
+    module, colon, name = text.partition(":")
+    if colon and not separator:
+        return _members(import_module(module), name, text, ())
+    return _by_name(text.replace("::", "."))
+
+
+def registered_in(file: str, empty: bool = False) -> list[OperatorSpec]:
+    """Imports the file; the operators that it registers, in its order. Raises NnscalerError where there are none,
+    unless `empty` allows that."""
+    load_file(file)
+    found = registered_at([file])
+    if not found and not empty:
         raise NnscalerError(
             "unknown_operator",
             f"{file} registers no operator",
             help='put @nnscaler.register_op("m k+, k+ n -> m n") above a function, or name one: file.py::function',
         )
-    return sorted(found, key=lambda spec: spec.where.line if spec.where is not None else 0)
+    return found
 
 
-def _load_file(file: str) -> Any:
-    from nnscaler.runtime.loader import load_user_module
+def registered_at(files: Iterable[str | Path]) -> list[OperatorSpec]:
+    """The operators of the registry that stand in these files, by file and line."""
+    order = {str(Path(file).resolve()): number for number, file in enumerate(files)}
+    registry = default_registry()
+    found: list[tuple[int, int, OperatorSpec]] = []
+    for name in registry.names():
+        spec = registry.lookup(name)
+        if spec is not None and spec.where is not None:
+            number = order.get(str(Path(spec.where.file).resolve()))
+            if number is not None:
+                found.append((number, spec.where.line, spec))
+    return [spec for _, _, spec in sorted(found, key=lambda item: item[:2])]
 
-    if not Path(file).is_file():
-        raise NnscalerError("no_such_file", f"there is no file {file!r}")
-    return load_user_module(file)
+
+def _by_name(text: str) -> list[OperatorSpec]:
+    registry = default_registry()
+    names = registry.names()
+    if GLOB & set(text):
+        wanted = (text, f"{text}.*")
+        chosen = [n for n in names if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)]
+    else:
+        chosen = []
+        for candidate in (text, f"aten.{text}"):
+            chosen = chosen or [n for n in names if n == candidate or n.startswith(f"{candidate}.")]
+    found = [spec for name in chosen if (spec := registry.lookup(name)) is not None]
+    if not found:
+        found = _of_torch(text)
+    if not found:
+        what = "matches" if GLOB & set(text) else "is called"
+        help = near_misses(text, names) or _HOW_TO_NAME
+        raise NnscalerError("unknown_operator", f"no operator {what} {text!r}", help=help)
+    return found
 
 
-def _member(module: Any, name: str, text: str) -> OperatorSpec:
-    found = module
-    for part in name.split("."):
+def near_misses(text: str, names: Iterable[str]) -> str | None:
+    """`did you mean ...?`, or None where nothing is near."""
+    by_base: dict[str, str] = {}
+    for name in names:
+        for key in (name, name.removesuffix(".default"), name.removeprefix("aten.").removesuffix(".default")):
+            by_base.setdefault(key, name)
+    last = text.strip("*").split(".")[-1]
+    close = [by_base[key] for key in get_close_matches(text, by_base, n=6, cutoff=0.7)]
+    close += [name for key, name in by_base.items() if len(last) > 2 and last in key]
+    unique = list(dict.fromkeys(close))[:6]
+    return f"did you mean {', '.join(unique)}?" if unique else None
+
+
+def _of_torch(text: str) -> list[OperatorSpec]:
+    """Operators of torch.library that have no annotation, if torch knows the name."""
+    import torch
+
+    _namespace, _, rest = text.partition(".")
+    if not rest or not rest.replace(".", "").isidentifier():
+        return []
+    found: Any = torch.ops
+    for part in text.split("."):
         found = getattr(found, part, None)
         if found is None:
-            raise NnscalerError("unknown_operator", f"{text.removesuffix(name)}{name} does not exist")
-    spec = _registered(found)
-    if spec is None and callable(found):
-        # a plain function: its annotation must come with the command
-        return _plain(found, "")
+            return []
+    overloads = [found] if hasattr(found, "_schema") else [getattr(found, o) for o in _overloads(found)]
+    return [spec for overload in overloads if (spec := record_of(overload)) is not None]
+
+
+def _overloads(packet: Any) -> list[str]:
+    return list(packet.overloads()) if hasattr(packet, "overloads") else []
+
+
+def _members(module: Any, name: str, text: str, registered: Iterable[OperatorSpec]) -> list[OperatorSpec]:
+    by_name = {spec.name: spec for spec in registered}
+    if GLOB & set(name):
+        found = [spec for n, spec in by_name.items() if fnmatch.fnmatchcase(n, name)]
+        if not found:
+            raise NnscalerError("unknown_operator", f"nothing registered matches {text!r}", help=_listed(by_name))
+        return found
+    member = module
+    for part in name.split("."):
+        member = getattr(member, part, None)
+        if member is None:
+            break
+    if member is None and name in by_name:
+        return [by_name[name]]
+    if member is None:
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        help = near_misses(name, (*own, *by_name)) or _listed([*own, *by_name])
+        raise NnscalerError("unknown_operator", f"{text.removesuffix(name)}{name} does not exist", help=help)
+    spec = record_of(member)
     if spec is None:
-        raise NnscalerError("unknown_operator", f"{text} is not an operator")
-    return spec
+        raise NnscalerError("unknown_operator", f"{text} is not an operator, but {type(member).__name__}")
+    return [spec]
 
 
-def _registered(operator: Any) -> OperatorSpec | None:
+def _listed(names: Iterable[str]) -> str | None:
+    shown = list(dict.fromkeys(names))[:8]
+    return f"there is {', '.join(shown)}" if shown else None
+
+
+def record_of(operator: Any) -> OperatorSpec | None:
+    """The record of a registered operator; for another callable one with an empty annotation; None for anything else.
+
+    Raises NnscalerError `several_operators` for an operator of torch with several overloads, none called default.
+    """
     spec = getattr(operator, "spec", None)
     if isinstance(spec, OperatorSpec):
         return spec
     registry = default_registry()
-    if inspect.isclass(operator):  # an autograd.Function: `apply` of its class is the target
+    function = _autograd_function(operator)
+    if function is not None:  # `apply` of the class is the target
         for name in registry.names():
             found = registry.lookup(name)
-            if found is not None and getattr(found.target, "__self__", None) is operator:
+            if found is not None and getattr(found.target, "__self__", None) is function:
                 return found
-        return None
+        return _plain(function, function.apply)
     overload = getattr(operator, "_opoverload", operator)  # what `torch.library.custom_op` returns
-    if hasattr(overload, "overloads") and len(overload.overloads()) == 1:
-        overload = getattr(overload, overload.overloads()[0])
-    return registry.lookup(str(overload)) if hasattr(overload, "_schema") else None
+    if not hasattr(overload, "_schema") and hasattr(overload, "overloads"):
+        overload = _only_overload(overload)
+    if hasattr(overload, "_schema"):
+        return registry.lookup(str(overload)) or _plain_overload(overload)
+    # torch.compile'd: the function that is compiled, as registration takes it
+    plain = getattr(operator, "_torchdynamo_orig_callable", operator)
+    return _plain(plain, plain) if callable(plain) else None
 
 
-def _plain(function: Any, annotation: str | Callable[..., Any]) -> OperatorSpec:
-    """A record for a function that is not registered."""
-    name = str(getattr(function, "__qualname__", type(function).__name__))
-    parameters = _parameters(function, annotation) if isinstance(annotation, str) and annotation else ()
-    return OperatorSpec(
-        _name(function), annotation, target=function, where=_place(function), qualname=name, parameters=parameters
+def _autograd_function(operator: Any) -> Any:
+    """The autograd.Function that this is, or whose `apply` this is; else None."""
+    import torch
+
+    owner = getattr(operator, "__self__", None)
+    if inspect.isclass(owner) and getattr(operator, "__name__", "") == "apply":
+        operator = owner
+    return operator if inspect.isclass(operator) and issubclass(operator, torch.autograd.Function) else None
+
+
+def _only_overload(packet: Any) -> Any:
+    names = _overloads(packet)
+    if len(names) > 1 and "default" not in names:
+        known = ", ".join(f"{packet}.{name}".replace("::", ".") for name in names[:6])
+        raise NnscalerError("several_operators", f"{packet} has {len(names)} overloads", help=f"name one of {known}")
+    return getattr(packet, "default" if "default" in names else names[0])
+
+
+def _plain_overload(overload: Any) -> OperatorSpec:
+    parameters = tuple(
+        SchemaParameter(a.name, "Tensor" in str(a.type), a.default_value if a.has_default_value() else None)
+        for a in overload._schema.arguments
     )
+    return OperatorSpec(str(overload), "", target=overload, parameters=parameters)
+
+
+def _plain(operator: Any, target: Callable[..., Any]) -> OperatorSpec:
+    """A record for what is not registered: its annotation must come with the command."""
+    name = str(getattr(operator, "__name__", type(operator).__name__))
+    qualname = str(getattr(operator, "__qualname__", type(operator).__name__))
+    return OperatorSpec(name, "", target=target, where=_place(operator), qualname=qualname)
 
 
 def _parameters(function: Any, annotation: str) -> tuple[SchemaParameter, ...]:
     """The parameters as registration would record them; empty where they have no schema."""
     import torch
 
+    owner, skip = _autograd_function(function), 0
+    if owner is not None:  # `apply` takes what `forward` does
+        function = owner.forward
+        skip = 1 if owner.setup_context is torch.autograd.Function.setup_context else 0
     try:
-        schema = torch._C.parse_schema(f"operator{infer_schema(function, parse(annotation))}")
+        schema = torch._C.parse_schema(f"operator{infer_schema(function, parse(annotation), skip)}")
     except (SchemaError, NnscalerError, ValueError, TypeError):
         return ()
     return tuple(SchemaParameter(a.name, "Tensor" in str(a.type)) for a in schema.arguments)
 
 
-def _name(operator: Any) -> str:
-    return str(getattr(operator, "__name__", type(operator).__name__))
-
-
 def _place(operator: Any) -> SourceLocation | None:
     inner = inspect.unwrap(operator) if callable(operator) else operator
+    if inspect.isclass(inner):
+        try:
+            file, line = inspect.getsourcefile(inner) or "", inspect.getsourcelines(inner)[1]
+        except (OSError, TypeError):
+            return None
+        return SourceLocation(file, line, linecache.getline(file, line).strip())
     code = getattr(inner, "__code__", None)
     if code is None:
         return None
-    import linecache
-
     line = code.co_firstlineno
     return SourceLocation(code.co_filename, line, linecache.getline(code.co_filename, line).strip())

@@ -13,70 +13,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.compare import is_finite, largest
-from verify.op_checks.concrete import ConcreteCall, outputs_of, with_tensors
+from verify.compare import is_finite
+from verify.op_checks.concrete import ConcreteCall, outputs_of, plain_of, with_tensors
 
 
 @dataclass(frozen=True)
 class Whole:
-    """`cotangents` has one entry per output: None where no gradient flows. `gradients` has one per input tensor."""
+    """`cotangents` has one entry per output: None where no gradient flows. `gradients` has one per input tensor.
+
+    `plain`: the outputs that are no tensors. `dtype`: the dtype of floating numbers in this run. `leaves`: which inputs
+    ask for gradients.
+    """
 
     concrete: ConcreteCall
     outputs: tuple[Tensor | None, ...]
     cotangents: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
-    repeatable: bool
+    plain: tuple[Any, ...] = ()
+    dtype: torch.dtype = torch.float64
+    without_gradient: frozenset[int] = frozenset()
 
     @property
-    def informative(self) -> bool:
-        """Whether there is anything to tell right from wrong by: finite, and not only zeros."""
-        values = [t for t in (*self.outputs, *self.gradients) if t is not None and t.numel()]
-        return all(is_finite(t) for t in values) and any(largest(o) > 0 for o in self.outputs if o is not None)
+    def finite(self) -> bool:
+        """Whether no output and no gradient has NaN or infinity."""
+        return all(is_finite(t) for t in (*self.outputs, *self.gradients) if t is not None and t.numel())
+
+    @property
+    def shows_something(self) -> bool:
+        """Whether there is anything to tell right from wrong by: not only zeros."""
+        return any(bool(o.any()) for o in self.outputs if o is not None)
 
 
 def run_whole(
     function: Callable[..., Any],
     concrete: ConcreteCall,
     generator: torch.Generator,
-    without_gradient: Sequence[int] = (),
+    dtype: torch.dtype = torch.float64,
+    without_gradient: frozenset[int] = frozenset(),
+    random_cotangents: bool = True,
 ) -> Whole:
-    """Runs the operator in float64. Raises whatever it raises.
+    """Runs the operator with floating tensors in `dtype`. Raises whatever it raises.
 
-    `without_gradient`: outputs that are never differentiated (maxima under a `+max` reduction).
+    `without_gradient`: input tensors (by index) that do not ask for a gradient.
     """
-    leaves = as_leaves(concrete.tensors)
-    args, kwargs = with_tensors(concrete.call, leaves, {})
+    leaves = as_leaves(concrete.tensors, dtype, without_gradient)
+    args, kwargs = with_tensors(concrete.call, leaves, {}, dtype)
     with torch.enable_grad():
-        outputs = outputs_of(function(*args, **kwargs))
-    cotangents = tuple(
-        draw_cotangent(o, generator) if o is not None and i not in without_gradient else None
-        for i, o in enumerate(outputs)
-    )
+        result = function(*args, **kwargs)
+    outputs = outputs_of(result)
+    cotangents = tuple(draw_cotangent(o, generator, random_cotangents) if o is not None else None for o in outputs)
     gradients = gradients_of([outputs], [cotangents], [leaves])[0]
-    with torch.no_grad():
-        again = outputs_of(function(*args, **kwargs))
-    repeatable = all(
-        a is b is None or (a is not None and b is not None and _same(a, b)) for a, b in zip(outputs, again, strict=True)
-    )
     detached = tuple(None if o is None else o.detach() for o in outputs)
-    return Whole(concrete, detached, cotangents, gradients, repeatable)
+    return Whole(concrete, detached, cotangents, gradients, plain_of(result), dtype, without_gradient)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+def as_leaves(
+    tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64, without_gradient: frozenset[int] = frozenset()
+) -> tuple[Tensor, ...]:
+    """Contiguous copies, floating ones in `dtype` and asking for gradients."""
+    return tuple(_leaf(t, dtype, i not in without_gradient) for i, t in enumerate(tensors))
 
 
-def as_leaves(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Detached copies; floating ones require gradients."""
-    return tuple(t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors)
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
-def draw_cotangent(output: Tensor, generator: torch.Generator) -> Tensor | None:
+def _leaf(tensor: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
+    floating = tensor.is_floating_point()
+    to = dtype if floating else _COMPLEX.get(dtype, tensor.dtype) if tensor.is_complex() else tensor.dtype
+    copy = tensor.detach().to(to, memory_format=torch.contiguous_format, copy=True)
+    return copy.requires_grad_() if wanted and (floating or tensor.is_complex()) else copy
+
+
+def draw_cotangent(output: Tensor, generator: torch.Generator, random: bool = True) -> Tensor | None:
     """Signed integers of 1 to 4; None for an output that has no gradient."""
     if not output.requires_grad:
         return None
-    sign = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
-    return (torch.randint(1, 5, output.shape, generator=generator) * sign).to(output.dtype)
+    if not random:
+        return torch.ones_like(output)
+    values = torch.randint(1, 9, output.shape, generator=generator)
+    return torch.where(values > 4, 4 - values, values).to(output.dtype)
 
 
 def gradients_of(

@@ -25,7 +25,7 @@ from op_registry.localize import localise
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
-from tests.op_registry.builtin.sample import Sample, replace_tensors
+from op_registry.samples.sample import Sample, replace_tensors
 
 Coordinates = Mapping[str, int]
 Shards = Mapping[str, tuple[AxisShard, ...]]
@@ -110,7 +110,7 @@ def as_leaf(t: torch.Tensor, wanted: bool = True) -> torch.Tensor:
 
 @cache
 def _whole(number: int) -> Whole:
-    from tests.op_registry.builtin.samples import SAMPLES
+    from op_registry.samples import SAMPLES
 
     return whole_run(SAMPLES[number], number)
 

@@ -18,7 +18,7 @@ from op_registry.call import AxisShard
 from op_registry.spec import Refusal
 
 from tests.op_registry.builtin.oracle import Whole, check_partial, check_split, whole
-from tests.op_registry.builtin.samples import SAMPLES
+from op_registry.samples import SAMPLES
 
 NUMBERS = pytest.mark.parametrize("number", range(len(SAMPLES)), ids=[str(s) for s in SAMPLES])
 

@@ -23,8 +23,8 @@ from tests.op_registry.builtin.oracle import (
     whole,
     whole_run,
 )
-from tests.op_registry.builtin.sample import F, I, S, Sample
-from tests.op_registry.builtin.samples import SAMPLES
+from op_registry.samples.sample import F, I, S, Sample
+from op_registry.samples import SAMPLES
 
 NUMBERS = pytest.mark.parametrize("number", range(len(SAMPLES)), ids=[str(s) for s in SAMPLES])
 

@@ -16,7 +16,7 @@ from op_registry.builtin.views import regroup
 from op_registry.call import AxisShard
 
 from tests.op_registry.builtin.oracle import check_split, run, whole_run
-from tests.op_registry.builtin.sample import F, I, S, Sample
+from op_registry.samples.sample import F, I, S, Sample
 
 _ATTENTION = "scaled_dot_product_attention"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from op_registry.call import DType
 
-from tests.op_registry.builtin.sample import B, C, F, I, S, Sample, Tensor
+from op_registry.samples.sample import B, C, F, I, S, Sample, Tensor
 
 _PRODUCTS: tuple[Sample, ...] = (
     S("linear", F(6, 12, 18), F(24, 18), splits="*0 *1 k n"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from op_registry.call import DType
 
-from tests.op_registry.builtin.sample import B, C, F, I, P, S, Sample, Tensor, U
+from op_registry.samples.sample import B, C, F, I, P, S, Sample, Tensor, U
 
 _EMBEDDING: tuple[Sample, ...] = (
     S("embedding", F(24, 18), I(6, 12, high=24), splits="a b d v"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.op_registry.builtin.sample import F, S, Sample
+from op_registry.samples.sample import F, S, Sample
 
 _CONVOLUTIONS: tuple[Sample, ...] = (
     S("conv1d", F(18, 6, 7), F(12, 6, 3), splits="b c o"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Tensor:
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
         """The tensor, in float64 where it is of floats."""
+        import torch
+
         if self.kind == "integer":
             return torch.randint(self.low, self.high, self.shape, generator=generator)
         if self.kind == "bool":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.op_registry.builtin.sample import F, I, S, Sample
+from op_registry.samples.sample import F, I, S, Sample
 
 _VIEWS: tuple[Sample, ...] = (
     *(S(name, F(6, 12, 24), [6, 12, 4, 6], splits="a b c d") for name in ("view", "reshape", "_unsafe_view")),

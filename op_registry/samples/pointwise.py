@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from op_registry.call import DType
 
-from tests.op_registry.builtin.sample import B, F, I, P, S, Sample, Tensor, U
+from op_registry.samples.sample import B, F, I, P, S, Sample, Tensor, U
 
 _DOUBLE = DType("float64")
 

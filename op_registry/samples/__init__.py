@@ -1,0 +1,31 @@
+"""Sample calls of every built-in operator: what its annotation is verified on. A new overload is one row in a table."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from op_registry.samples import dims, math, pointwise, tables, windows
+from op_registry.samples.sample import Sample, replace_tensors
+
+__all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
+
+SAMPLES: tuple[Sample, ...] = (
+    *pointwise.SAMPLES,
+    *dims.SAMPLES,
+    *math.SAMPLES,
+    *tables.SAMPLES,
+    *windows.SAMPLES,
+)
+
+
+@cache
+def _by_operator() -> dict[str, tuple[Sample, ...]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in SAMPLES:
+        found.setdefault(sample.operator, []).append(sample)
+    return {name: tuple(rows) for name, rows in found.items()}
+
+
+def samples_of(name: str) -> tuple[Sample, ...]:
+    """The sample calls of one operator; none for a name without any."""
+    return _by_operator().get(name, ())

@@ -1,0 +1,55 @@
+"""One comparison, as data: which inputs, which split over which mesh. Everything follows from it and the operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nnscaler.ir.placement import Choice
+from verify.op_checks.options import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What determines the tensors of the whole operator.
+
+    sample            which sample call; None: drawn from the annotation
+    sizes             of identifiers: all of them when drawn, changes to the sample's otherwise
+    without_gradient  floating inputs (by index) that do not ask for a gradient
+    """
+
+    sample: int | None
+    sizes: tuple[tuple[str, int], ...] = ()
+    kind: Kind = "integers"
+    seed: int = 0
+    dtype: str = "float64"
+    without_gradient: tuple[int, ...] = ()
+
+    def generator(self) -> torch.Generator:
+        """A generator at its start: the same draws each time."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`choices` and `parts`: one per axis of the mesh, which has one axis or two. `uneven`: shards of unequal sizes."""
+
+    inputs: Inputs
+    choices: tuple[Choice, ...]
+    parts: tuple[int, ...]
+    uneven: bool = False
+
+
+def uneven_bounds(length: int, parts: int) -> tuple[int, ...]:
+    """Ends of ranges that differ by one and more, the first the longest: (7, 12) for 12 in 2, (5, 9, 12) in 3."""
+    spans = [length // parts] * parts
+    spans[0] += length % parts
+    for giving in range(parts - 1, 0, -1):
+        if spans[giving] > 1 and len(set(spans)) == 1:
+            spans[giving] -= 1
+            spans[0] += 1
+    ends: list[int] = []
+    for span in spans:
+        ends.append((ends[-1] if ends else 0) + span)
+    return tuple(ends)

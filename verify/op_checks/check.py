@@ -1,0 +1,57 @@
+"""Runs the cases of one target, and says what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from verify.op_checks.cases import Case
+from verify.op_checks.enumerate import Enumerator, Target
+from verify.op_checks.options import DRAWS
+from verify.op_checks.outcome import Outcome
+from verify.op_checks.runner import Runner, WholeRaised
+from verify.report import Check
+from verify.verdict import Verdict
+
+
+def check_target(enumerator: Enumerator, target: Target, outcome: Outcome | None = None) -> Outcome:
+    """Every case of one identifier or linear set; stops at the first failure."""
+    outcome = run_cases(enumerator.runner, enumerator.singles(target), outcome)
+    outcome.half_line |= enumerator.half_line
+    return outcome
+
+
+def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = None) -> Outcome:
+    """Adds the cases' results to an outcome; stops at the first failure, and where the budget of cases is spent."""
+    outcome = outcome or Outcome()
+    budget = runner.options.cases
+    for case in cases:
+        if budget is not None and outcome.cases >= budget:
+            break
+        try:
+            outcome.add(runner.run(case))
+        except WholeRaised as raised:
+            outcome.skipped[str(raised)] = None
+        if outcome.failures:
+            break
+    return outcome
+
+
+def as_check(name: str, outcome: Outcome, seconds: float, proved: bool = False, blocker: str = "") -> Check:
+    """The check of one target. Nothing compared is open; so is what a wrong variant survives."""
+    refuted = len(outcome.failures)
+    details: list[str] = []
+    if refuted:
+        verdict = Verdict.REFUTED
+    elif not outcome.count or outcome.survived(DRAWS):
+        verdict = Verdict.INCONCLUSIVE
+    else:
+        verdict = Verdict.PROVED_ALL_SIZES if proved else Verdict.TESTED_EXACT
+    if outcome.count and verdict.passes:
+        details.append(f"{outcome.cases} cases")
+        if void := outcome.void(DRAWS):
+            details.append(f"constant along the split: {', '.join(void)}")
+        if blocker and not proved:
+            details.append(f"not proved: {blocker}")
+    elif not refuted:
+        details += outcome.survived(DRAWS) or list(outcome.skipped)
+    return Check(name, verdict, outcome.count, refuted, seconds, "; ".join(details))

@@ -1,0 +1,279 @@
+"""Which cases an operator is tested on: enumerated from the annotation and a seed.
+
+Each identifier that may be split, alone: 2, 3 and 4 parts, contiguous and strided, even and uneven, on three kinds of
+draws; shards of one element and other dims of size 1; float32 and bfloat16. Each set of operands in which the operator
+is linear, on partial sums. Then pairs of these on a mesh of two axes, and one identifier over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from op_registry.annotation.rules import parse_checked
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import AnnotationError
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.transform.signature import Signature
+from verify.op_checks.cases import Case, Inputs
+from verify.op_checks.draw import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, identifiers_of
+from verify.op_checks.options import DRAWS, Kind, OpOptions
+from verify.op_checks.runner import Prepared, Runner, WholeRaised
+
+Target = str | frozenset[int]  # an identifier, or a set of operands that hold partial sums
+FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
+OUTERS = (1, 2)
+PAIRS = 15
+LOW = ("float32", "bfloat16")
+NESTED = (3, 2)
+
+
+class Unusable(Exception):
+    """The whole operator cannot be tested on these inputs; `code` is a finding code of the catalogue.
+
+    `refuted`: it runs on other shapes, so that what it raises on the annotation's shapes is a counter-example.
+    """
+
+    def __init__(self, code: str, message: str, refuted: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.refuted = refuted
+
+
+@dataclass(frozen=True)
+class Base:
+    """A sample call, or a choice of sizes: what cases vary. `leaders`: identifiers that may be split, one of each set
+    that is split together; `linear`: the sets of operands for partial sums."""
+
+    inputs: Inputs
+    signature: Signature
+    leaders: tuple[str, ...]
+    linear: tuple[frozenset[int], ...]
+
+
+def leaders_of(signature: Signature, claimed: frozenset[str] | None = None) -> tuple[str, ...]:
+    """Identifiers that may be split, one of each set that is split together. `claimed`: those that a sample's own sizes
+    allow to split, where its sizes are not ours to choose."""
+    bound = signature.bound
+    assert bound is not None
+    names = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.tied.get(n, (n,))[0] == n]
+    return tuple(n for n in names if bound.sizes[n] != 1 and (claimed is None or n in claimed))
+
+
+def bases(runner: Runner) -> list[Base]:
+    """What the cases start from. Raises Unusable where the operator cannot be run."""
+    if runner.samples:
+        found = [base for i in range(runner.samples) if (base := _sample_base(runner, i)) is not None]
+        if not found:
+            _raise_unusable(runner)
+        return found
+    style = _style(runner)
+    annotation = parse_checked(str(runner.spec.annotation))
+    first = Inputs(None, _sizes(annotation, (), style), "integers", runner.options.seed)
+    signature = runner.prepare(first).signature
+    return [Base(first, signature, leaders_of(signature), signature.linear)]
+
+
+def _raise_unusable(runner: Runner) -> None:
+    try:
+        runner.prepare(Inputs(0, (), "given", runner.options.seed))
+    except WholeRaised as raised:
+        message = f"on its sample inputs `{runner.spec.name}` raises {first_line(raised.error)}"
+        raise Unusable("uninformative", message) from None
+    raise Unusable("uninformative", f"`{runner.spec.name}` gives NaN, infinity or only zeros on its sample inputs")
+
+
+def _sample_base(runner: Runner, index: int) -> Base | None:
+    for kind in ("normal", "given"):
+        inputs = Inputs(index, (), kind, runner.options.seed)
+        try:
+            signature = runner.prepare(inputs).signature
+        except WholeRaised:
+            continue
+        claimed = runner.rows[index].splits if runner.rows else None
+        return Base(inputs, signature, leaders_of(signature, claimed), signature.linear)
+    return None
+
+
+def _style(runner: Runner) -> Style:
+    """The first style of sizes on which the operator runs. Raises Unusable where it runs on none."""
+    annotation = parse_checked(str(runner.spec.annotation))
+    wanted: tuple[Style, ...] = ("distinct", "smooth") if runner.options.safeguards.distinct_sizes else ("equal",)
+    message = ""
+    for style in wanted:
+        problem = _problem(runner, Inputs(None, _sizes(annotation, (), style), "integers", runner.options.seed))
+        if problem is None:
+            return style
+        message = message or problem
+    equal = Inputs(None, _sizes(annotation, (), "equal"), "integers", runner.options.seed)
+    raise Unusable("annotation_does_not_fit", message, _problem(runner, equal) is None)
+
+
+def _problem(runner: Runner, inputs: Inputs) -> str | None:
+    """Why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
+    message = ""
+    for kind in ("integers", "positive"):
+        try:
+            runner.prepare(replace(inputs, kind=kind))
+            return None
+        except WholeRaised as raised:
+            shapes = ", ".join(map(str, raised.shapes))
+            message = message or f"on inputs of shapes {shapes} `{runner.spec.name}` raises {first_line(raised.error)}"
+    return message
+
+
+def _sizes(annotation: object, split: Sequence[str], style: Style) -> tuple[tuple[str, int], ...]:
+    return tuple(choose_sizes(annotation, split, style).items())  # type: ignore[arg-type]
+
+
+class Enumerator:
+    """Cases of one base. Wholes are run on the way: uninformative draws are replaced."""
+
+    def __init__(self, runner: Runner, base: Base) -> None:
+        self.runner = runner
+        self.base = base
+        self.options = runner.options
+        self.guards = runner.options.safeguards
+        self.drawn = base.inputs.sample is None
+        self.style: Style = _style(runner) if self.drawn else "distinct"
+        self.seed = runner.options.seed
+        self.half_line = False  # whether only positive inputs show anything
+
+    def draws(self, sizes: tuple[tuple[str, int], ...], count: int = DRAWS) -> list[Inputs]:
+        """Up to `count` inputs of these sizes on which the whole operator shows something."""
+        found: list[Inputs] = []
+        zeros: list[Inputs] = []
+        candidates = [*enumerate(self.guards.values), *enumerate(FALLBACKS, 10), *enumerate(FALLBACKS, 20)]
+        for number, kind in candidates:
+            inputs = Inputs(self.base.inputs.sample, sizes, kind, self.seed * 1000 + number)
+            if kind == "given" and (self.drawn or any(i.kind == "given" for i in found)):
+                continue
+            prepared = self.prepared(inputs)
+            if prepared is None:
+                continue
+            (found if prepared.whole.shows_something else zeros).append(inputs)
+            if len(found) == count:
+                break
+        if {i.kind for i in found} and {i.kind for i in found} <= {"positive", "given"}:
+            self.half_line = True
+        # of a built-in operator we know that a constant zero is meant (`zeros_like`); what cannot show is then said
+        return found or (zeros[:count] if self.runner.rows else [])
+
+    def prepared(self, inputs: Inputs) -> Prepared | None:
+        """The whole's run, if it can be run and is finite."""
+        try:
+            prepared = self.runner.prepare(inputs)
+        except (WholeRaised, AnnotationError, Exception) as error:
+            if isinstance(error, AnnotationError) and not inputs.sizes:
+                raise
+            return None
+        return prepared if prepared.whole.finite or not prepared.whole.concrete.compare else None
+
+    def sizes_for(self, targets: Sequence[Target]) -> tuple[tuple[str, int], ...]:
+        """Sizes under which these targets can be split in 2, 3 and 4."""
+        names = [t for t in targets if isinstance(t, str)]
+        if self.drawn:
+            return _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.style)
+        bound = self.base.signature.bound
+        assert bound is not None
+        wanted = zip(names, (SPLIT_SIZE, SECOND_SIZE), strict=False)
+        changed = tuple((n, size) for n, size in wanted if self.runner.given and bound.sizes[n] % 6)
+        if changed and self.prepared(Inputs(self.base.inputs.sample, changed, "normal", self.seed)) is not None:
+            return changed
+        return ()
+
+    def singles(self, target: Target) -> Iterator[Case]:
+        """One identifier or linear set, over one axis."""
+        sizes = self.sizes_for([target])
+        draws = self.draws(sizes)
+        for inputs in draws:
+            for choice in self.choices(target):
+                for parts in self.guards.parts:
+                    yield Case(inputs, (choice,), (parts,))
+            if isinstance(target, str) and self.guards.uneven:
+                for parts in self.guards.parts:
+                    yield Case(inputs, (Split(target),), (parts,), uneven=True)
+        if isinstance(target, str) and self.guards.small:
+            yield from self.small(target)
+        if self.guards.dtypes and draws:
+            yield from self.low(target, draws)
+
+    def choices(self, target: Target) -> tuple[Choice, ...]:
+        if not isinstance(target, str):
+            return (RunPartial(target),)
+        return tuple(Split(target, outer) for outer in (OUTERS if self.guards.outers else (1,)))
+
+    def small(self, target: str) -> Iterator[Case]:
+        """Shards of one element; then every other identifier of size 1."""
+        bound = self.base.signature.bound
+        assert bound is not None
+        if not self.drawn and not self.runner.given:
+            size = bound.sizes[target]
+            if max(self.guards.parts) < size <= 6:
+                for inputs in self.draws((), 1):
+                    yield Case(inputs, (Split(target),), (size,))
+            return
+        full = dict(self.sizes_for([target]))
+        together = bound.tied.get(target, (target,))
+        for parts in self.guards.parts[:2]:
+            ones = {**full, **{name: parts * (1 + i) for i, name in enumerate(together)}}
+            for inputs in self.draws(tuple(ones.items()), 1):
+                yield Case(inputs, (Split(target),), (parts,))
+        for other in [n for n in bound.sizes if n not in together][:6]:
+            for inputs in self.draws(tuple({**full, other: 1}.items()), 1):
+                yield Case(inputs, (Split(target),), (self.guards.parts[0],))
+
+    def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[Case]:
+        """float32 and bfloat16, where the operator runs in them."""
+        inputs = draws[min(1, len(draws) - 1)]
+        for dtype in LOW:
+            other = replace(inputs, dtype=dtype)
+            try:
+                self.runner.prepare(other)
+            except (WholeRaised, AnnotationError):
+                continue
+            for parts in self.guards.parts[:2]:
+                yield Case(other, self.choices(target)[:1], (parts,))
+
+    def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], Case]]:
+        """Two targets on a mesh of two axes, and one identifier over both of them."""
+        chosen: list[tuple[Target, Target]] = [*combinations(targets, 2)]
+        chosen += [(t, t) for t in targets if isinstance(t, str)]
+        if len(chosen) > PAIRS:
+            start = (self.seed * PAIRS) % len(chosen)
+            chosen = [*chosen[start:], *chosen[:start]][:PAIRS]
+        for pair in chosen:
+            first, second = pair
+            same = first == second
+            draws = self.draws(self.sizes_for([first] if same else pair), 1)
+            for inputs in draws:
+                if same and isinstance(first, str):
+                    yield pair, Case(inputs, (Split(first, 2), Split(first)), (3, 2))
+                    continue
+                choices = (self.choices(first)[0], self.choices(second)[0])
+                yield pair, Case(inputs, choices, NESTED)
+
+
+def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[Runner, Case]]:
+    """Every case of an operator, with the runner that runs it. Raises Unusable."""
+    runner = Runner(spec, options or OpOptions())
+    for base in bases(runner):
+        enumerator = Enumerator(runner, base)
+        targets: list[Target] = [*base.leaders, *base.linear]
+        for target in targets:
+            for case in enumerator.singles(target):
+                yield runner, case
+        if runner.options.safeguards.pairs:
+            for _, case in enumerator.pairs(targets):
+                yield runner, case
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+__all__ = ["Base", "Enumerator", "Target", "Unusable", "bases", "enumerate_cases", "first_line", "identifiers_of"]

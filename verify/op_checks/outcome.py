@@ -1,0 +1,57 @@
+"""What testing one target (an identifier, a linear set, pairs of them) gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verify.op_checks.runner import CaseResult
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`count` tensors were compared in `cases` cases, `exact` of them bitwise equal. `skipped` has the reasons of
+    partitions that are not legal. `variants`: (tensor, wrong variant) -> whether it was killed, whether it
+    may be void, and the seeds of the draws."""
+
+    cases: int = 0
+    count: int = 0
+    exact: int = 0
+    failures: list[CaseResult] = field(default_factory=list)
+    skipped: dict[str, None] = field(default_factory=dict)
+    half_line: bool = False  # only positive inputs show anything
+    variants: dict[tuple[str, str], tuple[bool, bool, frozenset[int]]] = field(default_factory=dict)
+
+    def add(self, result: CaseResult) -> None:
+        """Takes one result in."""
+        if result.refused:
+            self.skipped[result.refused] = None
+            return
+        self.cases += 1
+        if result.compared is not None:
+            self.count += result.compared.count
+            self.exact += result.compared.exact
+            if not result.failed:
+                for v in result.compared.variants:
+                    killed, void, draws = self.variants.get((v.what, v.name), (False, True, frozenset()))
+                    seeds = draws | {result.case.inputs.seed}
+                    self.variants[v.what, v.name] = (killed or v.killed, void and v.void, seeds)
+        else:
+            self.count += 1
+        if result.failed:
+            self.failures.append(result)
+
+    def survived(self, draws: int) -> list[str]:
+        """Wrong variants that nothing tells from the right result."""
+        return [
+            f"{name} {what}"
+            for (what, name), (killed, void, seeds) in self.variants.items()
+            if not killed and not (void and len(seeds) >= draws)
+        ]
+
+    def void(self, draws: int) -> list[str]:
+        """Wrong variants that equal the right result because that is constant along the split."""
+        return [
+            f"{name} {what}"
+            for (what, name), (killed, void, seeds) in self.variants.items()
+            if not killed and void and len(seeds) >= draws
+        ]

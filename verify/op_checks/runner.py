@@ -1,0 +1,287 @@
+"""Runs cases of one operator. Wholes, signatures and partitions are kept, so that cases share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from op_registry.bind_call import bind_call, linear_sets, size_arguments
+from op_registry.registry import default_registry
+from op_registry.samples import samples_of
+from op_registry.spec import OperatorSpec, Refusal
+
+from nnscaler.ir.layout import explain_illegal
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.transform.rules import explain_illegal_choice
+from nnscaler.transform.signature import Signature
+from verify.op_checks.cases import Case, Inputs, uneven_bounds
+from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs
+from verify.op_checks.draw import builtin_call, from_annotation, resize, sample_calls
+from verify.op_checks.lay import local_shape, ranks_of
+from verify.op_checks.options import OpOptions
+from verify.op_checks.partition import AXES, Compared, Partition, ShardRaised, compare_partition, make_partition
+from verify.op_checks.preflight import tried_on_meta
+from verify.op_checks.random_calls import random_arguments, whole_arguments
+from verify.op_checks.tolerance import Bound, float64_bound, low_bound
+from verify.op_checks.values import refill
+from verify.op_checks.whole import Whole, run_whole
+
+KEPT = 6  # wholes in memory
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The whole operator's run on some inputs, its annotation bound to it, and what rounding may explain."""
+
+    whole: Whole
+    signature: Signature
+    bound: Bound
+    on_meta: bool  # whether the operator runs without values
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """`compared` is None where the case could not run: `raised` on a shard, or `refused` with a reason."""
+
+    case: Case
+    signature: Signature
+    compared: Compared | None = None
+    raised: ShardRaised | None = None
+    refused: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is a counter-example."""
+        return self.raised is not None or (self.compared is not None and bool(self.compared.mismatches))
+
+
+class WholeRaised(Exception):
+    """The whole operator raised; `shapes` are of its tensors."""
+
+    def __init__(self, error: Exception, shapes: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+        self.shapes = shapes
+
+
+class Runner:
+    """`progress` is told what runs: a child process dies with the last word on record."""
+
+    def __init__(self, spec: OperatorSpec, options: OpOptions, progress: Callable[[str], None] | None = None) -> None:
+        self.spec = spec
+        self.options = options
+        self.progress = progress
+        self.given = tuple(sample_calls(spec)) if spec.sample_inputs is not None else ()
+        self.rows = samples_of(spec.name) if spec.target is None and not self.given else ()
+        # a wrong annotation can crash the process: only what is in the registry as it is runs without a trial
+        self.trusted = bool(self.rows) and default_registry().lookup(spec.name) is spec
+        self._prepared: dict[Inputs, Prepared] = {}
+        self._partitions: dict[Any, Partition | str] = {}
+        self._tried: set[Any] = set()
+
+    @property
+    def samples(self) -> int:
+        """How many sample calls there are."""
+        return len(self.given) or len(self.rows)
+
+    def concrete(self, inputs: Inputs, integers: bool = True) -> ConcreteCall:
+        """The call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
+        generator = inputs.generator()
+        if inputs.sample is None:
+            return from_annotation(self.spec, dict(inputs.sizes), inputs.kind, generator)
+        if self.rows:
+            call = builtin_call(self.rows[inputs.sample], inputs.kind, generator)
+            if self.spec.random:  # by logical coordinate, so that values are defined
+                call = replace(call, compare=True)
+            return self._resized(call, inputs) if inputs.sizes else call
+        call = self._resized(self.given[inputs.sample], inputs) if inputs.sizes else self.given[inputs.sample]
+        tensors = tuple(
+            refill(t, inputs.kind if integers or t.is_floating_point() else "given", generator) for t in call.tensors
+        )
+        return replace(call, tensors=tensors, kind=inputs.kind)
+
+    def _resized(self, call: ConcreteCall, inputs: Inputs) -> ConcreteCall:
+        outputs = [] if self.spec.random else self._outputs(call)
+        bound = bind_call(self.spec, with_outputs(call.call, outputs) if outputs else call.call)
+        found = resize(call, bound, dict(inputs.sizes))
+        if found is None:
+            raise Refusal(f"the sizes {dict(inputs.sizes)} cannot be given to sample {inputs.sample}")
+        return found
+
+    def _outputs(self, call: ConcreteCall) -> Any:
+        return run_whole(self.function(call), call, torch.Generator()).outputs
+
+    def function(self, call: ConcreteCall) -> Callable[..., Any]:
+        """What runs the whole operator."""
+        function = function_of(call.call.operator, self.spec)
+        if not self.spec.random:
+            return function
+        shape = call.call.tensors()[0].shape if call.tensors else call.call.get(0, "size")
+        return partial(function, **whole_arguments(shape))
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        """Runs the whole operator, once. Raises WholeRaised, and AnnotationError where the annotation does not fit."""
+        found = self._prepared.get(inputs)
+        if found is None:
+            found = self._prepare(inputs)
+            if len(self._prepared) >= KEPT:
+                self._prepared.pop(next(iter(self._prepared)))
+            self._prepared[inputs] = found
+        return found
+
+    def _prepare(self, inputs: Inputs) -> Prepared:
+        call = self.concrete(inputs)
+        dtype: torch.dtype = getattr(torch, inputs.dtype)
+        shapes = tuple(tuple(t.shape) for t in call.tensors)
+        if self.progress is not None:
+            self.progress(f"the whole operator on shapes {', '.join(map(str, shapes))}")
+        function = self.function(call)
+        described = [(tuple(t.shape), t.dtype) for t in call.tensors]
+        tried = False if self.trusted else tried_on_meta(function, call.call, described, {}, {})
+        if isinstance(tried, Exception):
+            raise WholeRaised(tried, shapes)
+        try:
+            exact = self._run(function, call, inputs, torch.float64)
+        except Exception as error:
+            if self.given and inputs.kind != "given" and any(not t.is_floating_point() for t in call.tensors):
+                call = self.concrete(inputs, integers=False)  # integers that belong together: an order, offsets
+                try:
+                    exact = self._run(function, call, inputs, torch.float64)
+                except Exception:  # noqa: BLE001 - as above
+                    raise WholeRaised(error, shapes) from error
+            else:
+                raise WholeRaised(error, shapes) from error
+        try:
+            low = self._run(function, call, inputs, torch.float32 if dtype == torch.float64 else dtype)
+        except Exception as error:
+            if dtype != torch.float64:
+                raise WholeRaised(error, shapes) from error
+            low = None
+        if dtype == torch.float64 or low is None:
+            return Prepared(exact, self._signature(exact), float64_bound(low, exact), tried)
+        return Prepared(low, self._signature(low), low_bound(low, exact), tried)
+
+    def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> Whole:
+        without = frozenset(inputs.without_gradient) | call.constants
+        cotangents = torch.Generator().manual_seed(inputs.seed + 1)
+        return run_whole(function, call, cotangents, dtype, without, self.options.safeguards.random_cotangents)
+
+    def _signature(self, whole: Whole) -> Signature:
+        call = with_outputs(whole.concrete.call, whole.outputs)
+        bound = bind_call(self.spec, call)
+        return Signature(call, self.spec, bound, tuple(frozenset(s) for s in linear_sets(self.spec, call)))
+
+    def refusal(self, signature: Signature, case: Case) -> str | None:
+        """Why a case is not legal; None if it is."""
+        for choice, parts in zip(case.choices, case.parts, strict=True):
+            reason = (
+                self._uneven_refusal(signature, choice, parts)
+                if case.uneven
+                else explain_illegal_choice(signature, choice, parts)
+            )
+            if reason is not None:
+                return reason
+        contiguous = [c.identifier for c in case.choices if isinstance(c, Split)]
+        if len(set(contiguous)) < len(contiguous) and contiguous[0] in self.spec.contiguous:
+            return f"`{contiguous[0]}` can be split by one axis only"
+        return None
+
+    def _uneven_refusal(self, signature: Signature, choice: Choice, parts: int) -> str | None:
+        bound = signature.bound
+        assert bound is not None and isinstance(choice, Split)
+        if self.spec.localize is not None or self.spec.random:
+            return "its call is rewritten for even shards"
+        if choice.identifier in size_arguments(self.spec, signature.call):
+            return f"the argument `{choice.identifier}` is divided"
+        if len(bound.tied.get(choice.identifier, ())) > 1 or bound.marks.get(choice.identifier) == "^":
+            return f"`{choice.identifier}` is tied or frozen"
+        if bound.sizes.get(choice.identifier, 0) <= parts:
+            return f"`{choice.identifier}` is too small"
+        return None
+
+    def partition(self, signature: Signature, case: Case) -> Partition | str:
+        """The partition, or why there is none."""
+        key = self._key(case)
+        found = self._partitions.get(key)
+        if found is None:
+            found = self.refusal(signature, case) or self._make(signature, case)
+            self._partitions[key] = found
+        return found
+
+    def _key(self, case: Case) -> Any:
+        """What a partition depends on: shapes, not values."""
+        return case.inputs.sample, case.inputs.sizes, case.choices, case.parts, case.uneven
+
+    def _make(self, signature: Signature, case: Case) -> Partition | str:
+        bounds: tuple[int, ...] = ()
+        if case.uneven:
+            choice = case.choices[0]
+            assert isinstance(choice, Split) and signature.bound is not None
+            bounds = uneven_bounds(signature.bound.sizes[choice.identifier], case.parts[0])
+        try:
+            partition = make_partition(signature, case.choices, case.parts, bounds)
+        except Refusal as refusal:
+            return str(refusal)
+        shapes = [t.shape for t in signature.call.tensors()]
+        shapes_out = [() if o is None else o.shape for o in signature.call.outputs]
+        if not bounds:
+            for states, shape in zip(
+                (*partition.states_in, *partition.states_out), (*shapes, *shapes_out), strict=True
+            ):
+                reason = explain_illegal(states, case.parts, shape)
+                if reason is not None:
+                    return reason
+        return partition
+
+    def run(self, case: Case) -> CaseResult:
+        """Runs one case. Raises WholeRaised and AnnotationError."""
+        prepared = self.prepare(case.inputs)
+        partition = self.partition(prepared.signature, case)
+        if isinstance(partition, str):
+            return CaseResult(case, prepared.signature, refused=partition)
+        generator = torch.Generator().manual_seed(case.inputs.seed + 2)
+        if self.progress is not None:
+            shapes = ", ".join(str(tuple(t.shape)) for t in prepared.whole.concrete.tensors)
+            self.progress(f"shards of a call on shapes {shapes}, {_said(case)}")
+        try:
+            if prepared.on_meta:
+                self._preflight(prepared, partition, case)
+            compared = compare_partition(prepared.whole, partition, generator, prepared.bound, self.options.safeguards)
+        except ShardRaised as raised:
+            return CaseResult(case, prepared.signature, raised=raised)
+        return CaseResult(case, prepared.signature, compared)
+
+    def _preflight(self, prepared: Prepared, partition: Partition, case: Case) -> None:
+        """Tries the shards' shapes once. Raises ShardRaised."""
+        key = self._key(case)
+        if key in self._tried:
+            return
+        tensors = prepared.whole.concrete.tensors
+        function = function_of(partition.calls[0].operator, self.spec)
+        ranks = ranks_of(partition.parts)
+        for rank, call in ((ranks[0], partition.calls[0]), (ranks[-1], partition.calls[-1])):
+            shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
+            more = random_arguments(partition, rank) if self.spec.random else {}
+            described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
+            tried = tried_on_meta(function, call, described, dict(zip(AXES, rank, strict=False)), more)
+            if isinstance(tried, Exception):
+                raise ShardRaised(rank, shapes, tried)
+        self._tried.add(key)
+
+
+def _said(case: Case) -> str:
+    return " and ".join(f"{c} in {p}" for c, p in zip(case.choices, case.parts, strict=True))
+
+
+def run_case(spec: OperatorSpec, case: Case, options: OpOptions | None = None) -> CaseResult:
+    """Replays exactly one case. Raises WholeRaised and AnnotationError."""
+    return Runner(spec, options or OpOptions()).run(case)
+
+
+def linear_choice(slots: frozenset[int]) -> Choice:
+    """Partial sums in all tensors of the set."""
+    return RunPartial(slots)

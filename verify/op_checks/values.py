@@ -1,0 +1,51 @@
+"""Values of tensors: chosen so that a wrong result does not look right by coincidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verify.op_checks.options import Kind
+
+
+def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor:
+    """Random float64 values.
+
+    integers: of 1 to 3, signed, on which sums and products are exact and no kink at 0 is hit. normal: real ones.
+    sparse: every second one is 0. positive, negative: away from 0, for operators whose domain is a half-line.
+    bits: 0 or 1, the simplest counter-examples.
+    """
+    if kind in ("integers", "sparse"):
+        values = torch.randint(1, 7, shape, generator=generator)
+        values = torch.where(values > 3, 3 - values, values).double()
+        return values * torch.randint(0, 2, shape, generator=generator) if kind == "sparse" else values
+    if kind in ("positive", "negative"):
+        values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.7 + 0.2  # also in the unit interval
+        return -values if kind == "negative" else values
+    if kind == "bits":
+        return torch.randint(0, 2, shape, generator=generator).double()
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
+    """Other values for a tensor that somebody gave.
+
+    Floating and complex ones are drawn anew. Integers and booleans are drawn from the tensor's own values, with its
+    smallest and its largest among them, so that they stay ids, labels or masks of the same range.
+    """
+    if kind == "given":
+        return tensor.double() if tensor.is_floating_point() else tensor
+    shape = tuple(tensor.shape)
+    if tensor.is_floating_point():
+        return fill(shape, kind, generator)
+    if tensor.is_complex():
+        return torch.complex(fill(shape, kind, generator), fill(shape, kind, generator))
+    flat = tensor.flatten()
+    if flat.numel() < 2:
+        return tensor
+    drawn = flat[torch.randint(0, flat.numel(), (flat.numel(),), generator=generator)]
+    ends = torch.randperm(flat.numel(), generator=generator)[:2]
+    drawn[ends] = torch.stack([flat.min(), flat.max()]) if tensor.dtype != torch.bool else flat[ends]
+    return drawn.reshape(shape)

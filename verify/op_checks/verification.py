@@ -1,0 +1,150 @@
+"""All that is checked of one operator, in order: the operator itself, its splits, its linear sets, pairs, proofs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from op_registry.spec import OperatorSpec
+
+from nnscaler.ir.placement import RunPartial, Split
+from verify.finding import Finding
+from verify.op_checks.check import as_check, check_target, run_cases
+from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases
+from verify.op_checks.findings import survived, unusable, wrong_linear, wrong_split
+from verify.op_checks.options import DRAWS, OpOptions
+from verify.op_checks.outcome import Outcome
+from verify.op_checks.runner import CaseResult, Runner
+from verify.op_checks.shrink import shrink
+from verify.op_checks.subsets import check_subsets
+from verify.op_checks.suggest import frozen, suggest
+from verify.report import Check
+from verify.verdict import Verdict
+
+
+class Verification:
+    """Collects checks, findings and notes while it runs."""
+
+    def __init__(self, spec: OperatorSpec, options: OpOptions, progress: Callable[[str], None] | None = None) -> None:
+        self.spec = spec
+        self.options = options
+        self.runner = Runner(spec, options, progress)
+        self.checks: list[Check] = []
+        self.findings: list[Finding] = []
+        self.notes: dict[str, None] = {}
+        self.text = ""
+
+    def run(self) -> None:
+        """Raises Unusable and AnnotationError where the whole operator cannot be run."""
+        started = time.perf_counter()
+        found = bases(self.runner)
+        bound = found[0].signature.bound
+        self.text = bound.text if bound is not None else ""
+        seconds = time.perf_counter() - started
+        detail = "fits its annotation"
+        fits = Check("whole operator", Verdict.TESTED_EXACT, len(found), 0, seconds, detail, supporting=True)
+        self.checks.append(fits)
+        if not any(b.leaders or b.linear for b in found):
+            self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
+        for step in (self.subsets, self.singles, self.linear, self.pairs):
+            step(found)
+            if self.findings and self.options.fail_fast:
+                return
+
+    def subsets(self, found: list[Base]) -> None:
+        """Gradients do not depend on which other inputs ask for one."""
+        if self.options.safeguards.subsets:
+            self.add(check_subsets(self.runner, found))
+
+    def add(self, result: tuple[Check | None, list[Finding]]) -> None:
+        check, findings = result
+        if check is not None:
+            self.checks.append(check)
+        self.findings += findings
+
+    def singles(self, found: list[Base]) -> None:
+        """Every identifier, over all sample calls that have it."""
+        for name, kind, group in _identifiers(found):
+            started = time.perf_counter()
+            outcome = Outcome()
+            for base in group:
+                check_target(Enumerator(self.runner, base), name, outcome)
+                if outcome.failures:
+                    break
+            self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started)
+            if outcome.failures and self.options.fail_fast:
+                return
+
+    def linear(self, found: list[Base]) -> None:
+        """Every set of operands through which partial sums are said to pass."""
+        if not any(base.linear for base in found):
+            return
+        started = time.perf_counter()
+        outcome = Outcome()
+        for base in found:
+            for slots in base.linear:
+                if not outcome.failures:
+                    check_target(Enumerator(self.runner, base), slots, outcome)
+        self.conclude("partial sums pass through", "partial sums", outcome, started)
+
+    def pairs(self, found: list[Base]) -> None:
+        """Two targets at once. Only what holds alone is tried."""
+        if not self.options.safeguards.pairs or self.findings:
+            return
+        started = time.perf_counter()
+        outcome = Outcome()
+        for base in found:
+            targets: list[Target] = [*base.leaders, *base.linear]
+            enumerator = Enumerator(self.runner, base)
+            run_cases(self.runner, (case for _, case in enumerator.pairs(targets)), outcome)
+            if outcome.failures:
+                break
+        if outcome.cases:
+            self.conclude("two axes", "a mesh of two axes", outcome, started)
+
+    def conclude(self, name: str, target: str, outcome: Outcome, started: float) -> None:
+        """The check of an outcome, and its finding."""
+        if outcome.failures:
+            self.findings.append(self.wrong(shrink(self.runner, outcome.failures[0])))
+        elif self.options.safeguards.mutants and outcome.survived(DRAWS):
+            self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
+        if outcome.half_line:
+            note = f"`{self.spec.name}` gives NaN or infinity on some inputs: what passed holds on positive inputs"
+            self.notes[note] = None
+        if not outcome.count and outcome.skipped:
+            self.notes[f"{target} was not tested: {'; '.join(outcome.skipped)}"] = None
+        elif not outcome.count and not any(f.code == "uninformative" for f in self.findings):
+            message = f"`{self.spec.name}` gives NaN, infinity or only zeros on all inputs tried"
+            self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
+        self.checks.append(as_check(name, outcome, time.perf_counter() - started))
+
+    def wrong(self, result: CaseResult) -> Finding:
+        """The finding of a counter-example, with the way out."""
+        choice = result.case.choices[0]
+        if isinstance(choice, RunPartial) and len(result.case.choices) == 1:
+            return wrong_linear(self.spec, result)
+        help = None
+        bound = result.signature.bound
+        if isinstance(choice, Split) and len(result.case.choices) == 1 and bound is not None:
+            suggested = suggest(self.spec, self.options, choice.identifier)
+            name = "*" if choice.identifier.startswith("*") else choice.identifier
+            if suggested is not None and suggested == frozen(bound.text, name):
+                help = f'`{choice.identifier}` cannot be split: freeze it with "{suggested}"'
+            elif suggested is not None:
+                help = f'this annotation holds (tested): "{suggested}"'
+        return wrong_split(self.spec, result, help)
+
+
+def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[Base]]]:
+    """Identifiers with their kind, and the sample calls in which they may be split so."""
+    groups: dict[tuple[str, str], list[Base]] = {}
+    for base in found:
+        bound = base.signature.bound
+        assert bound is not None
+        for name in base.leaders:
+            mark = bound.marks.get(name, "")
+            reduction = bound.reductions.get(name, "sum")
+            kind = "spatial" if not mark else "reduction" if reduction == "sum" else f"reduction ({reduction})"
+            groups.setdefault((name, kind), []).append(base)
+    for (name, kind), group in groups.items():
+        yield name, kind, group
