@@ -17,6 +17,7 @@ class Inputs:
     sample            which sample call; None: drawn from the annotation
     sizes             of identifiers: all of them when drawn, changes to the sample's otherwise
     without_gradient  floating inputs (by index) that do not ask for a gradient
+    whole_numbers     drawn operands (by position) that hold integers below an identifier's size, or booleans ("")
     """
 
     sample: int | None
@@ -25,6 +26,7 @@ class Inputs:
     seed: int = 0
     dtype: str = "float64"
     without_gradient: tuple[int, ...] = ()
+    whole_numbers: tuple[tuple[int, str], ...] = ()
 
     def generator(self) -> torch.Generator:
         """A generator at its start: the same draws each time."""

@@ -24,7 +24,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import NnscalerError
 from verify.op_checks.concrete import ConcreteCall, make_call
 from verify.op_checks.options import Kind
-from verify.op_checks.values import fill
+from verify.op_checks.values import fill, fill_whole_numbers
 
 Style = Literal["distinct", "smooth", "equal"]
 SPLIT_SIZE = 12
@@ -62,15 +62,29 @@ def choose_sizes(annotation: Annotation, split: Sequence[str], style: Style) -> 
 
 
 def from_annotation(
-    spec: OperatorSpec, sizes: Mapping[str, int], kind: Kind, generator: torch.Generator
+    spec: OperatorSpec,
+    sizes: Mapping[str, int],
+    kind: Kind,
+    generator: torch.Generator,
+    whole_numbers: Sequence[tuple[int, str]] = (),
 ) -> ConcreteCall:
     """A call with tensors of the annotation's shapes.
 
+    `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or booleans ("").
     Raises NnscalerError `sample_inputs_needed` where an argument is neither a tensor, nor a size, nor optional.
     """
     assert isinstance(spec.annotation, str)
     annotation = parse_checked(spec.annotation)
     operands = iter(annotation.inputs)
+    below = {id(annotation.inputs[position]): name for position, name in whole_numbers}
+
+    def tensor(operand: Operand) -> Tensor:
+        shape = _shape(operand, sizes)
+        if id(operand) not in below:
+            return fill(shape, kind, generator)
+        name = below[id(operand)]
+        return fill_whole_numbers(shape, sizes[name] if name else 0, generator)
+
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter in _parameters(spec, len(annotation.inputs)):
@@ -78,7 +92,7 @@ def from_annotation(
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            args += [_tensor(o, sizes, kind, generator) for o in operands if isinstance(o, Operand)]
+            args += [tensor(o) for o in operands if isinstance(o, Operand)]
             continue
         if parameter.name in sizes and not _is_tensor(spec, parameter):
             value: Any = sizes[parameter.name]
@@ -87,7 +101,7 @@ def from_annotation(
         else:
             operand = next(operands, None)
             value = _default(spec, parameter) if operand is None or isinstance(operand, Opaque) else None
-            value = _tensor(operand, sizes, kind, generator) if isinstance(operand, Operand) else value
+            value = tensor(operand) if isinstance(operand, Operand) else value
         if by_keyword:
             kwargs[parameter.name] = value
         else:
@@ -180,14 +194,14 @@ def _expanded(identifier: Identifier) -> list[str]:
     return [f"*{i}" for i in range(WILDCARD_DIMS)] if identifier.is_wildcard else [identifier.name]
 
 
-def _tensor(operand: Operand, sizes: Mapping[str, int], kind: Kind, generator: torch.Generator) -> Tensor:
+def _shape(operand: Operand, sizes: Mapping[str, int]) -> tuple[int, ...]:
     shape: list[int] = []
     for dim in operand.dims:
         if isinstance(dim, Identifier):
             shape += [sizes[name] for name in _expanded(dim)]
         else:
             shape.append(_dim_size(dim, sizes))
-    return fill(shape, kind, generator)
+    return tuple(shape)
 
 
 def _dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:

@@ -18,7 +18,8 @@ from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.transform.signature import Signature
 from verify.op_checks.cases import Case, Inputs
-from verify.op_checks.draw import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes, identifiers_of
+from verify.op_checks.draw import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes
+from verify.op_checks.first_inputs import Unusable, first_inputs, first_line
 from verify.op_checks.options import DRAWS, Kind, OpOptions
 from verify.op_checks.runner import Prepared, Runner, WholeRaised
 
@@ -30,18 +31,6 @@ LOW = ("float32", "bfloat16")
 NESTED = (3, 2)
 
 
-class Unusable(Exception):
-    """The whole operator cannot be tested on these inputs; `code` is a finding code of the catalogue.
-
-    `refuted`: it runs on other shapes, so that what it raises on the annotation's shapes is a counter-example.
-    """
-
-    def __init__(self, code: str, message: str, refuted: bool = False) -> None:
-        super().__init__(message)
-        self.code = code
-        self.refuted = refuted
-
-
 @dataclass(frozen=True)
 class Base:
     """A sample call, or a choice of sizes: what cases vary. `leaders`: identifiers that may be split, one of each set
@@ -51,6 +40,7 @@ class Base:
     signature: Signature
     leaders: tuple[str, ...]
     linear: tuple[frozenset[int], ...]
+    style: Style = "distinct"
 
 
 def leaders_of(signature: Signature, claimed: frozenset[str] | None = None) -> tuple[str, ...]:
@@ -69,11 +59,9 @@ def bases(runner: Runner) -> list[Base]:
         if not found:
             _raise_unusable(runner)
         return found
-    style = _style(runner)
-    annotation = parse_checked(str(runner.spec.annotation))
-    first = Inputs(None, _sizes(annotation, (), style), "integers", runner.options.seed)
-    signature = runner.prepare(first).signature
-    return [Base(first, signature, leaders_of(signature), signature.linear)]
+    style, inputs = first_inputs(runner)
+    signature = runner.prepare(inputs).signature
+    return [Base(inputs, signature, leaders_of(signature), signature.linear, style)]
 
 
 def _raise_unusable(runner: Runner) -> None:
@@ -97,33 +85,6 @@ def _sample_base(runner: Runner, index: int) -> Base | None:
     return None
 
 
-def _style(runner: Runner) -> Style:
-    """The first style of sizes on which the operator runs. Raises Unusable where it runs on none."""
-    annotation = parse_checked(str(runner.spec.annotation))
-    wanted: tuple[Style, ...] = ("distinct", "smooth") if runner.options.safeguards.distinct_sizes else ("equal",)
-    message = ""
-    for style in wanted:
-        problem = _problem(runner, Inputs(None, _sizes(annotation, (), style), "integers", runner.options.seed))
-        if problem is None:
-            return style
-        message = message or problem
-    equal = Inputs(None, _sizes(annotation, (), "equal"), "integers", runner.options.seed)
-    raise Unusable("annotation_does_not_fit", message, _problem(runner, equal) is None)
-
-
-def _problem(runner: Runner, inputs: Inputs) -> str | None:
-    """Why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
-    message = ""
-    for kind in ("integers", "positive"):
-        try:
-            runner.prepare(replace(inputs, kind=kind))
-            return None
-        except WholeRaised as raised:
-            shapes = ", ".join(map(str, raised.shapes))
-            message = message or f"on inputs of shapes {shapes} `{runner.spec.name}` raises {first_line(raised.error)}"
-    return message
-
-
 def _sizes(annotation: object, split: Sequence[str], style: Style) -> tuple[tuple[str, int], ...]:
     return tuple(choose_sizes(annotation, split, style).items())  # type: ignore[arg-type]
 
@@ -137,7 +98,6 @@ class Enumerator:
         self.options = runner.options
         self.guards = runner.options.safeguards
         self.drawn = base.inputs.sample is None
-        self.style: Style = _style(runner) if self.drawn else "distinct"
         self.seed = runner.options.seed
         self.half_line = False  # whether only positive inputs show anything
 
@@ -147,7 +107,7 @@ class Enumerator:
         zeros: list[Inputs] = []
         candidates = [*enumerate(self.guards.values), *enumerate(FALLBACKS, 10), *enumerate(FALLBACKS, 20)]
         for number, kind in candidates:
-            inputs = Inputs(self.base.inputs.sample, sizes, kind, self.seed * 1000 + number)
+            inputs = replace(self.base.inputs, sizes=sizes, kind=kind, seed=self.seed * 1000 + number)
             if kind == "given" and (self.drawn or any(i.kind == "given" for i in found)):
                 continue
             prepared = self.prepared(inputs)
@@ -175,7 +135,7 @@ class Enumerator:
         """Sizes under which these targets can be split in 2, 3 and 4."""
         names = [t for t in targets if isinstance(t, str)]
         if self.drawn:
-            return _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.style)
+            return _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.base.style)
         bound = self.base.signature.bound
         assert bound is not None
         wanted = zip(names, (SPLIT_SIZE, SECOND_SIZE), strict=False)
@@ -270,10 +230,4 @@ def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Ite
                 yield runner, case
 
 
-def first_line(error: BaseException) -> str:
-    """The error's type and the first line of its text."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
-
-
-__all__ = ["Base", "Enumerator", "Target", "Unusable", "bases", "enumerate_cases", "first_line", "identifiers_of"]
+__all__ = ["Base", "Enumerator", "Target", "Unusable", "bases", "enumerate_cases", "first_line"]

@@ -92,7 +92,7 @@ class Runner:
         """The call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
         generator = inputs.generator()
         if inputs.sample is None:
-            return from_annotation(self.spec, dict(inputs.sizes), inputs.kind, generator)
+            return from_annotation(self.spec, dict(inputs.sizes), inputs.kind, generator, inputs.whole_numbers)
         if self.rows:
             call = builtin_call(self.rows[inputs.sample], inputs.kind, generator)
             if self.spec.random:  # by logical coordinate, so that values are defined

@@ -29,6 +29,17 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def fill_whole_numbers(shape: Sequence[int], below: int, generator: torch.Generator) -> Tensor:
+    """Integers from 0 to `below` - 1, both of which occur; booleans where `below` is 0."""
+    if not below:
+        return torch.rand(tuple(shape), generator=generator) < 0.4
+    drawn = torch.randint(0, below, tuple(shape), generator=generator)
+    if drawn.numel() > 1:
+        first, last = torch.randperm(drawn.numel(), generator=generator)[:2].tolist()
+        drawn.view(-1)[first], drawn.view(-1)[last] = 0, below - 1
+    return drawn
+
+
 def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     """Other values for a tensor that somebody gave.
 

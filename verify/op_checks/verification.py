@@ -44,6 +44,9 @@ class Verification:
         detail = "fits its annotation"
         fits = Check("whole operator", Verdict.TESTED_EXACT, len(found), 0, seconds, detail, supporting=True)
         self.checks.append(fits)
+        for position, name in found[0].inputs.whole_numbers:
+            drawn = f"integers below `{name}`" if name else "booleans"
+            self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
         if not any(b.leaders or b.linear for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
         for step in (self.subsets, self.singles, self.linear, self.pairs):

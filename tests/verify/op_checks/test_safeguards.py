@@ -1,0 +1,217 @@
+"""Bugs that only one kind of case shows: each is planted, and seen caught; without it, the operator passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from op_registry.spec import OperatorSpec
+
+from verify.finding import Finding
+from verify.op_checks.check import as_check
+from verify.op_checks.enumerate import enumerate_cases
+from verify.op_checks.options import OpOptions, Safeguards
+from verify.op_checks.outcome import Outcome
+from verify.operators import verify_spec
+from verify.verdict import Verdict
+
+
+def only_finding(function: Callable[..., Any], annotation: str, **more: Any) -> Finding:
+    report = verify_spec(OperatorSpec(function.__name__, annotation, target=function, **more))
+    assert report.exit_code == 1, report.to_json()
+    return report.findings[0]
+
+
+def even_only(x: Tensor) -> Tensor:
+    """Halves that it swaps: right wherever a shard is a whole number of pairs."""
+    return x.flip(0) if x.shape[0] % 2 else x
+
+
+def test_odd_shards() -> None:
+    assert only_finding(even_only, "a b -> a b").counter_example["identifier"] == "a"
+
+
+def four_parts(x: Tensor) -> Tensor:
+    """Wrong on shards of three rows: a quarter of twelve."""
+    return x * 2 if x.shape[0] != 3 else x
+
+
+def test_four_parts() -> None:
+    finding = only_finding(four_parts, "a b^ -> a b^")
+    assert finding.counter_example["identifier"] == "a"
+
+
+def both_axes(x: Tensor) -> Tensor:
+    """Wrong only where both dims are cut."""
+    return x * 2 if tuple(x.shape) == (4, 9) else x
+
+
+def test_two_axes_at_once() -> None:
+    safeguards = Safeguards(parts=(2,), uneven=False, small=False)
+    report = verify_spec(OperatorSpec("both_axes", "a b -> a b", target=both_axes), OpOptions(safeguards=safeguards))
+    assert report.exit_code == 1
+    assert report.findings[0].counter_example["parts"] == "3 x 2"
+    assert "mesh of two axes" in report.findings[0].message
+
+
+def squeezed(x: Tensor) -> Tensor:
+    return x.squeeze()
+
+
+def test_shards_of_one_element() -> None:
+    finding = only_finding(squeezed, "a b -> a b")
+    assert finding.counter_example["shapes"] == "(2, 2)"  # in two shards of one element
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Right in float64, and wrong on narrow shards in bfloat16."""
+    return x * 2 if x.dtype != torch.bfloat16 or x.shape[1] > 6 else x
+
+
+def test_bfloat16() -> None:
+    finding = only_finding(rounded, "a^ b -> a^ b")
+    assert finding.counter_example["dtype"] == "bfloat16"
+    assert finding.cause is not None
+    assert "float64 agrees" in finding.cause
+
+
+def negative_only(x: Tensor) -> Tensor:
+    """`relu` that sums: right on positive inputs."""
+    return x.sum(1).relu()
+
+
+def test_sign_varying_inputs() -> None:
+    assert only_finding(negative_only, "a k+ -> a").counter_example["identifier"] == "k"
+
+
+class Scale(torch.autograd.Function):
+    """Looks at whether the other input asks for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient * w * (1 if ctx.needs_input_grad[1] else 2), gradient * x
+
+
+def test_subsets_of_inputs_that_ask_for_gradients() -> None:
+    def scale(x: Tensor, w: Tensor) -> Tensor:
+        return Scale.apply(x, w)  # type: ignore[no-any-return, no-untyped-call]
+
+    finding = only_finding(scale, "a b, a b -> a b")
+    assert finding.code == "gradient_is_not_derivative"
+    assert "only input 0 asks" in finding.message
+
+
+def strided_only(x: Tensor) -> Tensor:
+    """Takes every second element: contiguous blocks of even length are right."""
+    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def test_shards_that_are_not_a_whole_number_of_pairs_raise() -> None:
+    finding = only_finding(strided_only, "a b -> a b")
+    assert finding.code in ("shard_raises", "annotation_wrong")
+
+
+def counted(x: Tensor) -> tuple[Tensor, int]:
+    return x * 2, x.shape[0]
+
+
+def test_outputs_that_are_no_tensors_must_not_depend_on_the_split() -> None:
+    finding = only_finding(counted, "a b^ -> a b^, ?")
+    assert finding.counter_example["tensor"] == "outputs that are no tensors"
+
+
+def constant(x: Tensor) -> Tensor:
+    return torch.ones_like(x)
+
+
+def test_a_constant_result_is_void_and_said_so() -> None:
+    report = verify_spec(OperatorSpec("constant", "a b -> a b", target=constant))
+    assert report.exit_code == 0
+    assert any("constant along the split" in check.detail for check in report.checks)
+
+
+def test_what_a_wrong_variant_survives_is_open() -> None:
+    outcome = Outcome(cases=3, count=6)
+    outcome.variants["output 0", "swapped"] = (True, True, frozenset({0, 1, 2}))
+    outcome.variants["output 0", "strided"] = (False, False, frozenset({0, 1, 2}))
+    assert as_check("split `a`", outcome, 0.0).verdict is Verdict.INCONCLUSIVE
+    outcome.variants["output 0", "strided"] = (False, True, frozenset({0, 1}))  # constant, but on two draws only
+    assert as_check("split `a`", outcome, 0.0).verdict is Verdict.INCONCLUSIVE
+    outcome.variants["output 0", "strided"] = (False, True, frozenset({0, 1, 2}))
+    assert as_check("split `a`", outcome, 0.0).verdict is Verdict.TESTED_EXACT
+
+
+def test_the_counter_example_is_small() -> None:
+    def total(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    finding = only_finding(total, "m k+, k+ n -> m n")
+    assert finding.counter_example["shapes"] == "(1, 2), (2, 1)"
+    assert finding.counter_example["parts"] == "2"
+    assert {"expected", "found"} <= set(finding.counter_example)
+
+
+def test_cases_follow_from_the_seed() -> None:
+    spec = OperatorSpec("double", "a b -> a b", target=lambda x: x * 2)
+    one, two = ([case for _, case in enumerate_cases(spec, OpOptions(seed=4))] for _ in range(2))
+    assert one == two
+    assert len(one) > 40
+
+
+def test_a_budget_of_cases() -> None:
+    spec = OperatorSpec("double", "a b -> a b", target=lambda x: x * 2)
+    report = verify_spec(spec, OpOptions(cases=5))
+    split = [check for check in report.checks if check.name.startswith("split")]
+    assert all(check.count <= 10 for check in split)
+    assert json.loads(report.to_json())["verdict"] == "VERIFIED"
+
+
+def sizes_that_crash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """CPU attention does not check that keys and values are equally many; meta does."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_shapes_are_tried_on_the_meta_device_first() -> None:
+    finding = only_finding(sizes_that_crash, "b h l^ e^, b h s^ e^, b h t^ v -> b h l^ v")
+    assert finding.code == "annotation_does_not_fit"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_right_operators_pass_under_many_seeds(seed: int) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 8).softmax(-1) @ v
+
+    report = verify_spec(
+        OperatorSpec("attention", "b l e^, b s^ e^, b s^ v -> b l v", target=attention), OpOptions(seed=seed)
+    )
+    assert report.exit_code == 0, report.to_json()
+
+
+def test_ids_are_drawn_below_the_size_of_their_table() -> None:
+    def look_up(ids: Tensor, table: Tensor) -> Tensor:
+        return table[ids]
+
+    report = verify_spec(OperatorSpec("look_up", "b t, v^ d -> b t d", target=look_up))
+    assert report.exit_code == 0, report.to_json()
+    assert any("integers below `v`" in note for note in report.notes)
+    assert only_finding(look_up, "b t, v+ d -> b t d").counter_example["identifier"] == "v"
+
+
+def test_masks_are_drawn_as_booleans() -> None:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return x.masked_fill(mask, 0.0)
+
+    report = verify_spec(OperatorSpec("masked", "a b, a b -> a b", target=masked))
+    assert report.exit_code == 0, report.to_json()
+    assert any("booleans" in note for note in report.notes)
