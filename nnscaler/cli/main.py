@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all its commands. `options.command` is the function that runs the chosen one."""
-    from nnscaler.cli import compile_command, list_things, verify_op, verify_plan
+    from nnscaler.cli import compile_command, list_things, reproduce, self_test, verify_op, verify_plan
 
     parser = argparse.ArgumentParser(
         prog="nnscaler",
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (verify_plan, compile_command, verify_op, list_things):
+    for command in (verify_plan, compile_command, verify_op, reproduce, self_test, list_things):
         command.add_parser(commands, EXIT_CODES)
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 PLAN_HELP = (
     "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
@@ -15,9 +16,18 @@ MODEL_HELP = (
 )
 
 
+TEXT_FORMATS = ("full", "concise")
+MACHINE_FORMATS = ("json", "jsonl", "junit", "sarif", "github")
+FORMAT_HELP = (
+    "full (default) or concise, for people; json, jsonl, junit, sarif or github, for machines. FORMAT=PATH writes to a "
+    "file, and the text still goes to the screen; may be given several times. In GitHub Actions "
+    "(GITHUB_ACTIONS=true) github is added to the default"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """`full`, `concise`, `json`, or `json=PATH`: the report goes to the file and the text still to stdout."""
+    """`full`, `concise`, `json`, ..., or `json=PATH`: the report goes to the file and the text still to stdout."""
 
     name: str
     path: str | None = None
@@ -45,11 +55,37 @@ def seconds(text: str) -> float:
 def output_format(text: str) -> OutputFormat:
     """Parses the value of --output-format."""
     name, equals, path = text.partition("=")
-    if name not in ("full", "concise", "json"):
-        raise argparse.ArgumentTypeError(f"{name!r} is none of full, concise, json")
+    known = (*TEXT_FORMATS, *MACHINE_FORMATS)
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
     if equals and not path:
         raise argparse.ArgumentTypeError(f"{text!r} has no path after the '='")
+    if path and not Path(path).parent.is_dir():  # said now and not after minutes of work
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(Path(path).parent)!r}")
     return OutputFormat(name, path or None)
+
+
+class _AddFormat(argparse.Action):
+    """Collects --output-format; refuses two that would be written to one place."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(values, OutputFormat)
+        asked = (*getattr(namespace, self.dest), values)
+        paths = [output.path for output in asked if output.path is not None]
+        screen = [output.name for output in asked if output.path is None]
+        if len(set(paths)) < len(paths):
+            raise argparse.ArgumentError(self, f"two formats are written to {values.path}")
+        if len(screen) > 1 and not (len(screen) == 2 and "github" in screen and set(screen) & set(TEXT_FORMATS)):
+            raise argparse.ArgumentError(
+                self, f"{' and '.join(screen)} both go to the screen; {values.name}=PATH writes one to a file"
+            )
+        setattr(namespace, self.dest, asked)
 
 
 def _integer(text: str) -> int:
@@ -92,9 +128,10 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output-format",
         type=output_format,
-        default=OutputFormat("full"),
+        action=_AddFormat,
+        default=(),
         metavar="FORMAT",
-        help="full (default), concise, json, or json=PATH to write the JSON to a file and the text to the screen",
+        help=FORMAT_HELP,
     )
     add_verbosity(group)
 

@@ -1,7 +1,7 @@
 """What is known of the operators of PyTorch and of our own runtime: one module per family.
 
-To add an operator, add a line to a family's `SPECS` and a row to that family's samples in the tests. Importing this
-package needs no torch.
+To add an operator, add a line to a family's `SPECS` and a row to that family's table in `op_registry/samples/`.
+Importing this package needs no torch.
 """
 
 from op_registry.builtin import (

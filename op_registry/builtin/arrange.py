@@ -115,6 +115,18 @@ def _repeat_interleave(call: Call) -> str:
     return annotate([names], [result])
 
 
+def _repeat_each(call: Call) -> str:
+    """As many copies of each entry as a tensor says: the dim is frozen; without one all dims are."""
+    x, repeats, dim = tensor(call, 0, "self"), tensor(call, 1, "repeats"), call.get(2, "dim")
+    names, sizes = letters(x.ndim, avoid="r"), output_shape(call)
+    counts = ["r^"] * repeats.ndim
+    if dim is None:
+        return annotate([marked(names, "^"), counts], [[str(sizes[0])]])
+    at = whole(dim, x.ndim)
+    inputs = [f"{n}^" if i == at else n for i, n in enumerate(names)]
+    return annotate([inputs, counts], [[str(sizes[at]) if i == at else n for i, n in enumerate(names)]])
+
+
 def _drop_output_size(call: Call, shards: Shards) -> Call:
     """`output_size` only saves a computation, and a shard's is another."""
     if len(call.args) > 3:
@@ -215,6 +227,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("repeat.default", _repeat),
     _spec("tile.default", _repeat),
     OperatorSpec("aten.repeat_interleave.self_int", _repeat_interleave, linear=_FIRST, localize=_drop_output_size),
+    _spec("repeat_interleave.self_Tensor", _repeat_each),
     _spec("pad.default", _pad, _pad_linear),
     _spec("constant_pad_nd.default", _pad, _pad_linear),
     _spec("diagonal.default", _diagonal),

@@ -13,22 +13,24 @@ _FIRST = linear_in({0})
 
 _UNARY = """
     abs absolute acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv
-    exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log
-    log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid
-    sign signbit silu sin sinc sinh softplus softshrink special_expit sqrt square tan tanh threshold trunc
+    exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma
+    log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn
+    sigmoid round.decimals sign signbit silu sin sinc sinh softplus softshrink special_expit sqrt square tan tanh
+    threshold trunc
 """.split()
 _UNARY_LINEAR = "alias clone contiguous detach lift_fresh_copy neg negative positive".split()
 
 # Scalars in place of tensors bind no operand, so that one rule serves `.Tensor` and `.Scalar` overloads.
 _BROADCAST = """
     atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor clamp
-    clamp.Tensor clamp_max clamp_max.Tensor clamp_min clamp_min.Tensor copysign.Tensor eq.Scalar eq.Tensor floor_divide
-    floor_divide.Scalar fmax fmin fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor greater.Tensor gt.Scalar gt.Tensor
-    hypot le.Scalar le.Tensor less.Tensor logaddexp logical_and logical_or logical_xor lt.Scalar lt.Tensor max.other
-    maximum min.other minimum ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar
-    remainder.Tensor where.Scalar where.ScalarOther where.ScalarSelf xlogy.Tensor __and__.Scalar __and__.Tensor
-    __or__.Scalar __or__.Tensor __xor__.Tensor add.Scalar sub.Scalar rsub.Scalar div.Tensor_mode masked_fill.Tensor
-    bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar lerp.Tensor polar
+    clamp.Tensor clamp_max clamp_max.Tensor clamp_min clamp_min.Tensor copysign.Scalar copysign.Tensor eq.Scalar
+    eq.Tensor floor_divide floor_divide.Scalar fmax fmin fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor greater.Tensor
+    gt.Scalar gt.Tensor hypot le.Scalar le.Tensor less.Tensor logaddexp logical_and logical_or logical_xor lt.Scalar
+    lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+    remainder.Scalar remainder.Tensor where.Scalar where.ScalarOther where.ScalarSelf xlogy.Tensor __and__.Scalar
+    __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor add.Scalar sub.Scalar rsub.Scalar div.Tensor_mode
+    masked_fill.Tensor bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor
+    bitwise_right_shift.Tensor_Scalar divide.Tensor_mode lerp.Tensor polar
 """.split()
 
 

@@ -25,8 +25,8 @@ def _filled_like(call: Call) -> AnnotationResult:
 
 
 def _whole(call: Call) -> str:
-    """`eye`, `linspace`: made whole."""
-    return annotate([], [[str(s) for s in output_shape(call)]])
+    """`eye`, `linspace`: made whole; bounds may be scalar tensors."""
+    return annotate(["()" for _ in call.tensors()], [[str(s) for s in output_shape(call)]])
 
 
 def arange_bounds(call: Call) -> tuple[int | float, int | float, int | float]:
@@ -86,6 +86,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     ),
     OperatorSpec("aten.scalar_tensor.default", "-> ()"),
     *(OperatorSpec(f"aten.{name}", _whole) for name in ("eye.default", "eye.m", "linspace.default")),
+    *(OperatorSpec(f"aten.linspace.{name}", _whole) for name in ("Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")),
     OperatorSpec("aten.fill.Scalar", "* -> *"),
     OperatorSpec("aten.fill.Tensor", _copied),
     OperatorSpec("aten.zero.default", "* -> *", linear=_FIRST),

@@ -133,7 +133,8 @@ def _narrow(call: Call) -> str:
     names = letters(x.ndim)
     dim = whole(call.get(1, "dim"), x.ndim)
     length = str(call.get(3, "length"))
-    return annotate([_with(names, dim, f"{names[dim]}^")], [_with(names, dim, length)])
+    start = ["()"] * (len(call.tensors()) - 1)
+    return annotate([_with(names, dim, f"{names[dim]}^"), *start], [_with(names, dim, length)])
 
 
 def _select(call: Call) -> str:
@@ -182,7 +183,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     ),
     OperatorSpec("aten.unbind.int", _unbind, linear=_FIRST),
     OperatorSpec("aten.slice.Tensor", _slice, linear=_FIRST, localize=_localize_slice),
-    OperatorSpec("aten.narrow.default", _narrow, linear=_FIRST),
+    *(OperatorSpec(f"aten.narrow.{name}", _narrow, linear=_FIRST) for name in ("default", "Tensor")),
     OperatorSpec("aten.select.int", _select, linear=_FIRST),
     OperatorSpec("aten.slice_scatter.default", _slice_scatter, linear=_BOTH, localize=_localize_slice_scatter),
     OperatorSpec("aten.select_scatter.default", _select_scatter, linear=_BOTH),

@@ -33,17 +33,26 @@ _AVERAGES = {
     "avg_pool3d.default": 3,
     "adaptive_avg_pool1d.default": 1,
     "adaptive_avg_pool2d.default": 2,
+    "adaptive_avg_pool3d.default": 3,
     "upsample_nearest1d.vec": 1,
     "upsample_nearest2d.vec": 2,
+    "upsample_nearest3d.vec": 3,
+    "_upsample_nearest_exact1d.vec": 1,
+    "_upsample_nearest_exact2d.vec": 2,
+    "_upsample_nearest_exact3d.vec": 3,
     "upsample_linear1d.vec": 1,
     "upsample_bilinear2d.vec": 2,
     "upsample_bicubic2d.vec": 2,
+    "upsample_trilinear3d.vec": 3,
 }
 _MAXIMA = {"max_pool1d.default": 1, "max_pool2d.default": 2, "max_pool3d.default": 3}
 _MAXIMA_INDEXED = {
+    "max_pool1d_with_indices.default": 1,
     "max_pool2d_with_indices.default": 2,
+    "max_pool3d_with_indices.default": 3,
     "adaptive_max_pool1d.default": 1,
     "adaptive_max_pool2d.default": 2,
+    "adaptive_max_pool3d.default": 3,
 }
 
 SPECS: tuple[OperatorSpec, ...] = (

@@ -34,12 +34,12 @@ def _over(mark: str, keepdim_at: int = 2, outputs: int = 1, dim_at: int = 1) -> 
     return annotation
 
 
-def _of_all(mark: str) -> AnnotationFunction:
-    """A reduction of every dim to a scalar; other arguments do not matter."""
+def _of_all(mark: str, outputs: int = 1) -> AnnotationFunction:
+    """A reduction of every dim to scalars; other arguments do not matter."""
 
     def annotation(call: Call) -> str:
         inputs, result = reduced(tensor(call, 0, "self").ndim, range(tensor(call, 0, "self").ndim), False, mark)
-        return annotate([inputs], [result])
+        return annotate([inputs], [result] * outputs)
 
     return annotation
 
@@ -82,7 +82,8 @@ def _diff(call: Call) -> str:
     dim = whole(call.get(2, "dim", -1), ndim)
     names = letters(ndim, avoid="n")
     inputs = [[f"z{t.index}^" if i == dim else n for i, n in enumerate(names)] for t in tensors]
-    size = sum(t.shape[dim] for t in tensors) - call.get(1, "n", 1)
+    times = call.get(1, "n", 1)
+    size = sum(t.shape[dim] for t in tensors) - times if times else tensors[0].shape[dim]  # of none: x as it is
     return annotate(inputs, [[str(max(size, 0)) if i == dim else n for i, n in enumerate(names)]])
 
 
@@ -94,12 +95,15 @@ def _frozen_specs() -> tuple[OperatorSpec, ...]:
     return (
         *(OperatorSpec(f"aten.{n}.default", _over("^")) for n in plain),
         *(OperatorSpec(f"aten.{n}", _over("^", keep.get(n, 2))) for n in dims),
-        *(OperatorSpec(f"aten.{n}", _over("^", 2, outputs=2)) for n in ("max.dim", "min.dim")),
+        *(OperatorSpec(f"aten.{n}", _over("^", 2, outputs=2)) for n in ("max.dim", "min.dim", "median.dim")),
         *(OperatorSpec(f"aten.{n}.correction", _over("^", 3)) for n in ("var", "std")),
         *(OperatorSpec(f"aten.{n}.correction", _over("^", 3, outputs=2)) for n in ("var_mean", "std_mean")),
+        *(OperatorSpec(f"aten.{n}.dim", _over("^", 3, outputs=2)) for n in ("var_mean", "std_mean")),
+        *(OperatorSpec(f"aten.{n}.default", _of_all("^", 2)) for n in ("var_mean", "std_mean")),
         *(OperatorSpec(f"aten.{n}" if "." in n else f"aten.{n}.default", _of_all("^")) for n in everything),
         OperatorSpec("aten.linalg_vector_norm.default", _over("^", 3, dim_at=2)),
         OperatorSpec("aten.linalg_norm.default", _over("^", 3, dim_at=2)),
+        OperatorSpec("aten.linalg_norm.ord_str", _over("^", 3, dim_at=2)),
         OperatorSpec("aten.norm.ScalarOpt_dim", _over("^", 3, dim_at=2)),
     )
 
@@ -109,7 +113,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.sum.dim_IntList", _over("+"), linear=_unless_cast),
     OperatorSpec("aten.mean.default", _of_all("+"), linear=_unless_cast, localize=_localize_mean),
     OperatorSpec("aten.mean.dim", _over("+"), linear=_unless_cast, localize=_localize_mean),
-    OperatorSpec("aten.count_nonzero.default", _of_all("+")),
+    OperatorSpec("aten.count_nonzero.default", _over("+")),
     OperatorSpec("aten.count_nonzero.dim_IntList", _over("+")),
     *_frozen_specs(),
     OperatorSpec("aten.softmax.int", _along()),

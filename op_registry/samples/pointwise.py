@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from op_registry.call import DType
-
 from op_registry.samples.sample import B, F, I, P, S, Sample, Tensor, U
 
 _DOUBLE = DType("float64")
@@ -26,6 +25,7 @@ _UNARY: tuple[Sample, ...] = (
     S("threshold", F(6, 12), 0.1, 20.0, splits="*0 *1"),
     S("gelu", F(6), approximate="tanh", splits="*0"),
     S("gelu", F()),
+    S("round.decimals", F(6, 12), decimals=1, splits="*0 *1"),
     *(
         S(f"nnscaler.{name}", F(6, 12), 0.0, splits="*0 *1")
         for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
@@ -48,7 +48,9 @@ _BINARY: tuple[Sample, ...] = (
         S(f"{name}.Scalar", I(6, 12, high=9), 5, splits="a b")
         for name in ("bitwise_and", "bitwise_or", "__and__", "__or__")
     ),
-    *(S(f"bitwise_{side}_shift.Tensor_Scalar", I(6, high=9), 2, splits="a") for side in ("left", "right")),
+    *(S(f"bitwise_{side}_shift.Tensor_Scalar", I(6, 12, high=9), 2, splits="a b") for side in ("left", "right")),
+    *(S(f"bitwise_{side}_shift.Tensor", I(6, 12, high=9), I(12, high=4), splits="a b") for side in ("left", "right")),
+    S("copysign.Scalar", F(6, 12), -1.5, splits="a b"),
     *(S(f"{name}.Tensor", F(6, 12), P(12), splits="a b") for name in ("fmod", "remainder", "xlogy")),
     *(S(f"{name}.Scalar", I(6, 12, high=50), 7, splits="a b") for name in ("fmod", "remainder", "floor_divide")),
     S("floor_divide", I(6, 12, high=50), I(12, high=9, low=1), splits="a b"),
@@ -78,7 +80,13 @@ _ARITHMETIC: tuple[Sample, ...] = (
     S("add.Tensor", B(6, 12), B(12), splits="a b"),
     S("mul.Tensor", F(6, 12), B(12), splits="a b"),
     S("mul.Tensor", F(1, 6), F(12, 1), splits="a b"),
-    S("div.Tensor_mode", F(6, 12), P(12), rounding_mode="floor", splits="a b"),
+    *(
+        S(f"{n}.Tensor_mode", F(6, 12), P(12), rounding_mode=mode, splits="a b")
+        for n in ("div", "divide")
+        for mode in ("floor", "trunc")
+    ),
+    S("add.Tensor", F(12, 1), F(24), splits="a b"),
+    S("mul.Tensor", F(24, 12), F(24, 1), splits="a b"),
     S("addcmul", F(12), F(6, 12), F(6, 1), value=0.5, splits="a b"),
     S("addcdiv", F(6, 12), F(6, 12), P(12), value=0.5, splits="a b"),
     S("lerp.Scalar", F(6, 12), F(12), 0.3, splits="a b"),

@@ -1,7 +1,11 @@
-"""Sample calls of built-in operators: what the tests of the annotations run on.
+"""Sample calls of built-in operators: what their annotations are verified on.
 
-A sample names the identifiers that can be split in two. Sizes differ from identifier to identifier and divide by 6.
+A sample names the identifiers that can be split in two. Sizes differ from identifier to identifier and divide by 6, as
+a rule; an operator's samples have 12 or 24 among them, for splits in 4. Optional arguments are varied under the splits
+that a `localize` hook rewrites the call for: a hook that drops one is right wherever that has its default.
 """
+
+# ruff: noqa: N802 - tables are read by the letters of their tensors
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ if TYPE_CHECKING:
 class Tensor:
     """A random tensor of a kind: `normal`, `positive` (0.5 .. 1.5), `above` (1.5 .. 2.5), `unit` (0.1 .. 0.9),
     `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
-    (integers below high, none twice along dim 1, or along the only dim), or `offsets` (rising integers up to high)."""
+    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), or
+    `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
 
     shape: tuple[int, ...]
     kind: str = "normal"
@@ -30,6 +35,11 @@ class Tensor:
 
         if self.kind == "integer":
             return torch.randint(self.low, self.high, self.shape, generator=generator)
+        if self.kind == "labels":
+            found = torch.randint(0, self.high, self.shape, generator=generator)
+            found[torch.rand(self.shape, generator=generator) < 0.25] = self.low
+            found.view(-1)[:3] = torch.tensor([self.low, self.high - 1, 0])
+            return found
         if self.kind == "bool":
             return torch.rand(self.shape, generator=generator) < 0.4
         if self.kind == "distinct":
@@ -72,6 +82,11 @@ def U(*shape: int) -> Tensor:
 def I(*shape: int, high: int = 5, low: int = 0) -> Tensor:  # noqa: E743
     """Integers."""
     return Tensor(shape, "integer", high, low)
+
+
+def L(*shape: int, high: int, ignore: int = -100) -> Tensor:
+    """Labels, some of them ignored."""
+    return Tensor(shape, "labels", high, ignore)
 
 
 def B(*shape: int) -> Tensor:

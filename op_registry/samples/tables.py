@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from op_registry.call import DType
-
-from op_registry.samples.sample import B, C, F, I, P, S, Sample, Tensor, U
+from op_registry.samples.sample import B, C, F, I, L, P, S, Sample, Tensor, U
 
 _EMBEDDING: tuple[Sample, ...] = (
     S("embedding", F(24, 18), I(6, 12, high=24), splits="a b d v"),
     S("embedding", F(24, 18), I(6, 12, high=24), 5, splits="a b d v"),
     S("embedding", F(24, 18), I(6, 12, high=24), 0, splits="a b d v"),
     S("embedding", F(24, 18), I(6, 12, high=24), padding_idx=23, splits="a b d v"),
+    S("embedding", F(12, 24), I(18, high=12), 0, False, False, splits="a d v"),
     S("embedding", F(24, 18), I(high=24), splits="d v"),
     S("embedding", F(24, 18), I(6, 12, high=24), -1, True, False),
     S("one_hot", I(6, 12, high=7), 7, splits="a b"),
@@ -20,6 +20,7 @@ _EMBEDDING: tuple[Sample, ...] = (
 _INDEX: tuple[Sample, ...] = (
     S("index.Tensor", F(24, 6), [I(18, high=24)], splits="b c"),
     S("index.Tensor", F(24, 6), [I(18, 12, high=24)], splits="b c d"),
+    S("index.Tensor", F(6, 24), [I(12, high=6, low=-6)], splits="b c"),
     S("index.Tensor", F(6, 12, 18), [None, I(24, high=12)], splits="a c d"),
     S("index.Tensor", F(6, 12), [I(18, 1, 1, high=6), I(1, 1, 24, high=12)], splits="c e"),
     S("index.Tensor", F(6, 12, 18), [I(24, high=6), None, I(24, high=18)], splits="b d"),
@@ -32,6 +33,7 @@ _INDEX: tuple[Sample, ...] = (
     S("index_put", F(6, 12), [Tensor((6,), "distinct", 6)], F(6, 12), splits="b"),
     S("index_put", F(6, 12, 18), [None, Tensor((12,), "distinct", 12)], F(12, 1), splits="a c"),
     S("index_put", F(6, 12), [I(18, high=6)], F(18, 12), True, splits="b c"),
+    S("index_put", F(6, 24), [I(12, high=6, low=-6)], F(12, 24), True, splits="b c"),
     S("index_put", F(6, 12, 24), [None, I(18, high=12)], F(18, 1), True, splits="a c d"),
     S("index_put", F(6, 12), [I(18, high=6), I(18, high=12)], F(), True, splits="c"),
     S("index_put", F(6, 12), [I(high=6), I(high=12)], F(), True),
@@ -41,16 +43,16 @@ _INDEX: tuple[Sample, ...] = (
     S("index_select", F(6, 12), -1, I(24, high=12), splits="a bi"),
     S("index_add", F(6, 12, 18), 1, I(24, high=12), F(6, 24, 18), splits="a bi c"),
     S("index_add", F(6, 12), 0, I(24, high=6), F(24, 12), alpha=0.5, splits="ai b"),
-    S("index_copy", F(6, 12, 18), 1, Tensor((6,), "distinct", 12), F(6, 6, 18), splits="a c"),
-    S("index_fill.int_Scalar", F(6, 12, 18), 1, I(4, high=12), 2.5, splits="a c"),
-    S("index_fill.int_Tensor", F(6, 12), 1, I(4, high=12), F(), splits="a"),
+    S("index_copy", F(24, 12, 18), 1, Tensor((6,), "distinct", 12), F(24, 6, 18), splits="a c"),
+    S("index_fill.int_Scalar", F(12, 6, 18), 1, I(4, high=6), 2.5, splits="a c"),
+    S("index_fill.int_Tensor", F(12, 6), 1, I(4, high=6), F(), splits="a"),
     S("masked_scatter", F(6, 12), B(6, 12), F(80)),
     S("gather", F(6, 12, 18), 1, I(6, 24, 18, high=12), splits="a bi c"),
     S("gather", F(6, 12), -1, I(6, 24, high=12), splits="a bi"),
     S("gather", F(6, 12, 18), 1, I(2, 24, 18, high=12), splits="bi c"),
-    S("scatter.src", F(6, 12, 18), 1, Tensor((6, 8, 18), "distinct", 12), F(6, 8, 18), splits="a c"),
+    S("scatter.src", F(24, 12, 18), 1, Tensor((24, 8, 18), "distinct", 12), F(24, 8, 18), splits="a c"),
     S("scatter.src", I(6, 12), 1, Tensor((6, 8), "distinct", 12), I(18, 9)),
-    S("scatter.value", F(6, 12, 18), 1, I(6, 3, 18, high=12), 2.5, splits="a c"),
+    S("scatter.value", F(24, 12, 18), 1, I(24, 3, 18, high=12), 2.5, splits="a c"),
     S("scatter.value", F(6, 12), -1, I(4, 3, high=12), 0.0),
     S("scatter_add", F(6, 12, 18), 1, I(6, 24, 18, high=12), F(6, 24, 18), splits="a bi c"),
     S("scatter_add", I(6, 12), 0, I(24, 12, high=6), I(30, 18)),
@@ -63,7 +65,7 @@ _SORT: tuple[Sample, ...] = (
     S("sort", F(6, 12, 18), 1, splits="a c"),
     S("sort", F(6, 12), descending=True, splits="a"),
     S("sort.stable", I(6, 12), stable=True, dim=0, splits="b"),
-    S("argsort", F(6, 12), splits="a"),
+    S("argsort", F(12, 6), splits="a"),
     S("argsort.stable", F(6, 12), stable=True, dim=0, splits="b"),
     S("topk", F(6, 12, 18), 4, splits="a b"),
     S("topk", F(6, 12), 3, 0, splits="b"),
@@ -100,6 +102,9 @@ _FACTORIES: tuple[Sample, ...] = (
     S("eye", 6),
     S("eye.m", 6, 12),
     S("linspace", 0, 1, 12),
+    S("linspace.Scalar_Tensor", 0, C(), 12),
+    S("linspace.Tensor_Scalar", C(), 3, 12),
+    S("linspace.Tensor_Tensor", C(), C(), 12),
     S("fill.Scalar", F(6, 12), 2.5, splits="*0 *1"),
     S("fill.Tensor", F(6, 12), F(), splits="a b"),
     S("zero", F(6, 12), splits="*0 *1"),
@@ -108,29 +113,44 @@ _FACTORIES: tuple[Sample, ...] = (
 _POINTWISE_LOSSES: tuple[Sample, ...] = (
     *(S(n, F(6, 12), F(6, 12), splits="a b") for n in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
     S("soft_margin_loss", F(6, 12), C(6, 12), splits="a b"),
+    *(S("soft_margin_loss", F(6, 12), C(6, 12), reduction, splits="a b") for reduction in (0, 2)),
+    *(S("l1_loss", F(24, 12), F(24, 12), reduction, splits="a b") for reduction in (0, 1, 2)),
     *(S("mse_loss", F(6, 12), F(6, 12), reduction, splits="a b") for reduction in (0, 1, 2)),
+    S("mse_loss", F(24), F(24), reduction=1, splits="a"),
     *(S("smooth_l1_loss", F(6, 12), F(6, 12), reduction, 0.3, splits="a b") for reduction in (0, 1, 2)),
     S("smooth_l1_loss", F(6, 12), F(6, 12), beta=0.3, splits="a b"),
-    S("huber_loss", F(6, 12), F(6, 12), 1, 0.3, splits="a b"),
+    *(S("huber_loss", F(6, 12), F(6, 12), reduction, 0.3, splits="a b") for reduction in (0, 1, 2)),
+    S("huber_loss", F(6, 12), F(6, 12), delta=0.3, splits="a b"),
     *(S("binary_cross_entropy", U(6, 12), U(6, 12), None, reduction, splits="a b") for reduction in (0, 1, 2)),
-    S("binary_cross_entropy", U(6, 12), U(6, 12), C(12), splits="a b"),
+    *(S("binary_cross_entropy", U(6, 12), U(6, 12), C(12), r, splits="a b") for r in (0, 1, 2)),
+    S("binary_cross_entropy", U(6, 12), U(6, 12), weight=C(6, 1), splits="a b"),
     *(S("binary_cross_entropy_with_logits", F(6, 12), U(6, 12), None, C(12), r, splits="a b") for r in (0, 1, 2)),
     S("binary_cross_entropy_with_logits", F(6, 12), U(6, 12), splits="a b"),
     S("binary_cross_entropy_with_logits", F(6, 12), U(6, 12), C(6, 1), reduction=1, splits="a b"),
+    *(S("binary_cross_entropy_with_logits", F(6, 12), U(6, 12), C(6, 1), C(12), r, splits="a b") for r in (1, 2)),
+    S("binary_cross_entropy_with_logits", F(6, 12), U(6, 12), pos_weight=C(12), splits="a b"),
 )
 
 _CE = "cross_entropy_loss"
 
 _LABEL_LOSSES: tuple[Sample, ...] = (
     S("nnscaler.ce_max", F(12, 18), splits="c n"),
+    S("nnscaler.ce_max", F(6, 24), splits="c n"),
     S("nnscaler.ce_sumexp", F(12, 18), F(12), splits="c n"),
+    S("nnscaler.ce_sumexp", F(6, 24), F(6), splits="c n"),
     S("nnscaler.ce_pick", F(12, 18), I(12, high=18), -100, splits="c n"),
+    S("nnscaler.ce_pick", F(18, 24), L(18, high=24), -100, splits="c n"),
+    S("nnscaler.ce_pick", F(12, 18), L(12, high=18, ignore=17), 17, splits="c n"),
     S("nnscaler.ce_pick", F(12, 18), I(12, high=18), 4, splits="c n"),
     S("nnscaler.ce_tail", P(12), F(12), F(12), I(12, high=5), 3, splits="n"),
+    S("nnscaler.ce_tail", P(18), F(18), F(18), L(18, high=5), -100, splits="n"),
     S("nnscaler.ce_count", I(12, high=5), 3, splits="n"),
+    S("nnscaler.ce_count", L(18, high=5), -100, splits="n"),
     S(_CE, F(12, 5), I(12, high=5)),
     S(_CE, F(12, 6), I(12, high=6), None, 0, 3, splits="n"),
     S(_CE, F(12, 6), I(12, high=6), C(6), 2, 3, 0.1, splits="n"),
+    S(_CE, F(12, 6), L(12, high=6), None, 2, splits="n"),
+    S(_CE, F(12, 6, 24), L(12, 24, high=6), None, 0, -100, 0.2, splits="n s0"),
     S(_CE, F(12, 6, 18), I(12, 18, high=6), None, 2, splits="n s0"),
     S(_CE, F(12, 6, 18), I(12, 18, high=6), C(6), 0, splits="n s0"),
     S(_CE, F(12, 6, 18), U(12, 6, 18), None, 2, splits="n s0"),
@@ -140,6 +160,7 @@ _LABEL_LOSSES: tuple[Sample, ...] = (
     S("nll_loss_nd", F(12, 6), I(12, high=6)),
     S("nll_loss_nd", F(12, 6), I(12, high=6), C(6), 2, 3, splits="n"),
     S("nll_loss_nd", F(12, 6, 18), I(12, 18, high=6), None, 0, splits="n s0"),
+    S("nll_loss_nd", F(12, 6, 24), L(12, 24, high=6), C(6), 2, splits="n s0"),
 )
 
 SAMPLES: tuple[Sample, ...] = (*_EMBEDDING, *_INDEX, *_SORT, *_FACTORIES, *_POINTWISE_LOSSES, *_LABEL_LOSSES)

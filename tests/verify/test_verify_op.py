@@ -92,7 +92,7 @@ RIGHT: list[tuple[Callable[..., Any], str]] = [
 def test_right_annotations_pass(function: Callable[..., Any], annotation: str) -> None:
     report = verify.verify_op(function, annotation=annotation)
     assert report.exit_code == 0, report.to_json()
-    assert report.verdict is Verdict.TESTED_EXACT
+    assert report.verdict in (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED)
     assert report.findings == ()
     assert report.total >= 8
 
@@ -155,7 +155,9 @@ def test_gradients_are_compared_too() -> None:
 
     report = verify.verify_op(Forgetful.apply, annotation="a b -> a b")
     assert report.exit_code == 1
-    assert report.findings[0].counter_example["tensor"] == "gradient of input 0"
+    assert {f.code for f in report.findings} == {"gradient_is_not_derivative", "annotation_wrong"}
+    finding = next(f for f in report.findings if f.code == "annotation_wrong")
+    assert finding.counter_example["tensor"] == "gradient of input 0"
 
 
 def test_a_shard_that_raises() -> None:
@@ -185,7 +187,6 @@ def test_outputs_of_another_shape() -> None:
 @pytest.mark.parametrize(
     ("function", "annotation", "code"),
     [
-        (torch.rand_like, "a -> a", "random_operator"),
         (lambda x: x * 0, "a -> a", "uninformative"),
         (lambda x: x.nonexistent(), "a -> a", "annotation_does_not_fit"),
     ],
@@ -194,6 +195,12 @@ def test_undecided_is_not_a_pass(function: Callable[..., Any], annotation: str, 
     report = verify.verify_op(function, annotation=annotation)
     assert report.exit_code == 3
     assert report.findings[0].code == code
+
+
+def test_random_numbers_are_refuted() -> None:
+    report = verify.verify_op(torch.rand_like, annotation="a -> a")
+    assert report.exit_code == 1
+    assert [f.code for f in report.findings] == ["random_operator"]
 
 
 def test_positive_inputs_are_said_so() -> None:

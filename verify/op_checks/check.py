@@ -8,6 +8,7 @@ from verify.op_checks.cases import Case
 from verify.op_checks.enumerate import Enumerator, Target
 from verify.op_checks.options import DRAWS
 from verify.op_checks.outcome import Outcome
+from verify.op_checks.proofs import TESTED, Strength
 from verify.op_checks.runner import Runner, WholeRaised
 from verify.report import Check
 from verify.verdict import Verdict
@@ -36,8 +37,9 @@ def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = N
     return outcome
 
 
-def as_check(name: str, outcome: Outcome, seconds: float, proved: bool = False, blocker: str = "") -> Check:
-    """The check of one target. Nothing compared is open; so is what a wrong variant survives."""
+def as_check(name: str, outcome: Outcome, seconds: float, strength: Strength = TESTED) -> Check:
+    """The check of one target. Nothing compared is open; so is what a wrong variant survives. A proof strengthens only
+    what has passed its tests."""
     refuted = len(outcome.failures)
     details: list[str] = []
     if refuted:
@@ -45,13 +47,13 @@ def as_check(name: str, outcome: Outcome, seconds: float, proved: bool = False, 
     elif not outcome.count or outcome.survived(DRAWS):
         verdict = Verdict.INCONCLUSIVE
     else:
-        verdict = Verdict.PROVED_ALL_SIZES if proved else Verdict.TESTED_EXACT
+        verdict = strength.verdict
     if outcome.count and verdict.passes:
         details.append(f"{outcome.cases} cases")
         if void := outcome.void(DRAWS):
             details.append(f"constant along the split: {', '.join(void)}")
-        if blocker and not proved:
-            details.append(f"not proved: {blocker}")
+        if strength.blocker:
+            details.append(f"not proved for all sizes: {strength.blocker}")
     elif not refuted:
         details += outcome.survived(DRAWS) or list(outcome.skipped)
     return Check(name, verdict, outcome.count, refuted, seconds, "; ".join(details))

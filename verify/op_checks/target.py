@@ -180,8 +180,9 @@ def _members(module: Any, name: str, text: str, registered: Iterable[OperatorSpe
     if member is None and name in by_name:
         return [by_name[name]]
     if member is None:
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        help = near_misses(name, (*own, *by_name)) or _listed([*own, *by_name])
+        functions = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+        own = [n for n, v in functions.items() if getattr(v, "__module__", "") == module.__name__]
+        help = near_misses(name, (*functions, *by_name)) or _listed([*own, *by_name])
         raise NnscalerError("unknown_operator", f"{text.removesuffix(name)}{name} does not exist", help=help)
     spec = record_of(member)
     if spec is None:

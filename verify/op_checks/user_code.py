@@ -55,14 +55,18 @@ def _place(error: BaseException) -> SourceLocation | None:
     """The last line of the traceback that is in a user's file."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
-    own = Path(__file__).resolve().parents[2]
-    ours = tuple(str(own / package) for package in ("nnscaler", "verify", "op_registry"))
     best = None
     for frame in traceback.extract_tb(error.__traceback__):
-        theirs = not frame.filename.startswith((*ours, "<")) and "site-packages" not in frame.filename
-        if theirs and frame.lineno is not None and not frame.filename.startswith(_STANDARD):
+        if frame.lineno is not None and is_users(frame.filename):
             best = SourceLocation(frame.filename, frame.lineno, frame.line or "")
     return best
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither ours, nor Python's, nor an installed package's."""
+    root = Path(__file__).resolve().parents[2]
+    ours = tuple(str(root / package) for package in ("nnscaler", "verify", "op_registry"))
+    return not file.startswith((*ours, _STANDARD, "<")) and "site-packages" not in file
 
 
 _STANDARD = str(Path(importlib.__file__).parents[1])

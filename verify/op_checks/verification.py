@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import RunPartial, Split
 from verify.finding import Finding
+from verify.op_checks.audit import audit
 from verify.op_checks.check import as_check, check_target, run_cases
+from verify.op_checks.derivative import check_derivative
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases
 from verify.op_checks.findings import survived, unusable, wrong_linear, wrong_split
+from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
+from verify.op_checks.probed import Probed
+from verify.op_checks.proofs import TOTAL_SECONDS, Strength, prove_base, weakest
 from verify.op_checks.runner import CaseResult, Runner
 from verify.op_checks.shrink import shrink
 from verify.op_checks.subsets import check_subsets
 from verify.op_checks.suggest import frozen, suggest
 from verify.report import Check
-from verify.verdict import Verdict
+from verify.verdict import Verdict, merge
+
+AUDITED = 3  # sample calls on which the operator itself is looked at
+_NOTHING_TO_COMPARE = ("random_operator", "not_repeatable", "input_mutated")  # a shard cannot equal the whole then
+
+
+def _together(one: Check, two: Check) -> Check:
+    """The same check on two sample calls."""
+    return replace(
+        one,
+        verdict=merge([one.verdict, two.verdict]),
+        count=one.count + two.count,
+        refuted=one.refuted + two.refuted,
+        seconds=one.seconds + two.seconds,
+        detail=one.detail or two.detail,
+    )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one check is about. `needs`: (sample call, target) of everything that it follows from."""
+
+    name: str
+    needs: tuple[tuple[int, Target], ...]
+    outcome: Outcome
+    seconds: float
 
 
 class Verification:
@@ -29,7 +60,9 @@ class Verification:
         self.spec = spec
         self.options = options
         self.runner = Runner(spec, options, progress)
+        self.progress = progress
         self.checks: list[Check] = []
+        self.claims: list[Claim] = []
         self.findings: list[Finding] = []
         self.notes: dict[str, None] = {}
         self.text = ""
@@ -49,10 +82,71 @@ class Verification:
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
         if not any(b.leaders or b.linear for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
-        for step in (self.subsets, self.singles, self.linear, self.pairs):
+        self.audit(found)
+        if any(f.code in _NOTHING_TO_COMPARE for f in self.findings):
+            return
+        for step in (self.derivative, self.subsets, self.singles, self.linear, self.pairs):
             step(found)
             if self.findings and self.options.fail_fast:
+                break
+        strengths = self.proofs(found)
+        for claim in self.claims:
+            wanted = [strengths[key] for key in claim.needs if key in strengths]
+            self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, weakest(wanted)))
+
+    def proofs(self, found: list[Base]) -> dict[tuple[int, Target], Strength]:
+        """(sample call, target) -> how strong the claim is; nothing where proofs are not wanted or tests failed."""
+        if not self.options.prove:
+            return {}
+        failed = frozenset(target for claim in self.claims if claim.outcome.failures for _, target in claim.needs)
+        deadline = time.monotonic() + TOTAL_SECONDS
+        strengths: dict[tuple[int, Target], Strength] = {}
+        for index, base in enumerate(found):
+            if self.progress is not None:
+                self.progress(f"the proof of sample call {index}")
+            for target, strength in prove_base(self.runner, base, deadline, failed).items():
+                strengths[index, target] = strength
+        return strengths
+
+    def audit(self, found: list[Base]) -> None:
+        """The operator as it is: what it does to its inputs, whether it draws random numbers, torch's own tests."""
+        if not self.options.safeguards.audit:
+            return
+        for base in found[:AUDITED]:
+            call = self.runner.concrete(base.inputs)
+            strides = self.options.safeguards.strides
+            compare = call.compare and not self.spec.random
+            self.probed(
+                audit(
+                    self.spec,
+                    call,
+                    self.options.seed,
+                    compare=compare,
+                    strides=strides,
+                    function=self.runner.function(call),
+                )
+            )
+            if self.findings:
                 return
+        self.probed(opcheck(self.spec, self.runner.concrete(found[0].inputs)))
+
+    def derivative(self, found: list[Base]) -> None:
+        """Where a backward is written by hand: finite differences."""
+        if self.options.safeguards.derivative and not self.spec.random:
+            for base in found[:AUDITED]:
+                call = self.runner.concrete(base.inputs)
+                self.probed(check_derivative(self.spec, call, self.options.seed))
+
+    def probed(self, result: Probed) -> None:
+        """Takes in what a check of the operator itself says; the same check of two sample calls is one."""
+        for check in result.checks:
+            same = next((i for i, c in enumerate(self.checks) if c.name == check.name), None)
+            if same is None:
+                self.checks.append(replace(check, supporting=True))
+            else:
+                self.checks[same] = _together(self.checks[same], check)
+        self.findings += [f for f in result.findings if f.code not in {g.code for g in self.findings}]
+        self.notes.update(dict.fromkeys(result.notes))
 
     def subsets(self, found: list[Base]) -> None:
         """Gradients do not depend on which other inputs ask for one."""
@@ -70,11 +164,12 @@ class Verification:
         for name, kind, group in _identifiers(found):
             started = time.perf_counter()
             outcome = Outcome()
-            for base in group:
+            for _, base in group:
                 check_target(Enumerator(self.runner, base), name, outcome)
                 if outcome.failures:
                     break
-            self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started)
+            needs: list[tuple[int, Target]] = [(index, name) for index, _ in group]
+            self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started, needs)
             if outcome.failures and self.options.fail_fast:
                 return
 
@@ -88,7 +183,8 @@ class Verification:
             for slots in base.linear:
                 if not outcome.failures:
                     check_target(Enumerator(self.runner, base), slots, outcome)
-        self.conclude("partial sums pass through", "partial sums", outcome, started)
+        needs: list[tuple[int, Target]] = [(i, slots) for i, base in enumerate(found) for slots in base.linear]
+        self.conclude("partial sums pass through", "partial sums", outcome, started, needs)
 
     def pairs(self, found: list[Base]) -> None:
         """Two targets at once. Only what holds alone is tried."""
@@ -103,10 +199,14 @@ class Verification:
             if outcome.failures:
                 break
         if outcome.cases:
-            self.conclude("two axes", "a mesh of two axes", outcome, started)
+            # a split that is right for all sizes is right on the shards of another one
+            needs: list[tuple[int, Target]] = [(i, t) for i, b in enumerate(found) for t in (*b.leaders, *b.linear)]
+            self.conclude("two axes", "a mesh of two axes", outcome, started, needs)
 
-    def conclude(self, name: str, target: str, outcome: Outcome, started: float) -> None:
-        """The check of an outcome, and its finding."""
+    def conclude(
+        self, name: str, target: str, outcome: Outcome, started: float, needs: list[tuple[int, Target]]
+    ) -> None:
+        """Keeps an outcome for its check, and adds its finding. `needs`: what a proof of it has to prove."""
         if outcome.failures:
             self.findings.append(self.wrong(shrink(self.runner, outcome.failures[0])))
         elif self.options.safeguards.mutants and outcome.survived(DRAWS):
@@ -119,7 +219,7 @@ class Verification:
         elif not outcome.count and not any(f.code == "uninformative" for f in self.findings):
             message = f"`{self.spec.name}` gives NaN, infinity or only zeros on all inputs tried"
             self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
-        self.checks.append(as_check(name, outcome, time.perf_counter() - started))
+        self.claims.append(Claim(name, tuple(needs), outcome, time.perf_counter() - started))
 
     def wrong(self, result: CaseResult) -> Finding:
         """The finding of a counter-example, with the way out."""
@@ -138,16 +238,16 @@ class Verification:
         return wrong_split(self.spec, result, help)
 
 
-def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[Base]]]:
+def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:
     """Identifiers with their kind, and the sample calls in which they may be split so."""
-    groups: dict[tuple[str, str], list[Base]] = {}
-    for base in found:
+    groups: dict[tuple[str, str], list[tuple[int, Base]]] = {}
+    for index, base in enumerate(found):
         bound = base.signature.bound
         assert bound is not None
         for name in base.leaders:
             mark = bound.marks.get(name, "")
             reduction = bound.reductions.get(name, "sum")
             kind = "spatial" if not mark else "reduction" if reduction == "sum" else f"reduction ({reduction})"
-            groups.setdefault((name, kind), []).append(base)
+            groups.setdefault((name, kind), []).append((index, base))
     for (name, kind), group in groups.items():
         yield name, kind, group

@@ -1,14 +1,34 @@
-"""Report formats by name. A new one is a file with `render(report) -> list[Line]` and a line here."""
+"""Report formats by name. A new one is a file with `render(reports, seconds) -> list[Line]` and a line here.
+
+A format renders a sequence of reports, one per operator or plan, and `seconds`, the time that all of them took
+together (0: the sum of theirs).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 from verify.report import Report
-from verify.report_formats import concise, full, json_text
+from verify.report_formats import concise, full, github, json_lines, json_text, junit, sarif
 from verify.report_formats.line import Line
 
-FORMATS: Mapping[str, Callable[[Report], list[Line]]] = MappingProxyType(
-    {"full": full.render, "concise": concise.render, "json": json_text.render}
+
+class Format(Protocol):
+    """What a format is."""
+
+    def __call__(self, reports: Sequence[Report], seconds: float = 0.0) -> list[Line]: ...
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        "full": full.render,
+        "concise": concise.render,
+        "json": json_text.render,
+        "jsonl": json_lines.render,
+        "junit": junit.render,
+        "sarif": sarif.render,
+        "github": github.render,
+    }
 )

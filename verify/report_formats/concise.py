@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from verify.finding import Finding
 from verify.report import Report
 from verify.report_formats.line import Line, last_line
+from verify.report_formats.problems import problems
 
 
-def render(report: Report) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     """A line per finding, then the verdict."""
-    return [*(concise_line(finding) for finding in report.findings), last_line(report)]
+    return [*(concise_line(problem.finding) for problem in problems(reports)), last_line(reports, seconds)]
 
 
 def concise_line(finding: Finding) -> Line:
     """`gpt.py:31: gradient_differs the gradient of ...`."""
     place = f"{finding.where}: " if finding.where is not None else ""
-    return Line(((place, "faint"), (finding.code, "bad"), (f" {finding.message}", "")))
+    return Line(((place, "faint"), (finding.code, "bad"), (f" {one_line(finding.message)}", "")))
+
+
+def one_line(text: str) -> str:
+    """The text with each run of white space, ends of lines among it, as one space."""
+    return " ".join(text.split())

@@ -1,70 +1,98 @@
-"""The report for people: notes, one line per check, each finding with all that is known, the verdict line."""
+"""The report for people: one line per check, notes, each finding with all that is known, the verdict line.
+
+Several reports take a line each; below one that does not pass stand its checks that do not.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from verify.finding import Finding
 from verify.report import Check, Report
 from verify.report_formats.concise import concise_line
+from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.line import Line, last_line, plain, style_of
+from verify.report_formats.problems import findings_of, problems
+from verify.report_formats.totals import totals
 
 WHOLE = 4  # findings shown with all that is known; the rest, which usually follow from them, take a line each
-WIDTH = 140  # a counter-example that is longer takes a line for each fact
+CHECKS = 60  # checks of one report that are shown; beyond them only those that do not pass
+NOTES = 20  # different notes that are shown under several reports
 _WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 
 
-def render(report: Report) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     """Every line of the report."""
-    lines: list[Line] = []
-    width = max((len(check.name) for check in report.checks), default=0)
-    lines += [check_line(check, width) for check in report.checks]
-    lines += [plain(f"note: {note}", "faint") for note in report.notes]
-    for finding in report.findings[:WHOLE]:
+    if len(reports) == 1:
+        lines = [*check_lines(reports[0].checks), *(plain(f"note: {note}", "faint") for note in reports[0].notes)]
+        findings: Sequence[Finding] = findings_of(reports[0])
+    else:
+        lines = [*_report_lines(reports), *_shared_notes(reports)]
+        findings = [problem.finding for problem in problems(reports)]
+    for finding in findings[:WHOLE]:
         lines += [plain(""), *finding_lines(finding)]
-    if len(report.findings) > WHOLE:
-        lines += [plain(""), *(concise_line(finding) for finding in report.findings[WHOLE:])]
-    lines += [plain(""), last_line(report)] if report.findings or report.notes else [last_line(report)]
+    if len(findings) > WHOLE:
+        lines += [plain(""), *(concise_line(finding) for finding in findings[WHOLE:])]
+    apart = bool(findings) or any(report.notes for report in reports) or len(reports) > 1
+    return [*lines, *([plain("")] if apart else []), *_levels(reports), last_line(reports, seconds)]
+
+
+def check_lines(checks: Sequence[Check]) -> list[Line]:
+    """A line per check; where there are very many, those that do not pass, and how many others do."""
+    shown = list(checks) if len(checks) <= CHECKS else [check for check in checks if not check.verdict.passes]
+    name = max((len(check.name) for check in shown), default=0)
+    level = max((len(check.verdict.value) for check in shown), default=0)
+    lines = [check_line(check, name, level) for check in shown]
+    if len(shown) < len(checks):
+        rest = Counter(check.verdict for check in checks if check.verdict.passes)
+        texts = [f"{number} {verdict}" for verdict, number in sorted(rest.items(), key=lambda item: -item[1])]
+        lines.append(Line((("PASS", "good"), (f"  {rest.total()} more checks: {', '.join(texts)}", ""))))
     return lines
 
 
-def check_line(check: Check, width: int = 0) -> Line:
-    """`PASS  gradients  96 of 96 agree, worst difference 3e-15  0.3 s`."""
+def check_line(check: Check, name: int = 0, level: int = 0) -> Line:
+    """`PASS  gradients  TESTED (exact)  96 of 96 agree, worst difference 3e-15  0.3 s`."""
     style = style_of(check.verdict)
-    agreed = f"{check.count - check.refuted:>4} of {check.count} agree"
+    agreed = f"{check.count - check.refuted} of {check.count} agree" if check.count else "nothing compared"
     detail = f", {check.detail}" if check.detail else ""
     seconds = f"  {check.seconds:.1f} s" if check.seconds >= 0.05 else ""
-    return Line(((_WORDS[style], style), (f"  {check.name:<{width}}  {agreed}{detail}", ""), (seconds, "faint")))
+    text = f"  {check.name:<{name}}  {check.verdict.value:<{level}}  {agreed}{detail}"
+    word = "----" if check.verdict.passes and not check.count else _WORDS[style]
+    return Line(((word, "faint" if word == "----" else style), (text, ""), (seconds, "faint")))
 
 
-def finding_lines(finding: Finding) -> list[Line]:
-    """The anatomy of a finding: code and message, place with its line, counter-example, cause, help, reproduce."""
-    lines = [Line(((finding.code, "bad"), (f"  {finding.message}", "strong")))]
-    if finding.where is not None:
-        lines.append(plain(f"  --> {finding.where}", "faint"))
-        if finding.where.text:
-            number = str(finding.where.line)
-            lines.append(plain(f"  {' ' * len(number)} |", "faint"))
-            lines.append(Line(((f"  {number} | ", "faint"), (finding.where.text, ""))))
-            lines.append(plain(f"  {' ' * len(number)} |", "faint"))
-    for what, place in finding.related:
-        lines.append(plain(f"  {what}: {place}"))
-        if place.text:
-            lines.append(plain(f"      {place.text}"))
-    if finding.counter_example:
-        facts = [f"{key}={value}" for key, value in finding.counter_example.items()]
-        if sum(map(len, facts)) <= WIDTH:
-            lines.append(plain(f"  = counter-example: {', '.join(facts)}"))
-        else:
-            lines += [plain("  = counter-example:"), *(plain(f"      {fact}") for fact in facts)]
-    if finding.cause:
-        lines.append(plain(f"  = cause: {finding.cause}"))
-    if finding.help:
-        lines += _labelled("help", finding.help)
-    if finding.reproduce:
-        lines.append(plain(f"  reproduce: {finding.reproduce}"))
+def _report_lines(reports: Sequence[Report]) -> list[Line]:
+    """`PASS  aten.gelu.default  PROVED (all sizes)  24 of 24 agree  0.2 s`, and what does not pass below it."""
+    lines: list[Line] = []
+    name = max((len(report.subject) for report in reports), default=0)
+    level = max((len(report.verdict.value) for report in reports), default=0)
+    for report in reports:
+        whole = Check(report.subject, report.verdict, report.total, report.refuted, report.seconds)
+        lines.append(check_line(whole, name, level))
+        failing = [check for check in report.checks if not check.verdict.passes]
+        lines += [Line((("      ", ""), *line.pieces)) for line in check_lines(failing)]
     return lines
 
 
-def _labelled(label: str, text: str) -> list[Line]:
-    first, *rest = text.splitlines() or [""]
-    indent = " " * (len(label) + 2)
-    return [plain(f"  {label}: {first}"), *(plain(f"  {indent}{line}") for line in rest)]
+def _shared_notes(reports: Sequence[Report]) -> list[Line]:
+    """Each different note once, with the reports that have it."""
+    subjects: dict[str, list[str]] = {}
+    for report in reports:
+        for note in report.notes:
+            subjects.setdefault(note, []).append(report.subject)
+    lines = [plain(f"note: {note} ({_names(names)})", "faint") for note, names in list(subjects.items())[:NOTES]]
+    if len(subjects) > NOTES:
+        lines.append(plain(f"note: {len(subjects) - NOTES} more notes; --output-format json has them", "faint"))
+    return lines
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _levels(reports: Sequence[Report]) -> Iterable[Line]:
+    """`180 PROVED (all sizes), 40 TESTED (exact)`, for several reports."""
+    if len(reports) < 2:
+        return []
+    return [plain(", ".join(f"{number} {level}" for level, number in totals(reports).levels.items()))]

@@ -1,11 +1,41 @@
-"""The report as JSON, for machines."""
+"""Reports as one JSON document. `docs/reports/report.schema.json` says what it holds."""
 
 from __future__ import annotations
 
-from verify.report import Report
-from verify.report_formats.line import Line, plain
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from verify.report import SCHEMA_VERSION, Report
+from verify.report_formats.line import Line, plain_lines
+from verify.report_formats.totals import totals
 
 
-def render(report: Report) -> list[Line]:
-    """The JSON document, line by line."""
-    return [plain(line) for line in report.to_json().splitlines()]
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+    """The document of the one report, or one that holds all of them."""
+    document = reports[0].as_dict() if len(reports) == 1 else _several(reports, seconds)
+    return plain_lines(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _several(reports: Sequence[Report], seconds: float) -> dict[str, Any]:
+    return {**verdict_of(reports, seconds), "reports": [report.as_dict() for report in reports]}
+
+
+def verdict_of(reports: Sequence[Report], seconds: float) -> dict[str, Any]:
+    """What holds for all reports together."""
+    found = totals(reports, seconds)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": found.tool,
+        "verdict": found.verdict.word,
+        "level": found.verdict.value,
+        "exit_code": found.verdict.exit_code,
+        "seconds": round(found.seconds, 3),
+        "environment": dict(found.environment),
+        "counts": {
+            "reports": len(reports),
+            "verdicts": {level.value: number for level, number in found.levels.items()},
+            "checks": found.checks,
+            "refuted": found.refuted,
+        },
+    }

@@ -23,9 +23,8 @@ from op_registry.call import AxisShard, Call, DType, TensorArgument
 from op_registry.expression import Expression
 from op_registry.localize import localise
 from op_registry.registry import default_registry
-from op_registry.spec import OperatorSpec
-
 from op_registry.samples.sample import Sample, replace_tensors
+from op_registry.spec import OperatorSpec
 
 Coordinates = Mapping[str, int]
 Shards = Mapping[str, tuple[AxisShard, ...]]

@@ -1,6 +1,6 @@
 """Every built-in annotation against its operator: each split, pairs of splits, and each linear set.
 
-A new overload is one row in `samples_*.py`.
+A new overload is one row in `op_registry/samples/`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from op_registry.annotation.splits import splittable
 from op_registry.bind_call import linear_sets
 from op_registry.builtin import SPECS
 from op_registry.call import AxisShard
+from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
 
 from tests.op_registry.builtin.oracle import Whole, check_partial, check_split, whole
-from op_registry.samples import SAMPLES
 
 NUMBERS = pytest.mark.parametrize("number", range(len(SAMPLES)), ids=[str(s) for s in SAMPLES])
 

@@ -12,6 +12,8 @@ from op_registry.annotation.sizes import bind
 from op_registry.bind_call import linear_sets
 from op_registry.call import AxisShard, Call
 from op_registry.errors import AnnotationError
+from op_registry.samples import SAMPLES
+from op_registry.samples.sample import F, I, S, Sample
 from op_registry.spec import Shards
 
 from tests.op_registry.builtin.oracle import (
@@ -23,8 +25,6 @@ from tests.op_registry.builtin.oracle import (
     whole,
     whole_run,
 )
-from op_registry.samples.sample import F, I, S, Sample
-from op_registry.samples import SAMPLES
 
 NUMBERS = pytest.mark.parametrize("number", range(len(SAMPLES)), ids=[str(s) for s in SAMPLES])
 

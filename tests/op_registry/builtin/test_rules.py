@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from op_registry.annotation.splits import splittable
 from op_registry.builtin.views import regroup
 from op_registry.call import AxisShard
+from op_registry.samples.sample import F, I, S, Sample
 
 from tests.op_registry.builtin.oracle import check_split, run, whole_run
-from op_registry.samples.sample import F, I, S, Sample
 
 _ATTENTION = "scaled_dot_product_attention"
 

@@ -193,7 +193,8 @@ def test_right_operators_pass_under_many_seeds(seed: int) -> None:
         return (q @ k.mT / 8).softmax(-1) @ v
 
     report = verify_spec(
-        OperatorSpec("attention", "b l e^, b s^ e^, b s^ v -> b l v", target=attention), OpOptions(seed=seed)
+        OperatorSpec("attention", "b l e^, b s^ e^, b s^ v -> b l v", target=attention),
+        OpOptions(seed=seed, prove=False),
     )
     assert report.exit_code == 0, report.to_json()
 

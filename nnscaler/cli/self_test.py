@@ -1,0 +1,66 @@
+"""`nnscaler self-test`: does the verification find what is wrong?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+
+EPILOG = """examples:
+  nnscaler self-test ops             verify-op against wrong annotations and wrong operators
+  nnscaler self-test ops --quick     a part of it, in seconds
+
+exit code 0: every required rate holds; 1: one does not.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Adds the command to the parser."""
+    from nnscaler.cli.options import add_verbosity
+
+    parser = commands.add_parser(
+        "self-test",
+        help="check the checker: plant errors and count how many are found",
+        description="Plant errors in annotations and operators, and count how many verify-op finds.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", choices=("ops",))
+    parser.add_argument("--quick", action="store_true", help="a part of everything")
+    add_verbosity(parser.add_argument_group("output"))
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the self-test, prints its tables, and returns 0 or 1."""
+    import torch
+
+    from verify.self_test.ops import run_self_test
+    from verify.self_test.text import self_test_lines
+
+    console: Console = options.console
+    torch.set_num_threads(1)
+    found = run_self_test(_Progress(console), options.quick)
+    console.lines(self_test_lines(found))
+    return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
+
+
+class _Progress:
+    """One line of progress every two seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.said = 0.0
+
+    def __call__(self, what: str) -> None:
+        import time
+
+        now = time.perf_counter()
+        if now - self.said >= 2.0 or what.startswith("without "):
+            self.said = now
+            self.console.progress(what)

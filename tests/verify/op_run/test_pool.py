@@ -1,0 +1,226 @@
+"""Child processes: tasks that return, raise, abort, crash, exit, hang and print; and that no child is left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nnscaler.errors import NnscalerError
+from verify.op_run.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
+
+pytestmark = pytest.mark.skipif(why_not_fork() is not None, reason="no fork")
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one."""
+    found: set[int] = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[1]) == os.getpid():
+            found.add(int(status.parent.name))
+    return found
+
+
+def works(note: Note) -> float:
+    note("works")
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
+
+
+def aborts(note: Note) -> float:
+    note("shards of aborts")
+    os.abort()
+
+
+def crashes(note: Note) -> float:
+    note("crashes")
+    ctypes.string_at(0)
+    return 0.0
+
+
+def leaves(note: Note) -> float:
+    os._exit(0)
+
+
+def stops(note: Note) -> float:
+    raise SystemExit(4)
+
+
+def hangs(note: Note) -> float:
+    note("hangs")
+    time.sleep(60)
+    return 0.0
+
+
+def raises(note: Note) -> float:
+    raise ValueError("no")
+
+
+def refuses(note: Note) -> float:
+    raise NnscalerError("some_code", "some message", help="some help")
+
+
+def gives_what_cannot_be_sent(note: Note) -> float:
+    return lambda: 0.0  # type: ignore[return-value]
+
+
+def run(tasks: list[Task[float]], workers: int = 2, timeout: float = 30.0) -> list[Event[float]]:
+    return sorted(run_forked(tasks, workers, timeout), key=lambda event: event.index)
+
+
+def test_every_way_to_end_and_the_others_go_on() -> None:
+    before = children()
+    tasks = [works, aborts, works, crashes, leaves, works, stops, raises, refuses, gives_what_cannot_be_sent, works]
+    events = run(tasks)
+    assert [type(e).__name__ for e in events] == [
+        *("Done", "Died", "Done", "Died", "Died", "Done", "Died", "Raised", "Raised", "Raised", "Done")
+    ]
+    assert all(e.result == 6.0 for e in events if isinstance(e, Done))
+    died = {e.index: (e.how, e.note) for e in events if isinstance(e, Died)}
+    assert died == {
+        1: ("killed by SIGABRT", "shards of aborts"),
+        3: ("killed by SIGSEGV", "crashes"),
+        4: ("exited with code 0", ""),
+        6: ("exited with code 4", ""),
+    }
+    raised = [e for e in events if isinstance(e, Raised)]
+    assert "ValueError: no" in str(raised[0].error) and "in raises" in raised[0].text
+    assert isinstance(raised[1].error, NnscalerError) and raised[1].error.help == "some help"
+    assert "cannot be sent" in str(raised[2].error)
+    assert children() == before
+
+
+def test_a_hang_is_killed_and_the_others_go_on() -> None:
+    started = time.perf_counter()
+    events = run([hangs, works, works, works], timeout=1.0)
+    assert isinstance(events[0], TimedOut) and events[0].note == "hangs" and 1.0 <= events[0].seconds < 10
+    assert all(isinstance(e, Done) for e in events[1:])
+    assert time.perf_counter() - started < 20
+
+
+def test_time_counts_from_the_start_of_a_task() -> None:
+    """One that waits for its turn is not late."""
+
+    def slow(note: Note) -> float:
+        time.sleep(0.4)
+        return 1.0
+
+    assert all(isinstance(e, Done) for e in run([slow] * 6, workers=1, timeout=2.0))
+
+
+def test_closing_ends_what_runs() -> None:
+    before = children()
+    events = run_forked([works, hangs, hangs, hangs], 2, 60.0)
+    assert isinstance(next(iter(events)), Done)
+    assert len(children() - before) >= 1
+    events.close()  # type: ignore[attr-defined]
+    assert children() == before
+
+
+def test_many_tasks_share_few_processes() -> None:
+    def process(note: Note) -> int:
+        return os.getpid()
+
+    events = list(run_forked([process] * 20, 2, 30.0))
+    processes = {event.result for event in events if isinstance(event, Done)}
+    assert len(events) == 20 and 1 <= len(processes) <= 2 and os.getpid() not in processes
+
+
+def test_one_thread_each() -> None:
+    assert [e.result for e in run_forked([lambda note: torch.get_num_threads()], 1, 30.0) if isinstance(e, Done)] == [1]
+
+
+def test_what_is_printed_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    def prints(note: Note) -> int:
+        print("from Python")
+        sys.stdout.flush()
+        os.write(1, b"from below\n")
+        return 0
+
+    assert len(list(run_forked([prints], 1, 30.0))) == 1
+    captured = capfd.readouterr()
+    assert captured.out == "" and "from below" in captured.err and "from Python" in captured.err
+
+
+def test_started_is_told() -> None:
+    told: list[str] = []
+    list(run_forked([works, works], 1, 30.0, told.append))
+    assert told == ["0", "1"]
+
+
+def test_a_long_note_is_cut() -> None:
+    def talks(note: Note) -> int:
+        note("x" * 10_000)
+        os.abort()
+
+    (event,) = run_forked([talks], 1, 30.0)
+    assert isinstance(event, Died) and set(event.note) == {"x"} and len(event.note) > 1000
+
+
+def test_in_this_process() -> None:
+    events = list(run_here([works, raises]))
+    assert isinstance(events[0], Done) and isinstance(events[1], Raised)
+    assert isinstance(events[1].error, ValueError)
+
+
+def test_why_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "CUDA" in (why_not_fork() or "")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "macOS" in (why_not_fork() or "")
+
+
+ORPHANS = """
+import sys, time
+from verify.op_run.pool import run_forked
+
+def hangs(note):
+    note("hangs")
+    time.sleep(600)
+
+def child(note):
+    import os
+    print(os.getpid(), file=sys.stderr, flush=True)
+    return 0
+
+list(run_forked([child, hangs], 1, 600.0))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_orphans(how: signal.Signals, repository: Path) -> None:
+    """However the parent ends, its children end."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS], stderr=subprocess.PIPE, text=True, cwd=repository, start_new_session=True
+    )
+    assert parent.stderr is not None
+    child = int(parent.stderr.readline())
+    assert Path(f"/proc/{child}").exists()
+    os.killpg(parent.pid, how) if how is signal.SIGINT else parent.send_signal(how)
+    parent.wait(20)
+    parent.stderr.close()
+    until = time.perf_counter() + 10
+    while alive(child) and time.perf_counter() < until:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""The one door from advice to the oracle: an annotation is only ever suggested after it went through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import AnnotationError, NnscalerError
+from verify.op_advice.question import Question
+from verify.op_checks.check import check_target
+from verify.op_checks.concrete import with_tensors
+from verify.op_checks.enumerate import Enumerator, Unusable, bases
+from verify.op_checks.options import DRAWS, OpOptions
+from verify.op_checks.outcome import Outcome
+from verify.op_checks.runner import Runner
+from verify.op_checks.target import annotated
+from verify.report import Report
+from verify.verdict import Verdict
+
+FEW = 12  # cases of one identifier
+
+
+def with_annotation(spec: OperatorSpec, text: str, questions: Sequence[Question] = ()) -> OperatorSpec:
+    """The operator under another annotation; `questions` are its sample inputs, if there are any. Raises
+    AnnotationError where the text breaks a rule of the language."""
+    if questions:
+        calls = [_sample(question) for question in questions]
+        spec = replace(spec, sample_inputs=lambda: calls)
+    return annotated(spec, text)
+
+
+def _sample(question: Question) -> Any:
+    call = question.concrete.call
+    args, kwargs = with_tensors(call, question.tensors, {})
+    return {**dict(zip(question.names, args, strict=False)), **kwargs} if kwargs else tuple(args)
+
+
+def report_on(spec: OperatorSpec, options: OpOptions | None = None) -> Report:
+    """What the ordinary oracle says of the operator, first on few cases, and on all where these decide nothing.
+
+    Nothing is proved: that takes longer than a suggestion may.
+    """
+    from verify.operators import verify_spec
+
+    plain = replace(options or OpOptions(), prove=False, suggest=False)
+    report = verify_spec(spec, replace(plain, cases=FEW))
+    return verify_spec(spec, plain) if report.verdict is Verdict.INCONCLUSIVE else report
+
+
+def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | None = None) -> bool:
+    """Whether splits of these identifiers (`*`: of all its dims) pass, on every sample that has them; False where
+    one of them was not compared at all."""
+    outcomes: dict[str, Outcome] = {}
+    runner = Runner(spec, replace(options or OpOptions(), prove=False))
+    wanted = set(names)
+    try:
+        for base in bases(runner):
+            bound = base.signature.bound
+            assert bound is not None
+            for leader in base.leaders:
+                if wanted & {"*" if n.startswith("*") else n for n in bound.tied.get(leader, (leader,))}:
+                    outcome = outcomes.setdefault(leader, Outcome())
+                    check_target(Enumerator(runner, base), leader, outcome)
+                    if outcome.failures:
+                        return False
+    except (Unusable, AnnotationError, NnscalerError):
+        return False
+    return bool(outcomes) and all(o.count and not o.survived(DRAWS) for o in outcomes.values())

@@ -1,0 +1,137 @@
+"""Does a hand-written backward treat narrow dtypes alike? Its gradients in float32 and bfloat16 against float64's.
+
+Differences show nothing in these dtypes, but the formula is the same one: with inputs that every dtype can represent,
+and outputs that agree, gradients agree up to rounding. How much rounding can do is measured: the float64 run is
+repeated with every intermediate result rounded to the narrow dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verify.op_checks.concrete import ConcreteCall, outputs_of, with_tensors
+from verify.op_checks.differences import moved_from
+from verify.op_checks.whole import draw_cotangent, gradients_of
+
+LIMITS = ((torch.float32, 0.05), (torch.bfloat16, 0.25))  # of the gradient's norm; a halved gradient is off by 0.5
+NOISE = 4.0  # times what rounding alone does
+SHARE = 0.1  # outputs agree to this share of the limit, or the dtype is too narrow for these inputs
+POINTS = ("shrunk", "grown")
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The gradient of input `index` in `dtype` is off by `relative` of its norm."""
+
+    index: int
+    dtype: torch.dtype
+    relative: float
+
+
+def deviation(
+    function: Callable[..., Any], concrete: ConcreteCall, wanted: Sequence[int], seed: int
+) -> Deviation | None:
+    """The worst one beyond the limit at every point; None where there is none, or a dtype cannot be run."""
+    for dtype, limit in LIMITS:
+        worst: Deviation | None = None
+        for way in POINTS:
+            worst = _at(function, concrete, wanted, torch.Generator().manual_seed(seed), way, dtype, limit)
+            if worst is None:
+                break
+        if worst is not None:
+            return worst
+    return None
+
+
+def _at(
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    wanted: Sequence[int],
+    generator: torch.Generator,
+    way: str,
+    dtype: torch.dtype,
+    limit: float,
+) -> Deviation | None:
+    tensors = tuple(
+        moved_from(t, way, generator).to(torch.bfloat16) if t.is_floating_point() else t for t in concrete.tensors
+    )
+    seeds = generator.get_state()
+    try:
+        exact = _run(function, concrete, tensors, wanted, generator, torch.float64)
+        generator.set_state(seeds)
+        low = _run(function, concrete, tensors, wanted, generator, dtype)
+    except Exception:  # noqa: BLE001 - kernels need not exist for every dtype
+        return None
+    pairs = [(a, b) for a, b in zip(exact[0], low[0], strict=False) if a is not None and b is not None]
+    if any(not _relative(a, b) <= SHARE * limit for a, b in pairs if a.is_floating_point() and a.numel()):
+        return None
+    scale = max((float(g.norm()) for g in exact[1] if g is not None), default=0.0)
+    found = [Deviation(i, dtype, _relative(exact[1][i], low[1][i], scale)) for i in wanted]
+    beyond = [d for d in found if d.relative > limit]
+    if not beyond:
+        return None
+    generator.set_state(seeds)
+    try:
+        with _Rounded(dtype):
+            rounded = _run(function, concrete, tensors, wanted, generator, torch.float64)
+    except Exception:  # noqa: BLE001 - then what rounding does is not known
+        return None
+    noise = {i: _relative(exact[1][i], rounded[1][i], scale) for i in wanted}
+    beyond = [d for d in beyond if d.relative > NOISE * noise[d.index]]
+    return max(beyond, key=lambda d: d.relative, default=None)
+
+
+class _Rounded(TorchDispatchMode):
+    """Rounds the float64 results of every operator to another dtype's precision."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
+                tensor.data.copy_(tensor.to(self.dtype))  # `data`: autograd need not know
+        return result
+
+
+Outputs = tuple[Tensor | None, ...]
+
+
+def _run(
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[int],
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> tuple[Outputs, Outputs]:
+    cast = [t.to(dtype, copy=True) if t.is_floating_point() else t.clone() for t in tensors]
+    leaves = [t.requires_grad_() if i in set(wanted) else t for i, t in enumerate(cast)]
+    args, kwargs = with_tensors(concrete.call, [t.clone() for t in leaves], {}, dtype)
+    with torch.enable_grad():
+        outputs = outputs_of(function(*args, **kwargs))
+    cotangents = [None if o is None else draw_cotangent(o, generator) for o in outputs]
+    gradients = gradients_of([outputs], [cotangents], [leaves])[0]
+    return tuple(None if o is None else o.detach() for o in outputs), gradients
+
+
+def _relative(exact: Tensor | None, low: Tensor | None, scale: float = 0.0) -> float:
+    """The norm of the difference, relative to the exact norm or a thousandth of `scale`."""
+    if exact is None and low is None:
+        return 0.0
+    right = torch.zeros_like(low, dtype=torch.float64) if exact is None and low is not None else exact
+    found = torch.zeros_like(right) if low is None or right is None else low.to(right.dtype)  # type: ignore[arg-type]
+    assert right is not None
+    held = torch.isfinite(right)
+    gap = float(torch.where(held, found - right, 0.0).norm())
+    reference = max(float(torch.where(held, right, 0.0).norm()), 1e-3 * scale)
+    return gap / reference if gap and reference else gap

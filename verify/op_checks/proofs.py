@@ -1,0 +1,76 @@
+"""What passed its tests is proved where it can be: cheapest first, and each proof only ever strengthens the verdict.
+
+Dimension types prove a split for all sizes and values; Z3 proves, for all values at small sizes, what a shard's
+rewritten call computes. A claim is as strong as its weakest sample call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.placement import RunPartial, Split
+from verify.op_checks.enumerate import Base, Target
+from verify.op_checks.runner import Runner, WholeRaised
+from verify.op_proofs.bounded.prove import prove_bounded
+from verify.op_proofs.prove import prove
+from verify.verdict import Verdict
+
+BOUNDED_SECONDS = 2.0  # for one target of one sample call
+TOTAL_SECONDS = 12.0  # for one operator; what is left is tested only
+
+
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof."""
+
+    verdict: Verdict
+    blocker: str = ""
+
+
+TESTED = Strength(Verdict.TESTED_EXACT)
+_ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT)
+
+
+def weakest(strengths: Sequence[Strength]) -> Strength:
+    """The strength of what all of these are needed for; TESTED where there are none."""
+    return max(strengths, key=lambda s: _ORDER.index(s.verdict), default=TESTED)
+
+
+def prove_base(
+    runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
+) -> Mapping[Target, Strength]:
+    """How strong each claim about one sample call is. `skip`: claims that failed. Never raises."""
+    targets: list[Target] = [t for t in (*base.leaders, *base.linear) if t not in skip]
+    if time.monotonic() > deadline:
+        return {t: Strength(Verdict.TESTED_EXACT, "the time for proofs was spent") for t in targets}
+    try:
+        whole = runner.prepare(base.inputs).whole
+    except (WholeRaised, NnscalerError) as error:
+        return {t: Strength(Verdict.TESTED_EXACT, str(error)) for t in targets}
+    found: dict[Target, Strength] = {}
+    for proof in prove(runner.spec, base.signature, whole.concrete).proofs:
+        choice = proof.target
+        target: Target | None = None
+        if isinstance(choice, Split):
+            target = choice.identifier
+        elif isinstance(choice, RunPartial):
+            target = choice.slots
+        if target not in targets or target is None:
+            continue
+        if proof.proved and not proof.conditions:
+            found[target] = Strength(Verdict.PROVED_ALL_SIZES)
+        elif proof.proved:
+            found[target] = Strength(Verdict.PROVED_BOUNDED, "; ".join(proof.conditions))
+        else:
+            found[target] = Strength(Verdict.TESTED_EXACT, proof.blocker)
+    for target in targets:
+        strength = found.get(target, Strength(Verdict.TESTED_EXACT, "no proof was tried"))
+        if strength.verdict is Verdict.TESTED_EXACT and time.monotonic() < deadline:
+            bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], seconds=BOUNDED_SECONDS)
+            if target in bounded and bounded[target].proved:
+                strength = Strength(Verdict.PROVED_BOUNDED, strength.blocker)
+        found[target] = strength
+    return found

@@ -1,0 +1,127 @@
+"""One choice in so many parts: proved, or not and why, with a counter-example if there is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from nnscaler.ir.placement import Choice
+from verify.op_proofs.bounded.algebra import Element, Kind, Numbers, kind_of_dtype
+from verify.op_proofs.bounded.calls import Traced
+from verify.op_proofs.bounded.claims import Claims, Problem, ShardRaises, claims, make_problem
+from verify.op_proofs.bounded.errors import Unmet, Unsupported
+from verify.op_proofs.bounded.layout import Symbol, spread
+from verify.op_proofs.bounded.solve import Limits, Prover, Verdict
+from verify.op_proofs.bounded.terms import Terms
+
+DRAWS = 20  # random values that are tried where the solver's do not confirm
+_CLOSE = 1e-9  # numbers that went through exp and the like
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`gradients`: "computed", "by theorem" or "none". `depends_on_rank`: the rewritten call does."""
+
+    proved: bool
+    reason: str = ""
+    counter_example: Mapping[str, str] | None = None
+    gradients: str = "none"
+    depends_on_rank: bool = False
+
+
+def check(traced: Traced, choice: Choice, parts: int, limits: Limits, deadline: float) -> Outcome:
+    """Raises Unsupported, `op_registry.spec.Refusal`, and whatever the operator raises on a shard."""
+    problem = make_problem(traced, choice, parts)
+    terms = Terms(deadline)
+    found = claims(problem, terms, terms.symbol)
+    prover = Prover(terms, found.assumed, limits)
+    verdict = prover.consistent()
+    if not verdict.proved:
+        return Outcome(False, verdict.reason)
+    if not any(pairs for _, pairs in found.equal):
+        return Outcome(False, "there is nothing to compare")
+    verdict = prover.holds(found.required)
+    if not verdict.proved:
+        return _refused(problem, "an index that a shard uses is in range", verdict)
+    for what, pairs in found.equal:
+        verdict = prover.equal(pairs)
+        if not verdict.proved:
+            return _refused(problem, what, verdict)
+    return Outcome(True, gradients=found.gradients, depends_on_rank=problem.depends_on_rank)
+
+
+def _refused(problem: Problem, what: str, verdict: Verdict) -> Outcome:
+    example = confirm(problem, verdict.model) if verdict.model is not None else None
+    if verdict.model is not None and example is None:
+        return Outcome(False, f"{what}: differs only if functions such as exp are taken for any function")
+    return Outcome(False, f"{what}: {verdict.reason}", example)
+
+
+def confirm(problem: Problem, model: Mapping[str, Element]) -> Mapping[str, str] | None:
+    """Values on which the shards really do not make up the whole: the solver's, or random ones. None if none do."""
+    for draw in range(-1, DRAWS):
+        symbol = _chosen(model) if draw < 0 else _drawn(random.Random(draw), problem)
+        try:
+            difference = _difference(claims(problem, Numbers(), symbol))
+        except ShardRaises as raised:
+            difference = {"shard": str(raised)}
+        except (Unmet, Unsupported, ArithmeticError, ValueError):
+            continue  # the whole raises, or a function is not defined there
+        if difference is not None:
+            return {**_shown(problem, symbol), **difference}
+    return None
+
+
+def _chosen(model: Mapping[str, Element]) -> Symbol:
+    """The solver's values; whatever it leaves open is 0."""
+
+    def symbol(name: str, kind: Kind) -> Element:
+        return Numbers().cast(model.get(name, 0), kind)
+
+    return symbol
+
+
+def _drawn(generator: random.Random, problem: Problem) -> Symbol:
+    """Small numbers; an element's value is drawn when it is first asked for."""
+    largest = max((size for p in problem.traced.trace.inputs for size in p.shape), default=2)
+    draw: dict[Kind, Callable[[], Element]] = {
+        "bool": lambda: generator.random() < 0.5,
+        "int": lambda: generator.randrange(largest),
+        "float": lambda: Fraction(generator.randint(-6, 6), 2),
+    }
+    known: dict[str, Element] = {}
+
+    def symbol(name: str, kind: Kind) -> Element:
+        if name not in known:
+            known[name] = draw[kind]()
+        return known[name]
+
+    return symbol
+
+
+def _difference(found: Claims) -> Mapping[str, str] | None:
+    for what, pairs in found.equal:
+        for place, (a, b) in enumerate(pairs):
+            close = abs(a - b) <= _CLOSE * max(1, abs(a)) if isinstance(a, float) or isinstance(b, float) else a == b
+            if not close:
+                return {"tensor": f"{what}, element {place}", "expected": _text(a), "found": _text(b)}
+    return None
+
+
+def _shown(problem: Problem, symbol: Symbol) -> dict[str, str]:
+    """The inputs of the whole operator."""
+    shown: dict[str, str] = {}
+    for i, (place, state) in enumerate(zip(problem.traced.trace.inputs, problem.states_in, strict=True)):
+        kind = kind_of_dtype(place.dtype)
+        values = spread(Numbers(), symbol, f"input {i}", kind, place.shape, state, len(problem.ranks)).whole
+        texts = np.array([_text(v) for v in values.reshape(-1)], dtype=object).reshape(values.shape)
+        shown[f"input {i}"] = str(texts.tolist()).replace("'", "")
+    return shown
+
+
+def _text(value: Element) -> str:
+    return str(value) if isinstance(value, bool | int | Fraction) else f"{value:.10g}"

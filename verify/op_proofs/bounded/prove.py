@@ -1,0 +1,191 @@
+"""Proofs for all values at small sizes: that the shards of an operator's call make up the whole.
+
+The operator is traced on small shapes, whole and on each shard, with the call that the shard really makes (rewritten by
+`op_registry.localize`). Both traces run on symbols, and Z3 shows that every output element and every gradient element
+agree. Where the backward has no semantics here, a proof of the forward pass is a proof of the gradients too: both sides
+are the same function for all real values, so their derivatives are the same. That is not said of a hand-written
+backward, of a hook or of a detached value.
+
+What is assumed: that the whole operator does not raise (indices are in range), that numbers are real numbers, and at
+kinks (ties of a maximum) nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from op_registry.bind_call import bind_call, linear_sets
+from op_registry.call import Call
+from op_registry.spec import OperatorSpec, Refusal
+
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.transform.rules import explain_illegal_choice
+from nnscaler.transform.signature import Signature
+from verify.op_checks.concrete import ConcreteCall
+from verify.op_proofs.bounded.calls import Traced, trace_whole
+from verify.op_proofs.bounded.check import Outcome, check
+from verify.op_proofs.bounded.errors import Unsupported
+from verify.op_proofs.bounded.shrink import same_kind, variants
+from verify.op_proofs.bounded.solve import Limits
+
+Target = str | frozenset[int]
+SECONDS = 5.0  # for one target
+CONTIGUOUS = 6  # the size of a split identifier: 3 shards of 2, and 2 shards of 3
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedProof:
+    """`reason`: why it is not proved. `sizes`: of the identifiers in the last call that was looked at.
+
+    `counter_example`: a place, the values of the inputs there, and what came out, confirmed by exact arithmetic.
+    `gradients`: "computed", "by theorem" or "none".
+    """
+
+    proved: bool
+    reason: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    counter_example: Mapping[str, str] | None = None
+    gradients: str = ""
+
+
+def prove_bounded(
+    spec: OperatorSpec,
+    signature: Signature,
+    concrete: ConcreteCall,
+    targets: Sequence[Target],
+    limits: Limits | None = None,
+    seconds: float = SECONDS,
+) -> dict[Target, BoundedProof]:
+    """For each identifier (of `signature.bound`) and each linear set: whether splitting it is right for all values.
+
+    `concrete` is the call that `signature` was bound to. Never raises: what goes wrong is a reason.
+    """
+    found: dict[Target, BoundedProof] = {}
+    prover = _OperatorProver(spec, signature, concrete, limits or Limits())
+    for target in targets:
+        started = time.thread_time()
+        try:
+            proof = prover.prove(target, started + seconds)
+        except Unsupported as reason:
+            proof = BoundedProof(False, str(reason))
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a proof attempt, nothing is proved
+            proof = BoundedProof(False, _first_line(error))
+        found[target] = replace(proof, seconds=time.thread_time() - started)
+    return found
+
+
+class _OperatorProver:
+    """One call of one operator. Small variants are traced once and shared by targets."""
+
+    def __init__(self, spec: OperatorSpec, signature: Signature, concrete: ConcreteCall, limits: Limits) -> None:
+        self.spec = spec
+        self.signature = signature
+        self.concrete = concrete
+        self.limits = limits
+        self.traced: list[tuple[Call, Traced | Exception]] = []
+
+    def prove(self, target: Target, deadline: float) -> BoundedProof:
+        if self.signature.bound is None:
+            raise Unsupported(self.signature.reason or "the operator has no annotation")
+        if self.spec.random:
+            raise Unsupported("it draws random numbers")
+        if not self.concrete.compare:
+            raise Unsupported("the values of its outputs are not defined")
+        if isinstance(target, frozenset):  # two partial sums are enough: a third is added to the sum of the two
+            return self._one(RunPartial(target), (2,), {}, deadline)[0]
+        bound = self.signature.bound
+        if target not in bound.sizes:
+            raise Unsupported(f"the call has no identifier {target!r}")
+        together = bound.tied.get(target, (target,))
+        if len(together) > 1:  # a concatenation, whose parts stay unequal
+            return self._one(Split(target), (2,), {name: 2 * (2 + i) for i, name in enumerate(together)}, deadline)[0]
+        proof, dependent = self._one(Split(target), (3, 2), {target: CONTIGUOUS}, deadline)
+        if not proof.proved or target in self.spec.contiguous:
+            return proof
+        parts = 3 if dependent else 2
+        strided, _ = self._one(Split(target, 2), (parts,), {target: 4 * parts}, deadline)
+        if strided.proved and proof.gradients == "by theorem":
+            return proof
+        return strided
+
+    def _one(
+        self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], deadline: float
+    ) -> tuple[BoundedProof, bool]:
+        """One choice in all these numbers of parts, on the first small call that it can be made on; and whether the
+        rewritten call depends on the rank."""
+        reason = ""
+        for call in variants(self.spec, self.signature, sizes):
+            traced = self._trace(call)
+            if isinstance(traced, Exception):
+                reason = reason or _first_line(traced)
+                continue
+            legal = [p for p in parts if explain_illegal_choice(traced.signature, choice, p) is None]
+            if not legal or not _two_each(traced.signature, choice, legal):
+                reason = reason or explain_illegal_choice(traced.signature, choice, parts[0]) or "shards are too small"
+                continue
+            return self._all_parts(traced, choice, legal, deadline)
+        raise Unsupported(reason or "no small call was found")
+
+    def _all_parts(
+        self, traced: Traced, choice: Choice, parts: Sequence[int], deadline: float
+    ) -> tuple[BoundedProof, bool]:
+        bound = traced.signature.bound
+        assert bound is not None
+        found: list[Outcome] = []
+        for count in parts:
+            try:
+                found.append(check(traced, choice, count, self.limits, deadline))
+            except (Refusal, Unsupported) as reason:
+                found.append(Outcome(False, str(reason)))
+            except Exception as error:  # noqa: BLE001 - whatever a shard raises, it is not proved
+                found.append(Outcome(False, f"a shard raises {_first_line(error)}"))
+            if not found[-1].proved:
+                return _proof(found[-1], dict(bound.sizes), ""), False
+        dependent = any(outcome.depends_on_rank for outcome in found)
+        if dependent and max(parts) < 3:
+            return BoundedProof(False, "the call depends on the rank, which two shards do not show"), dependent
+        gradients = "by theorem" if any(o.gradients == "by theorem" for o in found) else found[0].gradients
+        return _proof(found[0], dict(bound.sizes), gradients), dependent
+
+    def _trace(self, call: Call) -> Traced | Exception:
+        """The whole operator on this call, and its annotation bound again; or why it is no call of the same kind."""
+        for known, result in self.traced:
+            if known == call:
+                return result
+        try:
+            result = self._bind(call)
+        except Exception as error:  # noqa: BLE001 - sizes were a guess: what raises on them is passed over
+            result = error
+        self.traced.append((call, result))
+        return result
+
+    def _bind(self, call: Call) -> Traced:
+        whole = trace_whole(self.spec, call, self.concrete)
+        bound = bind_call(self.spec, whole.call)
+        assert self.signature.bound is not None
+        if not same_kind(self.signature.bound, bound):
+            raise Unsupported("at small sizes its annotation is another one")
+        sets = tuple(frozenset(s) for s in linear_sets(self.spec, whole.call))
+        return replace(whole, signature=Signature(whole.call, self.spec, bound, sets))
+
+
+def _proof(outcome: Outcome, sizes: Mapping[str, int], gradients: str) -> BoundedProof:
+    return BoundedProof(outcome.proved, outcome.reason, sizes, 0.0, outcome.counter_example, gradients)
+
+
+def _two_each(signature: Signature, choice: Choice, parts: Sequence[int]) -> bool:
+    """Whether every shard has two elements or more of what is split."""
+    bound = signature.bound
+    if not isinstance(choice, Split) or bound is None:
+        return True
+    together = bound.tied.get(choice.identifier, (choice.identifier,))
+    return all(bound.sizes[name] >= 2 * max(parts) for name in together)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    shown = text[0][:200] if text else ""
+    return shown if isinstance(error, Unsupported) else f"{type(error).__name__}: {shown}"

@@ -1,0 +1,169 @@
+"""A small variant of a call: the same annotation at sizes of which a proof can write out every element.
+
+The annotation says which identifiers the sizes of a tensor are made of; new sizes for identifiers give new shapes.
+Integer arguments that are sizes of the call follow. Whether the variant is a call of the same kind is decided by
+running it and binding the annotation again, so guessing wrong costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
+from op_registry.bind_call import size_arguments
+from op_registry.call import Call, TensorArgument
+from op_registry.spec import OperatorSpec
+
+from nnscaler.transform.signature import Signature
+
+OTHERS = (2, 3, 4, 5, 7)  # sizes of identifiers that are not split
+
+
+def variants(spec: OperatorSpec, signature: Signature, wanted: Mapping[str, int]) -> Iterator[Call]:
+    """Calls to try, the smallest first, the given one last. `wanted`: sizes of identifiers that are split.
+
+    The last ones need not have the wanted sizes: whoever tries them looks whether they divide.
+    """
+    bound = signature.bound
+    assert bound is not None
+    seen: list[Call] = []
+    for sizes in _tables(bound, wanted):
+        for follow in (True, False):
+            call = _resized(spec, signature.call, bound, sizes, follow)
+            if call is not None and call not in seen:
+                seen.append(call)
+                yield call
+    if signature.call not in seen:
+        yield _without_outputs(signature.call)
+
+
+def _tables(bound: BoundAnnotation, wanted: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes by identifier: all small; frozen ones less small, then as they are; only the split ones changed."""
+    for frozen, keep_free in ((_tiny, False), (_small, False), (_unchanged, False), (_unchanged, True)):
+        sizes: dict[str, int] = {}
+        others = iter(size for size in OTHERS * len(bound.sizes) if size not in wanted.values())
+        for name, size in bound.sizes.items():
+            if name in wanted:
+                sizes[name] = wanted[name]
+            elif bound.marks.get(name) == "^":
+                sizes[name] = frozen(size)
+            else:
+                sizes[name] = size if keep_free or size <= 1 else next(others)
+        yield _in_order(bound, sizes)
+
+
+def _tiny(size: int) -> int:
+    """So that a window is still smaller than what it moves over."""
+    return 3 if size > 4 else min(size, 2)
+
+
+def _small(size: int) -> int:
+    return min(size, 5)
+
+
+def _unchanged(size: int) -> int:
+    return size
+
+
+def _in_order(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
+    """The parts of a concatenation stay unequal where they were, and equal where they were."""
+    for operand in (*bound.inputs, *bound.outputs):
+        for dim in operand.dims if operand is not None else ():
+            if not dim.concat:
+                continue
+            by_size: dict[int, int] = {}
+            names = [f.identifier for f in dim.factors if f.identifier is not None]
+            spare = iter(sorted(sizes[n] for n in names))
+            for name in sorted(names, key=lambda n: bound.sizes[n]):
+                small = next(spare)
+                sizes[name] = by_size.setdefault(bound.sizes[name], small)
+    return sizes
+
+
+def _resized(
+    spec: OperatorSpec, call: Call, bound: BoundAnnotation, sizes: Mapping[str, int], follow: bool
+) -> Call | None:
+    """The call with tensors of these sizes; `follow`: integers that were sizes become the new ones."""
+    shapes: list[tuple[int, ...]] = []
+    table: dict[int, int] = {}
+    for tensor, operand in zip(call.tensors(), bound.inputs, strict=True):
+        if operand is None:
+            shapes.append(tensor.shape)
+            continue
+        shape = tuple(_size(dim, sizes) for dim in operand.dims) if tensor.shape else ()
+        if len(shape) != len(tensor.shape):
+            return None
+        shapes.append(shape)
+    for operand in (*bound.inputs, *bound.outputs):
+        _remember(operand, sizes, table)
+    named = {n: sizes[n] for n in size_arguments(spec, call) if n in sizes}
+    results = [(_shape(o, None), _shape(o, sizes)) for o in bound.outputs if o is not None]
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return TensorArgument(value.index, shapes[value.index], value.dtype)
+        if isinstance(value, list | tuple):
+            listed = _sizes_of_result(value, results)
+            return type(value)(convert(item) for item in value) if listed is None else type(value)(listed)
+        if follow and isinstance(value, int) and not isinstance(value, bool):
+            return table.get(value, value)
+        return value
+
+    positions = [p.name for p in spec.parameters]
+    args = tuple(
+        named.get(positions[i], convert(a)) if i < len(positions) else convert(a) for i, a in enumerate(call.args)
+    )
+    return Call(call.operator, args, {k: named.get(k, convert(v)) for k, v in call.kwargs.items()})
+
+
+def _sizes_of_result(
+    value: Sequence[Any], results: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> list[int] | None:
+    """The new sizes for a list that has the sizes of neighbouring dims of a result, -1 for one that is inferred."""
+    if len(value) < 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+        return None
+    for old, new in results:
+        for start in range(len(old) - len(value) + 1):
+            here = old[start : start + len(value)]
+            if all(v in (size, -1) for v, size in zip(value, here, strict=True)):
+                return [-1 if v == -1 else new[start + i] for i, v in enumerate(value)]
+    return None
+
+
+def _shape(operand: BoundOperand, sizes: Mapping[str, int] | None) -> tuple[int, ...]:
+    return operand.shape if sizes is None else tuple(_size(dim, sizes) for dim in operand.dims)
+
+
+def _size(dim: BoundDim, sizes: Mapping[str, int]) -> int:
+    found = [f.size if f.identifier is None else sizes[f.identifier] for f in dim.factors]
+    return sum(found) if dim.concat else prod(found)
+
+
+def _remember(operand: BoundOperand | None, sizes: Mapping[str, int], table: dict[int, int]) -> None:
+    """Old size -> new size, of whole dims first and of their factors."""
+    for dim in operand.dims if operand is not None else ():
+        table.setdefault(dim.size, _size(dim, sizes))
+        for factor in dim.factors:
+            if factor.identifier is not None:
+                table.setdefault(factor.size, sizes[factor.identifier])
+
+
+def _without_outputs(call: Call) -> Call:
+    return Call(call.operator, call.args, call.kwargs)
+
+
+def same_kind(old: BoundAnnotation, new: BoundAnnotation) -> bool:
+    """Whether two bindings have the same identifiers at the same places, with the same marks."""
+    return _skeleton(old) == _skeleton(new)
+
+
+def _skeleton(bound: BoundAnnotation) -> Any:
+    operands: Sequence[BoundOperand | None] = (*bound.inputs, *bound.outputs)
+    places = [
+        None if o is None else (o.additive, tuple((d.concat, tuple(f.identifier for f in d.factors)) for d in o.dims))
+        for o in operands
+    ]
+    marks = {n: (m, bound.reductions.get(n)) for n, m in bound.marks.items()}
+    return places, marks, dict(bound.tied)

@@ -1,0 +1,145 @@
+"""Whether pairs of terms are equal for all values, cheapest first; and if not, values for which they differ.
+
+First the same polynomial, which needs no solver at all; then value by value, the cases in which it counts; then all at
+once. Z3 has a limit of time and of resources: what it does not know is not proved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import z3
+
+from verify.op_proofs.bounded.algebra import Element
+from verify.op_proofs.bounded.errors import Unsupported
+from verify.op_proofs.bounded.polynomial import Coefficient, Monomial, Polynomial
+from verify.op_proofs.bounded.terms import Terms
+from verify.op_proofs.bounded.to_z3 import Translator
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one call of the solver: `milliseconds`, and Z3's `resources`, which do not depend on the machine."""
+
+    milliseconds: int = 2000
+    resources: int = 4_000_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`proved`, or why not. `model`: values of the symbols by name where the two sides differ, if the solver found
+    some; functions such as exp may be anything in it. `place`: the number of the pair."""
+
+    proved: bool
+    reason: str = ""
+    model: dict[str, Element] | None = None
+    place: int = 0
+
+
+class Prover:
+    """Proves pairs equal under assumptions, all from one `Terms`."""
+
+    def __init__(self, terms: Terms, assumptions: Sequence[Element], limits: Limits) -> None:
+        self.terms = terms
+        self.limits = limits
+        self.assumptions = [a for a in assumptions if terms.symbolic(a)]
+        self.impossible = any(not terms.symbolic(a) and not a for a in assumptions)
+        self.translator = Translator(terms)
+        self._solver: Any = None
+        self._cancelling: dict[frozenset[tuple[Monomial, Coefficient]], bool] = {}
+
+    def consistent(self) -> Verdict:
+        """Whether the assumptions hold for some values: of nothing, anything can be proved."""
+        if self.impossible:
+            return Verdict(False, "the whole operator raises on all values")
+        if not self.assumptions or self._check([]) == z3.sat:
+            return Verdict(True)
+        return Verdict(False, "no values are known on which the whole operator runs")
+
+    def equal(self, pairs: Sequence[tuple[Element, Element]]) -> Verdict:
+        """Whether each pair is equal."""
+        for place, (a, b) in enumerate(pairs):
+            if a is None or b is None:
+                raise Unsupported("an output holds memory that was never written")
+            if self.terms.same(a, b) or self._equal_by_cases(a, b):
+                continue
+            verdict = self._decide(self.terms.opposite(self.terms.equal(a, b)), place)
+            if not verdict.proved:
+                return verdict
+        return Verdict(True)
+
+    def _equal_by_cases(self, a: Element, b: Element) -> bool:
+        """Whether, for each product of values in the difference, the cases in which it counts cancel.
+
+        Sufficient, not necessary: conditions and values are looked at as if they had nothing to do with each other.
+        """
+        if self.terms.kind(a) == "bool" or self.terms.kind(b) == "bool":
+            return False
+        by_value: dict[Monomial, dict[Monomial, Coefficient]] = {}
+        for monomial, coefficient in self.terms.difference(a, b).items.items():
+            conditions, values = self.terms.parted(monomial)
+            by_value.setdefault(values, {})[conditions] = coefficient
+        for counted in by_value.values():
+            if not any(counted):
+                return False  # a value that always counts does not cancel
+        return all(self._cancel(Polynomial(counted, False)) for counted in by_value.values())
+
+    def _cancel(self, counted: Polynomial) -> bool:
+        if counted.key not in self._cancelling:
+            if any(isinstance(c, Fraction) for c in counted.items.values()):
+                counted = Polynomial(counted.items, True)
+            wrong = self.terms.opposite(self.terms.equal(counted, 0))
+            self._cancelling[counted.key] = self._decide(wrong, 0).proved
+        return self._cancelling[counted.key]
+
+    def holds(self, conditions: Sequence[Element]) -> Verdict:
+        """Whether each condition follows from the assumptions."""
+        known = set(self.assumptions)
+        for place, condition in enumerate(conditions):
+            if self.terms.symbolic(condition) and condition in known:
+                continue
+            verdict = self._decide(self.terms.opposite(condition), place)
+            if not verdict.proved:
+                return verdict
+        return Verdict(True)
+
+    def _decide(self, wrong: Element, place: int) -> Verdict:
+        """Whether `wrong`, a boolean, is impossible."""
+        if not self.terms.symbolic(wrong):
+            return Verdict(False, "differs", {}, place) if wrong else Verdict(True)
+        found = self._check([self.translator.formula(wrong)])
+        if found == z3.unsat:
+            return Verdict(True)
+        if found == z3.sat:
+            return Verdict(False, "differs", self._model(), place)
+        return Verdict(False, f"the solver does not know ({self._solver.reason_unknown()})", None, place)
+
+    def _check(self, wrong: list[Any]) -> Any:
+        """Raises Unsupported after the deadline."""
+        left = self.terms.deadline - time.thread_time()
+        if left <= 0:
+            raise Unsupported("it takes too long")
+        assumed = [self.translator.formula(a) for a in self.assumptions]
+        self._solver = z3.Solver(ctx=self.translator.context)
+        self._solver.set("timeout", max(1, int(min(self.limits.milliseconds, left * 1000))))
+        self._solver.set("rlimit", self.limits.resources)
+        self._solver.add(*assumed, *self.translator.laws, *wrong)
+        return self._solver.check()
+
+    def _model(self) -> dict[str, Element]:
+        model = self._solver.model()
+        return {d.name(): _value(model[d]) for d in model.decls() if d.arity() == 0}
+
+
+def _value(term: Any) -> Element:
+    if z3.is_true(term) or z3.is_false(term):
+        return bool(z3.is_true(term))
+    if z3.is_int_value(term):
+        return int(term.as_long())
+    if z3.is_algebraic_value(term):
+        term = term.approx(20)
+    return Fraction(term.as_fraction())

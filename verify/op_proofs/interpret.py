@@ -1,0 +1,64 @@
+"""From the states of a trace's inputs and cotangents to the states of all its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verify.op_proofs.rules import conclude
+from verify.op_proofs.rules.call import Operand, RuleCall, arguments_of, operands_in, unknown
+from verify.op_proofs.sizes import Symbols, symbols_of
+from verify.op_proofs.states import SAME, Constant, Same, State, Unknown, Zero, checked
+from verify.op_proofs.trace import Ref, Step, Trace
+
+
+def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[int, State]:
+    """The state of every tensor, by number. `given`: those of inputs and cotangents."""
+    known = {n: checked(state, trace.tensors[n].sizes, split) for n, state in given.items()}
+    varying: Symbols = frozenset()  # numbers read from tensors that are not the same on all ranks
+    for step in trace.steps:
+        call = rule_call(trace, step, known, split)
+        if step.fresh and not all(isinstance(o.state, Same | Constant | Zero) for o in _read(call)):
+            varying = varying | step.fresh
+        states = unknown(call, "a number that was read from a shard") if varies(call, varying) else conclude(call)
+        for number, state in zip(step.outputs, states, strict=True):
+            if number is not None:
+                known[number] = state
+    return known
+
+
+def _read(call: RuleCall) -> tuple[Operand, ...]:
+    """The tensors whose values a number that the operator finds depends on."""
+    if str(call.overload) == "aten.index.Tensor":
+        return tuple(operands_in(call["indices"]))
+    return call.operands()
+
+
+def varies(call: RuleCall, varying: Symbols) -> bool:
+    """Whether an argument or a size depends on numbers that differ from rank to rank."""
+    sizes = [o.sizes for o in (*call.operands(), *call.outputs) if o is not None]
+    return bool(varying) and not varying.isdisjoint(symbols_of([sizes, list(call.arguments.values())]))
+
+
+def rule_call(trace: Trace, step: Step, known: Mapping[int, State], split: Symbols) -> RuleCall:
+    """The step as its rule sees it."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return operand(trace, value.number, known)
+        if isinstance(value, tuple):
+            return tuple(convert(item) for item in value)
+        return value
+
+    arguments = arguments_of(step.overload, step.args, step.kwargs)
+    outputs = tuple(None if n is None else operand(trace, n, {}) for n in step.outputs)
+    return RuleCall(step.overload, {name: convert(value) for name, value in arguments.items()}, outputs, split)
+
+
+def operand(trace: Trace, number: int, known: Mapping[int, State]) -> Operand:
+    """A tensor and its state. One that no step made is the operator's own: real ones are equal on all ranks."""
+    info = trace.tensors[number]
+    state = known.get(number)
+    if state is None:
+        state = SAME if info.captured else Unknown("a tensor of unknown origin")
+    return Operand(info.sizes, info.dtype, state)

@@ -1,0 +1,79 @@
+"""What is proved of many operators, and what stands in the way of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from op_registry.bind_call import bind_call, linear_sets
+from op_registry.samples import replace_tensors, samples_of
+from op_registry.samples.sample import Sample
+from op_registry.samples.sample import Tensor as SampleTensor
+from op_registry.spec import OperatorSpec
+
+from nnscaler.transform.signature import Signature
+from verify.op_checks.concrete import ConcreteCall, function_of, make_call, outputs_of, with_outputs, with_tensors
+from verify.op_proofs.prove import Proof, prove
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operator. `blockers`: why something is not proved, with how often; `calls` is the number of sample calls."""
+
+    operator: str
+    calls: int
+    proved: int
+    targets: int
+    blockers: Mapping[str, int]
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether every split and every linear set of every sample call is proved, and there is a call."""
+        return self.calls > 0 and self.proved == self.targets
+
+
+def survey(specs: Iterable[OperatorSpec]) -> tuple[Row, ...]:
+    """Proves what it can of the sample calls of built-in operators."""
+    return tuple(_row(spec) for spec in specs)
+
+
+def _row(spec: OperatorSpec) -> Row:
+    proofs: list[Proof] = []
+    seconds = 0.0
+    samples = samples_of(spec.name)
+    for sample in samples:
+        concrete = concrete_call(sample)
+        found = prove(spec, signature_of(spec, concrete), concrete)
+        proofs += found.proofs
+        seconds += found.seconds
+    blockers: dict[str, int] = {}
+    for proof in proofs:
+        if not proof.proved:
+            blockers[proof.blocker] = blockers.get(proof.blocker, 0) + 1
+    return Row(spec.name, len(samples), sum(p.proved for p in proofs), len(proofs), blockers, seconds)
+
+
+def concrete_call(sample: Sample) -> ConcreteCall:
+    """A sample with tensors."""
+    generator = torch.Generator().manual_seed(0)
+    kinds: list[str] = []
+
+    def make(tensor: SampleTensor) -> torch.Tensor:
+        kinds.append(tensor.kind)
+        return tensor.make(generator)
+
+    call = make_call(sample.operator, replace_tensors(list(sample.args), make), sample.kwargs)
+    constants = frozenset(i for i, kind in enumerate(kinds) if kind == "constant")
+    return ConcreteCall(call.call, call.tensors, "given", constants, sample.compare)
+
+
+def signature_of(spec: OperatorSpec, concrete: ConcreteCall) -> Signature:
+    """The annotation bound to a run of the operator."""
+    args, kwargs = with_tensors(concrete.call, list(concrete.tensors), {})
+    with torch.no_grad():
+        outputs = outputs_of(function_of(spec.name, spec)(*args, **kwargs))
+    call = with_outputs(concrete.call, outputs)
+    return Signature(call, spec, bind_call(spec, call), tuple(frozenset(s) for s in linear_sets(spec, call)))

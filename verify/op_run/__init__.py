@@ -1,0 +1,1 @@
+"""Verifying many operators: which ones, in child processes, from a cache of passes, with findings that replay."""

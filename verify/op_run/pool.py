@@ -1,0 +1,288 @@
+"""Tasks in child processes, so that one that aborts, or hangs, ends alone.
+
+Children are forked from this process, with everything that it has imported. Each takes one task at a time; when it
+dies, or is killed because its time is up, a fresh one takes the next. What a task was doing is kept in memory that
+parent and child share, written before it is done, so that it survives the child. No child outlives the parent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Generic, TypeVar
+
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.rank_process import die_with_parent
+
+Result = TypeVar("Result")
+Note = Callable[[str], None]  # told what runs, before it runs
+Task = Callable[[Note], Result]
+
+_NOTE_BYTES = 4096
+_TICK = 0.25  # seconds between two looks at what runs
+
+
+@dataclass(frozen=True)
+class Done(Generic[Result]):
+    """Task `index` returned. `seconds`: how long it took."""
+
+    index: int
+    result: Result
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process ended while task `index` ran; `status` is as of `os.waitpid`, `note` what it was doing last, `trace`
+    Python's stack at that moment, innermost first; empty where it ended by itself."""
+
+    index: int
+    status: int
+    note: str
+    seconds: float = 0.0
+    trace: str = ""
+
+    @property
+    def how(self) -> str:
+        """`killed by SIGABRT`, or `exited with code 3`."""
+        if os.WIFSIGNALED(self.status):
+            number = os.WTERMSIG(self.status)
+            return f"killed by {signal.Signals(number).name}"
+        return f"exited with code {os.WEXITSTATUS(self.status)}"
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """Task `index` was still running after `seconds`, and was killed; `note` and `trace`: what it was doing."""
+
+    index: int
+    note: str
+    seconds: float
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Task `index` raised. `text` is its traceback."""
+
+    index: int
+    error: Exception
+    text: str
+    seconds: float = 0.0
+
+
+Event = Done[Result] | Died | TimedOut | Raised
+
+
+def why_not_fork() -> str | None:
+    """Why tasks cannot run in child processes of this one; None if they can."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return "this system has no fork"
+    if sys.platform == "darwin":
+        return "macOS libraries do not survive a fork"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is initialised, and does not survive a fork"
+    return None
+
+
+def run_here(tasks: Sequence[Task[Result]]) -> Iterator[Event[Result]]:
+    """One task after the other, in this process: nothing protects it."""
+    for index, task in enumerate(tasks):
+        started = time.perf_counter()
+        try:
+            result = task(lambda text: None)
+        except Exception as error:  # noqa: BLE001 - the caller decides what it means
+            yield Raised(index, error, traceback.format_exc(), time.perf_counter() - started)
+            continue
+        yield Done(index, result, time.perf_counter() - started)
+
+
+def run_forked(
+    tasks: Sequence[Task[Result]], workers: int, timeout: float, started: Note | None = None
+) -> Iterator[Event[Result]]:
+    """Every task's event, in the order in which they come, from up to `workers` children.
+
+    `timeout`: seconds for one task. `started` is told "3" when task 3 starts. Closing the iterator ends all children.
+    """
+    pool: list[_Worker[Result]] = []
+    waiting = iter(range(len(tasks)))
+    left = len(tasks)
+    try:
+        while left:
+            idle = [worker for worker in pool if worker.index is None]
+            while (idle or len(pool) < workers) and (index := next(waiting, None)) is not None:
+                if not idle:
+                    idle.append(_Worker(tasks, pool))
+                    pool.append(idle[0])
+                idle.pop().give(index)
+                if started is not None:
+                    started(str(index))
+            wait([worker.connection for worker in pool if worker.index is not None], _TICK)
+            for worker in [w for w in pool if w.index is not None]:
+                event = worker.look(timeout)
+                if event is None:
+                    continue
+                left -= 1
+                if worker.ended:
+                    pool.remove(worker)
+                yield event
+    finally:
+        for worker in pool:
+            worker.end()
+
+
+class _Worker(Generic[Result]):
+    """A child process, as the parent sees it. `index`: the task that it has."""
+
+    def __init__(self, tasks: Sequence[Task[Result]], others: Sequence[_Worker[Result]]) -> None:
+        self.index: int | None = None
+        self.since = 0.0
+        self.ended = False
+        self.last = ("", 0.0, "")  # note, seconds and trace when it ended
+        self.memory = mmap.mmap(-1, _NOTE_BYTES)  # anonymous and shared
+        self.trace = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        self.connection, theirs = multiprocessing.Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent, inherited = os.getpid(), [self.connection, *(other.connection for other in others)]
+        self.pid = os.fork()
+        if self.pid == 0:
+            _child(tasks, theirs, self.memory, self.trace.fileno(), inherited, parent)
+        theirs.close()
+
+    def give(self, index: int) -> None:
+        self.index, self.since = index, time.perf_counter()
+        self.memory[:4] = (0).to_bytes(4, "little")
+        with suppress(OSError):  # it has just died: the next look tells
+            self.connection.send(index)
+
+    def note(self) -> str:
+        length = int.from_bytes(self.memory[:4], "little")
+        return self.memory[4 : 4 + length].decode("utf-8", "replace")
+
+    def look(self, timeout: float) -> Event[Result] | None:
+        """What has become of its task; None while it runs."""
+        index = self.index
+        assert index is not None
+        seconds = time.perf_counter() - self.since
+        try:
+            if self.connection.poll():
+                result, error, text = self.connection.recv()
+                self.index = None
+                return Done(index, result, seconds) if error is None else Raised(index, error, text, seconds)
+        except (EOFError, OSError):
+            status = self.end(patience=1.0)  # a pipe closes before its process is gone
+            return Died(index, status, *self.last)
+        if seconds > timeout:
+            os.kill(self.pid, signal.SIGABRT)  # it writes its stack
+            self.end(patience=1.0)
+            return TimedOut(index, *self.last)
+        return None
+
+    def end(self, patience: float = 0.0) -> int:
+        """Ends the process, waits for it, and returns its status. `patience`: seconds that it has to end by itself."""
+        if self.ended:
+            return 0
+        self.ended = True
+        note, seconds = self.note(), time.perf_counter() - self.since
+        status = _status(self.pid, patience)
+        if status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            status = os.waitpid(self.pid, 0)[1]
+        self.trace.seek(0)
+        self.last = (note, seconds, self.trace.read().decode("utf-8", "replace"))
+        for part in (self.connection, self.memory, self.trace):
+            part.close()
+        return status
+
+
+def _status(pid: int, patience: float) -> int | None:
+    """The status of an ended child; None where it still runs after so many seconds."""
+    until = time.perf_counter() + patience
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status
+        if time.perf_counter() >= until:
+            return None
+        time.sleep(0.005)
+
+
+def _child(
+    tasks: Sequence[Task[Result]],
+    connection: Connection,
+    memory: mmap.mmap,
+    trace: int,
+    inherited: Sequence[Connection],
+    parent: int,
+) -> None:
+    """The life of a child process. Never returns."""
+    code = 1
+    try:
+        _settle(inherited, trace, parent)
+        _serve(tasks, connection, memory)
+        code = 0
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        code = 0
+    finally:
+        with suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)  # no exit handlers: they are the parent's
+
+
+def _settle(inherited: Sequence[Connection], trace: int, parent: int) -> None:
+    """Leaves the parent's pipes, its standard output and its Ctrl-C to the parent, and ends when it ends."""
+    import resource  # not on every system
+
+    die_with_parent(parent)
+    for connection in inherited:
+        connection.close()  # or a sibling's pipe would stay open when the parent dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(trace, all_threads=False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with suppress(OSError):
+        os.dup2(2, 1)  # what the operator prints, in whatever language, is no result
+    sys.stdout = sys.stderr
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+def _serve(tasks: Sequence[Task[Result]], connection: Connection, memory: mmap.mmap) -> None:
+    def note(text: str) -> None:
+        data = text.encode("utf-8")[: _NOTE_BYTES - 4]
+        memory[4 : 4 + len(data)] = data
+        memory[:4] = len(data).to_bytes(4, "little")
+
+    while True:
+        index = connection.recv()
+        answer: tuple[Result | None, Exception | None, str]
+        try:
+            answer = (tasks[index](note), None, "")
+        except SystemExit as stop:  # the operator ends its process: as os._exit does
+            os._exit(stop.code if isinstance(stop.code, int) else 1)
+        except Exception as error:  # noqa: BLE001 - the parent decides what it means
+            answer = (None, _portable(error), traceback.format_exc())
+        try:
+            connection.send(answer)
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as problem:
+            connection.send((None, RuntimeError(f"the result cannot be sent: {problem}"), answer[2]))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, if it can cross to another process; else one with its words."""
+    return error if isinstance(error, NnscalerError) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,97 @@
+"""A finding for people: code and message, the place with its line, the annotation with carets, what was run, why, and
+what to do."""
+
+from __future__ import annotations
+
+from op_registry.spec import SourceLocation
+
+from verify.finding import Finding
+from verify.report_formats.caret import caret_line
+from verify.report_formats.line import Line, plain
+
+WIDTH = 140  # a counter-example that is longer takes a line for each fact
+# Facts that have lines of their own; `expected` and `found` are layouts or values, one below the other.
+_COMPARED = ("expected", "found")
+
+
+def finding_lines(finding: Finding) -> list[Line]:
+    """The anatomy of a finding, a blank line not included."""
+    lines = [Line(((finding.code, "bad"), (f"  {finding.message}", "strong")))]
+    facts = dict(finding.counter_example)
+    annotation = facts.get("annotation", "")
+    carets = caret_line(annotation, facts.get("identifier", "")) if annotation else None
+    shown = _place_lines(finding.where, annotation, carets, lines)
+    if carets is not None:
+        del facts["annotation"]
+        if not shown:
+            label = "  = annotation: "
+            lines += [plain(label + annotation), Line(((" " * len(label), ""), (carets, "bad")))]
+    for what, place in finding.related:
+        lines.append(plain(f"  {what}: {place}"))
+        if place.text:
+            lines.append(plain(f"      {place.text}"))
+    lines += _compared(facts)
+    lines += _counter_example(facts)
+    if finding.cause:
+        lines += _labelled("= cause", finding.cause)
+    if finding.help:
+        lines += _labelled("help", finding.help)
+    if finding.reproduce:
+        lines.append(plain(f"  reproduce: {finding.reproduce}"))
+    return lines
+
+
+def _place_lines(where: SourceLocation | None, annotation: str, carets: str | None, lines: list[Line]) -> bool:
+    """Adds `--> file:line` and the line itself; returns whether the carets could be put below that line."""
+    if where is None:
+        return False
+    lines.append(plain(f"  --> {where}", "faint"))
+    if not where.text:
+        return False
+    number = str(where.line)
+    gutter = f"  {' ' * len(number)} |"
+    text = where.text.expandtabs(4)
+    lines.append(plain(gutter, "faint"))
+    lines.append(Line(((f"  {number} | ", "faint"), (text, ""))))
+    start = _start(text, annotation)
+    if carets is None or start is None:
+        lines.append(plain(gutter, "faint"))
+        return False
+    lines.append(Line(((f"{gutter} ", "faint"), (" " * start + carets, "bad"))))
+    return True
+
+
+def _start(text: str, annotation: str) -> int | None:
+    """Where the annotation stands in a line of source, in quotes; None where it is not in it whole."""
+    for quote in ('"', "'"):
+        found = text.find(quote + annotation + quote)
+        if found >= 0:
+            return found + 1
+    return None
+
+
+def _compared(facts: dict[str, str]) -> list[Line]:
+    """`= expected: ...` and `= found:    ...`, aligned; takes them out of `facts`."""
+    if not all(key in facts and "\n" not in facts[key] for key in _COMPARED):
+        return []
+    width = max(map(len, _COMPARED)) + 1
+    return [plain(f"  = {key + ':':<{width}} {facts.pop(key)}") for key in _COMPARED]
+
+
+def _counter_example(facts: dict[str, str]) -> list[Line]:
+    texts = [f"{key}={value}" for key, value in facts.items()]
+    if not texts:
+        return []
+    if sum(map(len, texts)) <= WIDTH and not any("\n" in text for text in texts):
+        return [plain(f"  = counter-example: {', '.join(texts)}")]
+    lines = [plain("  = counter-example:")]
+    for text in texts:
+        first, *rest = text.split("\n")
+        lines += [plain(f"      {first}"), *(plain(f"        {line}") for line in rest)]
+    return lines
+
+
+def _labelled(label: str, text: str) -> list[Line]:
+    first, *rest = text.split("\n")
+    indent = " " * (len(label) + 2)
+    return [plain(f"  {label}: {first}"), *(plain(f"  {indent}{line}") for line in rest)]

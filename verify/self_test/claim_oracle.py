@@ -1,0 +1,156 @@
+"""Whether the oracle under test refutes a claim: the same comparison of shards with the whole that verify-op makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from op_registry.annotation.rules import parse_checked
+from op_registry.bind_call import bind_call
+from op_registry.call import Call
+from op_registry.registry import output_only
+from op_registry.spec import Refusal
+
+from nnscaler.errors import AnnotationError
+from nnscaler.ir.placement import Split
+from nnscaler.transform.rules import explain_illegal_choice
+from nnscaler.transform.signature import Signature
+from verify.op_checks.concrete import function_of
+from verify.op_checks.lay import local_shape, ranks_of
+from verify.op_checks.options import Safeguards
+from verify.op_checks.partition import AXES, Partition, ShardRaised, compare_partition, make_partition
+from verify.op_checks.preflight import tried_on_meta
+from verify.op_checks.random_calls import random_arguments
+from verify.op_checks.runner import Prepared
+from verify.self_test.claims import PARTS, Claim, claims_of
+from verify.self_test.second_opinion import holds
+from verify.self_test.subjects import Subject
+
+Found = Literal["raises", "values", "refused", "passes"]
+OUTERS = (1, 2)
+OPINION_PARTS = (2, 3, 5)
+OPINION_SEEDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`found`: what refuted the claim, if anything; `parts` and `outer` of the split that did."""
+
+    found: Found
+    parts: int = 0
+    outer: int = 1
+
+
+def bind_mutant(subject: Subject, text: str) -> Signature | Literal["registration", "shape"]:
+    """The mutated annotation bound to the subject's call, or the stage that refuses it."""
+    call = subject.signature.call
+    try:
+        parse_checked(text, output_only(subject.spec, call.kwargs))
+    except AnnotationError:
+        return "registration"
+    sizes = dict(subject.given)
+
+    def annotation(_: Call) -> tuple[str, Mapping[str, int]]:
+        return text, sizes
+
+    spec = replace(subject.spec, annotation=text if not sizes else annotation)
+    try:
+        bound = bind_call(spec, call)
+    except AnnotationError:
+        return "shape"
+    return Signature(call, spec, bound, subject.signature.linear)
+
+
+def ask(subject: Subject, signature: Signature, identifier: str, safeguards: Safeguards) -> Answer:
+    """Splits the identifier; the first failure is the answer."""
+    seen = False
+    for number, prepared in enumerate(subject.runs):
+        for outer in OUTERS if safeguards.outers else (1,):
+            split = Split(identifier, outer)
+            for parts in _parts(signature, split, safeguards):
+                found = _one(subject, signature, prepared, split, parts, safeguards, number == 0)
+                if found in ("raises", "values"):
+                    return Answer(found, parts, outer)
+                seen = seen or found == "passes"
+    return Answer("passes" if seen else "refused")
+
+
+def _parts(signature: Signature, split: Split, safeguards: Safeguards) -> list[int]:
+    """The numbers of shards that are tried; where none of them divides the size, the first that does."""
+    legal = [p for p in safeguards.parts if explain_illegal_choice(signature, split, p) is None]
+    return legal or [p for p in PARTS if explain_illegal_choice(signature, split, p) is None][:1]
+
+
+def _one(
+    subject: Subject,
+    signature: Signature,
+    prepared: Prepared,
+    split: Split,
+    parts: int,
+    safeguards: Safeguards,
+    first: bool,
+) -> Found:
+    try:
+        partition = make_partition(signature, [split], [parts])
+    except Refusal:
+        return "refused"
+    except Exception:  # noqa: BLE001 - a hook that does not know the identifier: loud, like a shard that raises
+        return "raises"
+    if first and not _fits_on_meta(subject, prepared, partition):
+        return "raises"
+    try:
+        compared = compare_partition(
+            prepared.whole, partition, torch.Generator().manual_seed(parts), prepared.bound, safeguards
+        )
+    except ShardRaised:
+        return "raises"
+    return "values" if compared.mismatches else "passes"
+
+
+def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) -> bool:
+    """A kernel that does not check its sizes would take the process with it."""
+    tensors = prepared.whole.concrete.tensors
+    function = function_of(partition.calls[0].operator, subject.spec)
+    ranks = ranks_of(partition.parts)
+    for rank, call in ((ranks[0], partition.calls[0]), (ranks[-1], partition.calls[-1])):
+        shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
+        described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
+        more = random_arguments(partition, rank) if subject.spec.random else {}
+        tried = tried_on_meta(function, call, described, dict(zip(AXES, rank, strict=False)), more)
+        if isinstance(tried, Exception):
+            return False
+    return True
+
+
+def truly_holds(subject: Subject, signature: Signature, claim: Claim, identifier: str) -> bool:
+    """The second opinion on a claim that passes."""
+    decided = False
+    for seed in range(OPINION_SEEDS):
+        other = subject.other_run(seed)
+        if other is None:
+            continue
+        for parts in OPINION_PARTS:
+            if explain_illegal_choice(signature, Split(identifier), parts) is not None:
+                continue
+            opinion = holds(other.whole, signature, claim, identifier, parts, seed)
+            if opinion is False:
+                return False
+            decided = decided or opinion is True
+    return decided
+
+
+def confirmed(subject: Subject, signature: Signature, claim: Claim, identifier: str, answer: Answer) -> bool:
+    """Whether the second opinion also finds a refuted claim false, on the very split that refuted it."""
+    if answer.outer > 1:
+        split = Split(identifier, answer.outer)
+        claim = next(c for c in claims_of(signature) if c == claim)
+        partition = make_partition(signature, [split], [answer.parts])
+        states_in = tuple(states[0] for states in partition.states_in)
+        claim = replace(claim, inputs=states_in, outputs=tuple(states[0] for states in partition.states_out))
+    for seed, prepared in enumerate(subject.runs):
+        if holds(prepared.whole, signature, claim, identifier, answer.parts, seed) is not True:
+            return True
+    return False

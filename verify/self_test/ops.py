@@ -1,0 +1,71 @@
+"""`nnscaler self-test ops`: does verify-op find what is wrong, and does each of its safeguards earn its place?
+
+Three tables: mutants of right annotations, wrong operators under right annotations, and both again with each safeguard
+switched off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from verify.op_checks.options import OpOptions
+from verify.self_test.ablation import EARNERS, WITNESSES, AblationTable, run_ablation
+from verify.self_test.annotation_run import AnnotationTable, AskedClaim, run_annotations
+from verify.self_test.mutant import OperatorMutant
+from verify.self_test.operator_mutants import operator_mutants
+from verify.self_test.operator_run import OperatorTable, run_operators
+from verify.self_test.subjects import builtin_subjects, composed_subjects
+
+QUICK_SAMPLES = 15  # every so many of the built-in operators' sample calls
+QUICK_MUTANTS = 6
+CLAIMS_ASKED_AGAIN = 300  # false claims that the ablation table asks about
+
+
+@dataclass(frozen=True)
+class OpsSelfTest:
+    """`distinct` and `equal`: annotation mutants on sizes that differ, and on sizes that are all alike."""
+
+    distinct: AnnotationTable
+    equal: AnnotationTable
+    operators: OperatorTable
+    ablation: AblationTable
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether every required rate holds."""
+        return self.distinct.good and self.equal.good and self.operators.good and self.ablation.good
+
+
+def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSelfTest:
+    """`quick`: a part of everything, and only the safeguards that must earn their place."""
+    started = time.perf_counter()
+    distinct = _annotations(progress, quick, equal=False)
+    equal = _annotations(progress, quick, equal=True)
+    make = _some_mutants if quick else operator_mutants
+    operators = run_operators(make(), progress)
+    refuted = frozenset(m.name for m in operators.mutants if m.killed)
+    claims = [c for c in distinct.claims if c.answer.found == "values"]
+    ablation = run_ablation(make, refuted, _spread(claims), progress, EARNERS if quick else None)
+    return OpsSelfTest(distinct, equal, operators, ablation, time.perf_counter() - started)
+
+
+def _annotations(progress: Callable[[str], None], quick: bool, equal: bool) -> AnnotationTable:
+    options = OpOptions(prove=False)
+    built_in = builtin_subjects(options, equal, QUICK_SAMPLES if quick else 1)
+    return run_annotations(chain(composed_subjects(options, equal), built_in), progress)
+
+
+def _some_mutants() -> Sequence[OperatorMutant]:
+    """Every so many, and those that only one of the safeguards refutes."""
+    wanted = set(WITNESSES.values())
+    return [m for i, m in enumerate(operator_mutants()) if i % QUICK_MUTANTS == 0 or m.name in wanted]
+
+
+def _spread(claims: Sequence[AskedClaim]) -> Sequence[AskedClaim]:
+    """At most so many, over all operators."""
+    step = max(1, len(claims) // CLAIMS_ASKED_AGAIN)
+    return claims[::step]

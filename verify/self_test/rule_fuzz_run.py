@@ -1,0 +1,124 @@
+"""`rule_fuzz` over all rules, in child processes: kernels that are given what they do not check may end a process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from verify.op_proofs.rules import RULES, conclude, rule_of
+from verify.self_test.rule_fuzz import LIMIT, WANTED, Conclude, RuleResult, Unsound, by_overload, fuzz_rule
+from verify.self_test.rule_fuzz_calls import DrawnCall, drawn_calls
+from verify.self_test.rule_fuzz_direct import direct_calls
+
+ENOUGH = 50  # claims of a rule that must have been compared
+
+
+@dataclass(frozen=True)
+class RulesReport:
+    """
+    results    what came out, by overload that has a rule
+    unreached  rules of which no call is known: nothing was tried
+    ruleless   overloads that samples call and that have no rule: they are never proved
+    untraced   samples that cannot be traced, with the reason
+    """
+
+    results: Mapping[str, RuleResult]
+    unreached: tuple[str, ...]
+    ruleless: tuple[str, ...]
+    untraced: Mapping[str, str]
+
+    @property
+    def unsound(self) -> tuple[Unsound, ...]:
+        return tuple(found for result in self.results.values() for found in result.unsound)
+
+    @property
+    def short(self) -> dict[str, int]:
+        """Rules of which too few claims were compared, with how many were."""
+        return {name: r.verified for name, r in self.results.items() if r.verified < ENOUGH}
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rule was tried enough and nothing is wrong. No rules are no pass."""
+        return bool(self.results) and not self.unsound and not self.short and not self.unreached
+
+    def lines(self) -> list[str]:
+        """The report for people; what is wrong comes last."""
+        compared = sum(result.verified for result in self.results.values())
+        asked = sum(result.asked for result in self.results.values())
+        text = [f"{len(self.results)} rules, asked {asked} times, {compared} claims compared with torch"]
+        text += [f"few claims: {name}, {count} compared" for name, count in self.short.items()]
+        text += [f"never tried: {name}" for name in self.unreached]
+        text += [f"UNSOUND {u.overload}: {u.states} => {u.claim}: {u.problem}  ({u.call})" for u in self.unsound]
+        return text
+
+
+def fuzz_rules(
+    conclude: Conclude = conclude, seed: int = 0, wanted: int = WANTED, limit: int = LIMIT, workers: int = 2
+) -> RulesReport:
+    """Tries every rule of the prover on the calls of all samples and on the direct ones."""
+    drawn = drawn_calls()
+    calls = by_overload([*drawn.calls, *direct_calls()])
+    ruled = {name: found for name, found in calls.items() if rule_of(found[0].overload) is not None}
+    results = fuzz_in_children(ruled, conclude, seed, wanted, limit, workers)
+    unreached = tuple(sorted(set(RULES) - set(calls)))
+    return RulesReport(results, unreached, tuple(sorted(set(calls) - set(ruled))), drawn.untraced)
+
+
+def fuzz_in_children(
+    calls: Mapping[str, Sequence[DrawnCall]],
+    conclude: Conclude = conclude,
+    seed: int = 0,
+    wanted: int = WANTED,
+    limit: int = LIMIT,
+    workers: int = 2,
+) -> dict[str, RuleResult]:
+    """The results by overload, in the order of their names. An overload whose process dies is unsound: a kernel was
+    given what it cannot take."""
+    names = list(calls)
+    queues = [names[start::workers] for start in range(workers)]
+    results: dict[str, RuleResult] = {}
+
+    def work(queue: Sequence[str], pipe: Connection) -> None:
+        torch.set_num_threads(1)
+        for name in queue:
+            pipe.send(fuzz_rule(calls[name], conclude, seed, wanted, limit))
+        pipe.close()
+
+    running = dict(_start(work, queue) for queue in queues if queue)
+    while running:
+        for ready in wait(list(running)):
+            assert isinstance(ready, Connection)
+            process, queue = running[ready]
+            try:
+                result: RuleResult = ready.recv()
+                results[result.overload] = result
+                queue.remove(result.overload)
+            except EOFError:
+                del running[ready]
+                process.join()
+                if queue:
+                    name = queue.pop(0)
+                    results[name] = _died(name, process.exitcode)
+                    running.update([_start(work, queue)] if queue else [])
+    return {name: results[name] for name in names}
+
+
+def _start(work: Any, queue: list[str]) -> tuple[Any, tuple[Any, list[str]]]:
+    """A child that works through the queue, and the end of the pipe at which its results arrive."""
+    context = multiprocessing.get_context("fork")  # calls hold operators and symbols, which do not pickle
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(list(queue), sender), daemon=True)
+    process.start()
+    sender.close()
+    return receiver, (process, queue)
+
+
+def _died(name: str, code: int | None) -> RuleResult:
+    result = RuleResult(name, asked=1)
+    result.unsound.append(Unsound(name, "?", "?", f"the process ended with {code} while a claim was compared", "?"))
+    return result
