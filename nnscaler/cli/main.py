@@ -27,6 +27,7 @@ EPILOG = f"""examples:
   nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
   nnscaler verify-op my_ops.py::my_op                           is the annotation true?
+  nnscaler reproduce nns1:...                                   replay a finding of verify-op
   nnscaler list plans
 
 {EXIT_CODES}"""

@@ -43,7 +43,7 @@ def finding(function: Function, *args: Any, **options: Any) -> Finding:
     assert check.refuted == len(findings)
     assert len(findings) == 1, [f.message for f in findings]
     assert findings[0].code in CODES
-    assert findings[0].counter_example["shapes"] == ", ".join(str(tuple(t.shape)) for t in args if torch.is_tensor(t))
+    assert findings[0].counter_example["shapes"]
     return findings[0]
 
 
@@ -60,7 +60,7 @@ CHANGES: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("one element", lambda x: x.detach()[1:2].zero_(), "of 12 values"),
     ("through numpy", written, "became 7"),
     ("by nothing", lambda x: x.add_(0), "written to in place, with the values that it had"),
-    ("its shape", lambda x: x.data.t_().t_().detach().resize_(2, 6) and x.t_(), "shape (4, 3) became"),
+    ("its shape", lambda x: x.t_(), "torch.float64 of shape (4, 3) became torch.float64 of (3, 4)"),
 ]
 
 
@@ -312,12 +312,11 @@ def test_refusing_strides_is_a_note() -> None:
     assert check.verdict is Verdict.TESTED_EXACT
     assert not findings
     assert "raises on non-contiguous tensors: RuntimeError: view size" in notes[0]
-    _, _, notes = run(
-        with_backward(lambda x: x.reshape(-1) * 2, lambda g, y, x: (g.view(12).view(4, 3) * 2,)), normal(4, 3)
-    )
-    assert notes == (
-        "`op` raises in its backward on non-contiguous tensors: RuntimeError: " + notes[0].split(": ", 2)[2],
-    )
+    flat = with_backward(lambda x: x * 2, lambda g, y, x: (g.view(12).view(4, 3) * 2,))
+    (check,), findings, notes = run(flat, normal(4, 3))
+    assert check.verdict is Verdict.TESTED_EXACT
+    assert not findings
+    assert "raises in its backward on non-contiguous tensors: RuntimeError: view size" in notes[0]
 
 
 # right ones
@@ -339,11 +338,11 @@ RIGHT: list[tuple[Function, tuple[Any, ...]]] = [
     (lambda x: x.softmax(-1), (normal(4, 3),)),
     (lambda x, mask: x.masked_fill(mask, -torch.inf).softmax(-1), (normal(3, 3), torch.eye(3) > 1)),
     (lambda x: x.clone().add_(1), (normal(4),)),
-    (lambda xs: torch.cat(xs), ([normal(3), normal(2)],)),
+    (torch.cat, ([normal(3), normal(2)],)),
     (lambda x, bias=None: x if bias is None else x + bias, (normal(4), None)),
     (lambda x: (x.max(0).values, x.argmax(0), 3), (normal(4, 3),)),
     (lambda x: torch.fft.fft(x).abs(), (normal(4, 8),)),
-    (lambda ids, table: F.embedding(ids, table), (torch.tensor([0, 2, 2]), normal(3, 4))),
+    (F.embedding, (torch.tensor([0, 2, 2]), normal(3, 4))),
     (lambda x: x.sum(), (normal(0, 3),)),
     (lambda x: x.log(), (normal(4, 3),)),  # NaN where it is NaN
     (lambda x: x.exp(), (torch.tensor(1.5),)),

@@ -56,7 +56,7 @@ RIGHT: list[tuple[str, Function, tuple[Any, ...]]] = [
     ("kinks", Kinked.apply, (normal(12, 5),)),
     ("kinks at the given values", Kinked.apply, (torch.zeros(6, 4),)),
     ("maximum and ids", Largest.apply, (normal(7, 5), torch.tensor([0, 3, 3, 6]))),
-    ("one output of three", Largest.apply[0], (normal(7, 5), torch.tensor([0, 3, 3, 6]))),
+    ("one output of three", lambda x, ids: Largest.apply(x, ids)[0], (normal(7, 5), torch.tensor([0, 3, 3, 6]))),
     ("clamp, setup_context", lambda x: Clamped.apply(x, -0.5, 0.8), (normal(12, 5),)),
     ("complex, vmap", Turned.apply, (COMPLEX, COMPLEX.flip(0))),
     (

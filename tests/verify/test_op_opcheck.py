@@ -36,7 +36,7 @@ def library() -> Iterator[torch.library.Library]:
 def custom(name: str, kernel: Callable[[Tensor], Tensor], fake: bool = True, backward: Any = None) -> Any:
     operator = torch.library.custom_op(f"test_opcheck_of::{name}", kernel, mutates_args=())
     if fake:
-        operator.register_fake(lambda x: torch.empty_like(x))
+        operator.register_fake(torch.empty_like)
     operator.register_autograd(backward or (lambda ctx, g: g * 2))
     return operator
 
@@ -73,7 +73,7 @@ def test_without_gradients_one_test_says_nothing() -> None:
     def next_id(ids: Tensor) -> Tensor:
         return ids + 1
 
-    next_id.register_fake(lambda ids: torch.empty_like(ids))
+    next_id.register_fake(torch.empty_like)
     probed = run(next_id, torch.arange(4))
     assert [c.name for c in probed.checks] == [t for t in TESTS if t != "test_autograd_registration"]
     assert "test_autograd_registration" in probed.notes[0]

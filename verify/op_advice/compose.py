@@ -10,6 +10,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from op_registry.annotation.printer import print_annotation
 from op_registry.annotation.syntax import (
@@ -24,7 +25,7 @@ from op_registry.annotation.syntax import (
     Operand,
     Reduction,
 )
-from op_registry.call import TensorArgument, iterate_tensors
+from op_registry.call import iterate_tensors
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.layout import Partial, Replicated, Sharded, State
@@ -110,16 +111,22 @@ class _Composer:
         return print_annotation(Annotation(self._with_absent(additive), tuple(outputs)))
 
     def _with_absent(self, operands: Sequence[Operand]) -> tuple[Operand | Opaque, ...]:
-        """`?` where an optional tensor was not given."""
+        """`?` where an optional tensor before others was not given. Behind the others it would say that any tensor may
+        come there, which was not tested."""
         question = self.evidence.question
-        tensor = {p.name for p in self.spec.parameters if p.tensor}
+        tensors = {p.name for p in self.spec.parameters if p.tensor}
         found: list[Operand | Opaque] = []
-        for name, value in [*zip(question.names, question.concrete.call.args, strict=False)]:
-            found += [operands[t.index] for t in _tensors(value)]
-            if value is None and name in tensor:
+        for name, value in (*zip(question.names, question.concrete.call.args, strict=False), *self._by_keyword()):
+            present = [operands[t.index] for t in iterate_tensors(value)]
+            found += present
+            if value is None and name in tensors and len(found) < len(operands):
                 found.append(Opaque())
-        found += [operands[t.index] for v in question.concrete.call.kwargs.values() for t in _tensors(v)]
-        return tuple(found) if len(found) >= len(operands) else tuple(operands)
+        while found and isinstance(found[-1], Opaque):
+            found.pop()
+        return tuple(found) if sum(isinstance(o, Operand) for o in found) == len(operands) else tuple(operands)
+
+    def _by_keyword(self) -> list[tuple[str, Any]]:
+        return list(self.evidence.question.concrete.call.kwargs.items())
 
     def _unit(self, fact: Fact) -> int:
         """The size of a fact's identifier: the integer it divides, else the smallest dim that it splits."""
@@ -278,10 +285,6 @@ def _on(states: Sequence[State | None], dim: int) -> Iterator[tuple[int, int]]:
     for number, state in enumerate(states):
         if isinstance(state, Sharded) and state.dim == dim:
             yield state.outer, number
-
-
-def _tensors(value: object) -> Iterator[TensorArgument]:
-    return iterate_tensors(value)
 
 
 def _letters() -> Iterator[str]:

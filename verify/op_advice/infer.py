@@ -17,6 +17,7 @@ from verify.op_advice.compose import Evidence, compose, consistent
 from verify.op_advice.kernels import checked_kernels
 from verify.op_advice.question import Question, make_question
 from verify.op_advice.sizes import resize
+from verify.op_advice.star import with_star
 from verify.op_advice.tested import report_on, with_annotation
 from verify.op_advice.together import find_groups, growth
 from verify.op_advice.truth_table import Fact, truth_table
@@ -66,19 +67,31 @@ def infer_annotation(
     for _ in range(ATTEMPTS):
         if not facts:
             break
-        text, by_name = compose(replace(evidence, facts=facts), spec)
         try:
+            known = with_annotation(spec, compose(replace(evidence, facts=facts), spec)[0])  # with its parameters
+            text, by_name = compose(replace(evidence, facts=facts), known)
             candidate = with_annotation(spec, text, samples)
         except AnnotationError:
             break
         report = report_on(candidate, options)
         if report.verdict.passes:
-            return [Suggestion(text, report)]
+            return [*_starred(spec, text, samples, options), Suggestion(text, report)]
         wrong = _refuted(report, by_name) or [f for f in facts if _leans_on_sizes(f)]
         if not wrong:
             break
         facts = tuple(f for f in facts if f not in wrong)
     return []
+
+
+def _starred(spec: OperatorSpec, text: str, samples: Sequence[Question], options: OpOptions | None) -> list[Suggestion]:
+    """The same annotation for any number of leading dims, if it holds."""
+    with checked_kernels():
+        found = with_star(text, samples[0])
+    if found is None:
+        return []
+    starred, other = found
+    report = report_on(with_annotation(spec, starred, [other, *samples]), options)
+    return [Suggestion(starred, report)] if report.verdict.passes else []
 
 
 def gather(question: Question) -> Evidence:

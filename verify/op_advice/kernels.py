@@ -20,6 +20,7 @@ CHECKED = frozenset(
     mm addmm bmm baddbmm mv dot addmv linear matmul convolution
     view _unsafe_view reshape _reshape_alias expand permute transpose t squeeze unsqueeze select slice split
     split_with_sizes chunk unbind as_strided alias detach clone contiguous _to_copy copy lift_fresh cat stack repeat
+    glu _safe_softmax
     sum mean amax amin max min argmax argmin prod var std var_mean std_mean logsumexp norm linalg_vector_norm any all
     _softmax _log_softmax cumsum cumprod sort topk flip roll tril triu diagonal constant_pad_nd unfold
     gather index index_select embedding scatter scatter_add index_add masked_fill where

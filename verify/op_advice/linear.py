@@ -6,9 +6,10 @@ adds it once per rank, by however little. Nor is one that rounds to another dtyp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from op_registry.call import Call, DType
 from verify.compare import is_finite, largest
 from verify.op_advice.kernels import checked_kernels
 from verify.op_advice.question import Outputs, Question
-from verify.op_checks.concrete import outputs_of, with_tensors
+from verify.op_checks.concrete import ConcreteCall, outputs_of, with_tensors
 from verify.op_checks.lay import random_terms
 from verify.op_checks.options import Kind
 from verify.op_checks.values import refill
@@ -43,8 +44,9 @@ class _Draw:
         return [self.terms[i][rank] if i in slots else t for i, t in enumerate(self.tensors)]
 
 
-def derive_linear(question: Question) -> tuple[frozenset[int], ...]:
+def derive_linear(function: Callable[..., Any], concrete: ConcreteCall) -> tuple[frozenset[int], ...]:
     """The maximal sets of tensors (by index) in which the call is jointly linear, smaller ones first."""
+    question = Question(function, concrete)
     if _casts(question.concrete.call):
         return ()
     candidates = [i for i, t in enumerate(question.tensors) if t.dtype != torch.bool]
@@ -57,8 +59,9 @@ def derive_linear(question: Question) -> tuple[frozenset[int], ...]:
     return tuple(sorted(found, key=lambda s: (len(s), sorted(s))))
 
 
-def is_linear(question: Question, slots: frozenset[int]) -> bool:
+def is_linear(function: Callable[..., Any], concrete: ConcreteCall, slots: frozenset[int]) -> bool:
     """Whether the call is jointly linear in these tensors."""
+    question = Question(function, concrete)
     with checked_kernels():
         draws = [] if _casts(question.concrete.call) else _draws(question)
         return bool(draws) and all(_is_linear(draw, slots) for draw in draws)

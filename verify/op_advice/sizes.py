@@ -13,10 +13,10 @@ from verify.compare import is_finite
 from verify.op_advice.question import Number, Question
 from verify.op_advice.together import Element, Group, size_of
 
-PLAIN = (6, 24, 12, 18, 36, 30, 48)  # where no integer divides a size
+PLAIN = (6, 24, 12, 36, 48, 60)  # where no integer divides a size
 FACTORED = (12, 24, 36, 48, 60)  # where one may
 INTEGER = 6
-LONGEST = 1 << 18  # elements of one tensor
+LONGEST = 1 << 15  # elements of one tensor
 
 
 def resize(question: Question, groups: Sequence[Group]) -> Question:
@@ -45,9 +45,9 @@ def _targets(question: Question, group: Group, free: set[Element], taken: set[in
     factored = any(size_of(question, e) % question.integers[str(i)] == 0 for i in free for e in group)
     if any(isinstance(e, str) for e in group):
         yield INTEGER
-    for target in (*FACTORED, *PLAIN) if factored else PLAIN:
-        if target not in taken:
-            yield target
+    wanted = (*FACTORED, *PLAIN) if factored else PLAIN
+    yield from (target for target in wanted if target not in taken)
+    yield from (target for target in (12, 24, 6) if target in taken)  # better equal sizes than too large ones
     if smallest % INTEGER:
         yield smallest * INTEGER
 

@@ -255,8 +255,8 @@ def _depends_on_grad_mode(subject: _Audit, unrecorded: Watched, first: Watched) 
 def _dtypes(subject: _Audit) -> None:
     """float32 inputs give the same dtypes under either default dtype, and no float64."""
     floating = [t for t in subject.concrete.tensors if t.is_floating_point()]
-    if not floating:
-        return  # what makes tensors of its own makes them in the default dtype
+    if not floating or subject.spec.target is None:
+        return  # what makes tensors of its own, and torch itself, may make them in the default dtype
     kept = torch.get_default_dtype()
     found: list[tuple[torch.dtype | None, ...]] = []
     try:

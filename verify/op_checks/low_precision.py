@@ -26,6 +26,9 @@ SHARE = 0.1  # outputs agree to this share of the limit, or the dtype is too nar
 POINTS = ("shrunk", "grown")
 
 
+Outputs = tuple[Tensor | None, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Deviation:
     """The gradient of input `index` in `dtype` is off by `relative` of its norm."""
@@ -35,14 +38,38 @@ class Deviation:
     relative: float
 
 
+@dataclass(frozen=True)
+class _Subject:
+    function: Callable[..., Any]
+    concrete: ConcreteCall
+    wanted: frozenset[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The float64 run at one point: its inputs, which every dtype can represent, outputs and gradients."""
+
+    tensors: tuple[Tensor, ...]
+    outputs: Outputs
+    gradients: Outputs
+
+
 def deviation(
     function: Callable[..., Any], concrete: ConcreteCall, wanted: Sequence[int], seed: int
 ) -> Deviation | None:
     """The worst one beyond the limit at every point; None where there is none, or a dtype cannot be run."""
+    subject = _Subject(function, concrete, frozenset(wanted), seed)
+    references: dict[str, _Reference] = {}
     for dtype, limit in LIMITS:
         worst: Deviation | None = None
         for way in POINTS:
-            worst = _at(function, concrete, wanted, torch.Generator().manual_seed(seed), way, dtype, limit)
+            try:
+                reference = references.get(way) or _reference(subject, way)
+                references[way] = reference
+                worst = _at(subject, reference, dtype, limit)
+            except Exception:  # noqa: BLE001 - kernels need not exist for every dtype
+                worst = None
             if worst is None:
                 break
         if worst is not None:
@@ -50,42 +77,29 @@ def deviation(
     return None
 
 
-def _at(
-    function: Callable[..., Any],
-    concrete: ConcreteCall,
-    wanted: Sequence[int],
-    generator: torch.Generator,
-    way: str,
-    dtype: torch.dtype,
-    limit: float,
-) -> Deviation | None:
+def _reference(subject: _Subject, way: str) -> _Reference:
+    generator = torch.Generator().manual_seed(subject.seed)
     tensors = tuple(
-        moved_from(t, way, generator).to(torch.bfloat16) if t.is_floating_point() else t for t in concrete.tensors
+        moved_from(t, way, generator).to(torch.bfloat16) if t.is_floating_point() else t
+        for t in subject.concrete.tensors
     )
-    seeds = generator.get_state()
-    try:
-        exact = _run(function, concrete, tensors, wanted, generator, torch.float64)
-        generator.set_state(seeds)
-        low = _run(function, concrete, tensors, wanted, generator, dtype)
-    except Exception:  # noqa: BLE001 - kernels need not exist for every dtype
-        return None
-    pairs = [(a, b) for a, b in zip(exact[0], low[0], strict=False) if a is not None and b is not None]
+    return _Reference(tensors, *_run(subject, tensors, torch.float64))
+
+
+def _at(subject: _Subject, exact: _Reference, dtype: torch.dtype, limit: float) -> Deviation | None:
+    outputs, gradients = _run(subject, exact.tensors, dtype)
+    pairs = [(a, b) for a, b in zip(exact.outputs, outputs, strict=False) if a is not None and b is not None]
     if any(not _relative(a, b) <= SHARE * limit for a, b in pairs if a.is_floating_point() and a.numel()):
         return None
-    scale = max((float(g.norm()) for g in exact[1] if g is not None), default=0.0)
-    found = [Deviation(i, dtype, _relative(exact[1][i], low[1][i], scale)) for i in wanted]
+    scale = max((float(g.norm()) for g in exact.gradients if g is not None), default=0.0)
+    found = [Deviation(i, dtype, _relative(exact.gradients[i], gradients[i], scale)) for i in subject.wanted]
     beyond = [d for d in found if d.relative > limit]
     if not beyond:
         return None
-    generator.set_state(seeds)
-    try:
-        with _Rounded(dtype):
-            rounded = _run(function, concrete, tensors, wanted, generator, torch.float64)
-    except Exception:  # noqa: BLE001 - then what rounding does is not known
-        return None
-    noise = {i: _relative(exact[1][i], rounded[1][i], scale) for i in wanted}
-    beyond = [d for d in beyond if d.relative > NOISE * noise[d.index]]
-    return max(beyond, key=lambda d: d.relative, default=None)
+    with _Rounded(dtype):
+        _, rounded = _run(subject, exact.tensors, torch.float64)
+    noise = {d.index: _relative(exact.gradients[d.index], rounded[d.index], scale) for d in beyond}
+    return max((d for d in beyond if d.relative > NOISE * noise[d.index]), key=lambda d: d.relative, default=None)
 
 
 class _Rounded(TorchDispatchMode):
@@ -103,22 +117,15 @@ class _Rounded(TorchDispatchMode):
         return result
 
 
-Outputs = tuple[Tensor | None, ...]
-
-
-def _run(
-    function: Callable[..., Any],
-    concrete: ConcreteCall,
-    tensors: Sequence[Tensor],
-    wanted: Sequence[int],
-    generator: torch.Generator,
-    dtype: torch.dtype,
-) -> tuple[Outputs, Outputs]:
+def _run(subject: _Subject, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Outputs, Outputs]:
+    """Outputs and gradients, with the same random numbers and cotangents each time."""
+    torch.default_generator.manual_seed(subject.seed)
     cast = [t.to(dtype, copy=True) if t.is_floating_point() else t.clone() for t in tensors]
-    leaves = [t.requires_grad_() if i in set(wanted) else t for i, t in enumerate(cast)]
-    args, kwargs = with_tensors(concrete.call, [t.clone() for t in leaves], {}, dtype)
+    leaves = [t.requires_grad_() if i in subject.wanted else t for i, t in enumerate(cast)]
+    args, kwargs = with_tensors(subject.concrete.call, [t.clone() for t in leaves], {}, dtype)
     with torch.enable_grad():
-        outputs = outputs_of(function(*args, **kwargs))
+        outputs = outputs_of(subject.function(*args, **kwargs))
+    generator = torch.Generator().manual_seed(subject.seed)
     cotangents = [None if o is None else draw_cotangent(o, generator) for o in outputs]
     gradients = gradients_of([outputs], [cotangents], [leaves])[0]
     return tuple(None if o is None else o.detach() for o in outputs), gradients

@@ -31,10 +31,15 @@ def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) ->
     annotation, or a text (see `named`). Raises NnscalerError `unknown_operator` or `not_annotated`, and
     AnnotationError for an annotation that breaks the rules of the language.
     """
+    return annotated(find_record(operator), annotation)
+
+
+def find_record(operator: Any) -> OperatorSpec:
+    """The operator's record as it is; its annotation may be empty. Raises NnscalerError `unknown_operator`."""
     spec = named(operator) if isinstance(operator, str) else record_of(operator)
     if spec is None:
         raise NnscalerError("unknown_operator", f"{operator!r} is neither an operator nor a name of one")
-    return annotated(spec, annotation)
+    return spec
 
 
 def annotated(spec: OperatorSpec, annotation: str | Callable[..., Any] | None) -> OperatorSpec:
@@ -196,11 +201,12 @@ def _listed(names: Iterable[str]) -> str | None:
 
 
 def record_of(operator: Any) -> OperatorSpec | None:
-    """The record of a registered operator; for another callable one with an empty annotation; None for anything else.
+    """The record of a registered operator; a record itself; for another callable one with an empty annotation; None for
+    anything else.
 
     Raises NnscalerError `several_operators` for an operator of torch with several overloads, none called default.
     """
-    spec = getattr(operator, "spec", None)
+    spec = operator if isinstance(operator, OperatorSpec) else getattr(operator, "spec", None)
     if isinstance(spec, OperatorSpec):
         return spec
     registry = default_registry()

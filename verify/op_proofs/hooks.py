@@ -24,8 +24,8 @@ from verify.op_checks.concrete import ConcreteCall, function_of, outputs_of, wit
 
 Path = tuple[int | str, ...]
 
-# On the whole, the second does what the first does: pieces of the same sizes, the dims of size 1, all of a dim, and sums
-# divided by the number of their terms.
+# On the whole, the second does what the first does: pieces of the same sizes, the dims of size 1, all of a dim, and
+# sums divided by the number of their terms.
 _SAME_ON_THE_WHOLE = frozenset(
     {
         ("aten.split.Tensor", "aten.split_with_sizes.default"),

@@ -21,9 +21,7 @@ def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[
         if step.fresh and not all(isinstance(o.state, Same | Constant | Zero) for o in _read(call)):
             varying = varying | step.fresh
         states = unknown(call, "a number that was read from a shard") if varies(call, varying) else conclude(call)
-        for number, state in zip(step.outputs, states, strict=True):
-            if number is not None:
-                known[number] = state
+        known |= {n: state for n, state in zip(step.outputs, states, strict=True) if n is not None}
     return known
 
 

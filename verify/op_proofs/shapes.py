@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from verify.op_proofs.rules.call import arguments_of
+from verify.op_proofs.wholes import differentiable
 
 Arguments = Mapping[str, Any]
 
 
-def output_of(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The operator's output, under a fake tensor mode; None for an operator that torch's own kernels serve."""
+def output_of(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
+    """The operator's outputs, under a fake tensor mode; None for an operator that torch's own kernels serve."""
     shape = _SHAPES.get(str(overload))
     return None if shape is None else shape(arguments_of(overload, args, kwargs))
 
@@ -58,6 +59,24 @@ def _batched_product(arguments: Arguments) -> Tensor:
     return _empty([*first.shape[:2], second.shape[2]], first)
 
 
+def _attention(arguments: Arguments) -> Tensor:
+    """[*, l, e], [*, s, e], [*, s, v] -> [*, l, v], with dims ahead that broadcast (grouped heads are the query's)."""
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    grouped = 3 if arguments["enable_gqa"] else 2
+    tensors = [_empty(t.shape[:-grouped], query) for t in (query, key, value)]
+    batch = _broadcast(dict(zip("qkv", tensors, strict=True))).shape
+    heads = query.shape[-3:-2] if grouped == 3 else ()
+    for a, b in ((query.shape[-1], key.shape[-1]), (key.shape[-2], value.shape[-2])):
+        if not bool(a == b):
+            raise ValueError(f"sizes {a} and {b} of attention differ")
+    return _empty([*batch, *heads, query.shape[-2], value.shape[-1]], query)
+
+
+def _gradients(arguments: Arguments) -> list[Tensor]:
+    given = [a for name, a in arguments.items() if name != "grad"]
+    return [_empty(t.shape, t) for t in differentiable(given)]
+
+
 def _padded(arguments: Arguments) -> Tensor:
     x, pad = arguments["self"], arguments["pad"]
     sizes = list(x.shape)
@@ -92,13 +111,17 @@ def _resized_back(arguments: Arguments) -> Tensor:
 
 _RESIZES = "nearest1d nearest2d linear1d bilinear2d bicubic2d".split()
 
-_SHAPES: Mapping[str, Callable[[Arguments], Tensor]] = MappingProxyType(
+_SHAPES: Mapping[str, Callable[[Arguments], Tensor | list[Tensor]]] = MappingProxyType(
     {
         **{f"aten.{name}": _broadcast for name in ("lerp.Scalar", "lerp.Tensor", "addcmul.default", "addcdiv.default")},
         **{f"aten.{name}.default": _like("self") for name in ("sgn", "hardshrink", "softshrink")},
         "aten.hardshrink_backward.default": _like("grad_out"),
         "aten.softshrink_backward.default": _like("grad_output"),
         "aten.baddbmm.default": _batched_product,
+        "nnscaler_proofs.attention.default": _attention,
+        "nnscaler_proofs.attention_backward.default": _gradients,
+        "nnscaler_proofs.group_norm.default": _like("input"),
+        "nnscaler_proofs.group_norm_backward.default": _gradients,
         "aten.polar.default": _polar,
         "aten.constant_pad_nd.default": _padded,
         "aten.im2col.default": _columns,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -23,7 +25,6 @@ from op_registry.call import Call, DType, TensorArgument
 from nnscaler.transform.signature import Signature
 from verify.op_proofs.hooks import resolved
 from verify.op_proofs.sizes import Size, size_of
-
 
 # Arguments that list the last sizes of the first tensor.
 _TRAILING: Mapping[str, tuple[int, str]] = MappingProxyType(
@@ -59,6 +60,21 @@ class World:
         with self.mode:
             made = torch.empty(list(sizes), dtype=dtype, device="cpu")
         return made.requires_grad_(gradient)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's log of what fake tensors cannot do: a proof says it."""
+    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verify.op_proofs.shapes import output_of
 from verify.op_proofs.sizes import Size, Symbols, size_of, substituted, symbols_of
 from verify.op_proofs.symbolic import SymbolicCall
+from verify.op_proofs.wholes import KeepWhole
 from verify.op_proofs.writes import functional, written
 
 
@@ -74,13 +75,14 @@ class Recorder(TorchDispatchMode):
     """Stands above a fake tensor mode and writes down what passes."""
 
     def __init__(self, trace: Trace, deadline: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.deadline = deadline
-        self.number: dict[int, int] = {}  # id of a tensor -> its present value
+        self.cell: dict[int, int] = {}  # id of a tensor -> the memory that it is all of, shared with what is detached
+        self.number: dict[int, int] = {}  # cell -> its present value
         self.alive: list[Any] = []  # keeps ids from being used again
-        self.holders: dict[int, set[int]] = {}  # storage -> ids of the tensors that lie in it
-        self.made: set[int] = set()  # ids of tensors that a step made
+        self.holders: dict[int, set[int]] = {}  # storage -> cells of the tensors that lie in it
+        self.made: set[int] = set()  # cells that a step made
         self.known: Symbols = frozenset()  # symbols of sizes so far
 
     def __torch_dispatch__(
@@ -88,7 +90,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:
             return getattr(args[0], "fake_device", args[0].device)
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise NotTraceable("the proof takes too long")
         given = kwargs or {}
         targets = written(func, args, given)
@@ -98,6 +100,9 @@ class Recorder(TorchDispatchMode):
         result = output_of(func, args, given)
         if result is None:
             result = func(*args, **given)
+        if func in _ALIASES:
+            self.share(args[0], flat(result)[0])
+            return result
         made = flat(result)
         if targets:
             func = functional(func)
@@ -130,17 +135,29 @@ class Recorder(TorchDispatchMode):
     def seen(self, tensor: Tensor, made: bool) -> int:
         """The number of a tensor's present value; a new one where it was not seen before."""
         key = id(tensor)
-        if key not in self.number:
-            self.alive.append(tensor)
-            self.holders.setdefault(_storage(tensor), set()).add(key)
+        if key not in self.cell:
+            cell = len(self.number)
+            self.hold(tensor, cell)
             if made:
-                self.made.add(key)
-            self.number[key] = self.add(tensor)
-        return self.number[key]
+                self.made.add(cell)
+            self.number[cell] = self.add(tensor)
+        return self.number[self.cell[key]]
+
+    def hold(self, tensor: Tensor, cell: int) -> None:
+        """The tensor is all of this cell."""
+        self.alive.append(tensor)
+        self.cell[id(tensor)] = cell
+        self.holders.setdefault(_storage(tensor), set()).add(cell)
+
+    def share(self, tensor: Tensor, alias: Tensor) -> None:
+        """The alias is the tensor, also when one of them is written to."""
+        self.seen(tensor, False)
+        if id(alias) not in self.cell:
+            self.hold(alias, self.cell[id(tensor)])
 
     def renew(self, tensor: Tensor) -> None:
         """The tensor has a new value from here on."""
-        self.number[id(tensor)] = self.add(tensor)
+        self.number[self.cell[id(tensor)]] = self.add(tensor)
 
     def add(self, tensor: Tensor) -> int:
         captured = not isinstance(tensor, torch._subclasses.FakeTensor)
@@ -149,11 +166,14 @@ class Recorder(TorchDispatchMode):
 
     def check_write(self, func: Any, target: Tensor) -> None:
         """Only a tensor that the operator made itself, and of which it made no view, may be written to."""
-        key = id(target)
-        if key not in self.made:
+        cell = self.cell.get(id(target), -1)
+        if cell not in self.made:
             raise NotTraceable(f"{func} writes to a tensor that the operator did not make")
-        if self.holders[_storage(target)] != {key}:
+        if self.holders[_storage(target)] != {cell}:
             raise NotTraceable(f"{func} writes to a tensor that has views")
+
+
+_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def _storage(tensor: Tensor) -> int:
@@ -174,11 +194,11 @@ def record(function: Callable[..., Any], call: SymbolicCall, seconds: float) -> 
     """
     inputs = call.inputs
     trace = Trace()
-    recorder = Recorder(trace, time.monotonic() + seconds)
+    recorder = Recorder(trace, time.thread_time() + seconds)
     recorder.known = frozenset(call.world.symbols.values())
     trace.inputs = [recorder.seen(t, False) for t in inputs]
     with call.world.mode, torch.enable_grad():
-        with recorder:
+        with KeepWhole(), recorder:
             result = function(*call.args, **call.kwargs)
         results = flat(result)
         tensors = [r if isinstance(r, Tensor) else None for r in results]

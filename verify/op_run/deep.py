@@ -62,7 +62,7 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
     found = [base for base in bases(runner) if base.leaders or base.linear]
     if not found:
         return report
-    tally = draw_cases(runner, found, options.seed)
+    tally = draw_cases(runner, found, options.seed, EXAMPLES)
     seconds = time.perf_counter() - started
     refuted = int(tally.failed is not None)
     verdict = Verdict.REFUTED if refuted else Verdict.TESTED_EXACT if tally.count else Verdict.INCONCLUSIVE
@@ -79,7 +79,7 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
     )
 
 
-def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int = EXAMPLES) -> Tally:
+def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int) -> Tally:
     """Draws and runs cases until one fails; shrinks that. The same seed draws the same cases."""
     import hypothesis
     from hypothesis import strategies
@@ -130,6 +130,7 @@ def _case(data: Any, base: Base) -> Case:
     target = data.draw(strategies.sampled_from(targets))
     parts = data.draw(strategies.integers(2, 5))
     outer = data.draw(strategies.sampled_from((1, 1, 2, 3)))
+    wants_uneven = data.draw(strategies.booleans())  # drawn whether it matters or not: shrinking needs that
     choice: Choice = Split(target, outer) if isinstance(target, str) else RunPartial(target)
     sizes = _sizes(data, base, target, parts * outer)
     inputs = replace(
@@ -139,8 +140,7 @@ def _case(data: Any, base: Base) -> Case:
         seed=data.draw(strategies.integers(0, 2**16)),
         dtype=data.draw(strategies.sampled_from(DTYPES)),
     )
-    uneven = isinstance(target, str) and outer == 1 and data.draw(strategies.booleans())
-    return Case(inputs, (choice,), (parts,), uneven)
+    return Case(inputs, (choice,), (parts,), wants_uneven and outer == 1 and isinstance(target, str))
 
 
 def _sizes(data: Any, base: Base, target: Target, divisor: int) -> tuple[tuple[str, int], ...]:

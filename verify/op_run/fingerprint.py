@@ -166,6 +166,8 @@ class _Walk:
         file = getattr(module, "__file__", None)
         self.write("module", module.__name__, str(getattr(module, "__version__", "")))
         self._operators_named(module, names)
+        if module is torch.ops or isinstance(module, torch._ops._OpNamespace):
+            return
         if _stands_for_itself(module.__name__, file):
             return
         try:

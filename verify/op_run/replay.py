@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nnscaler.errors import AnnotationError, NnscalerError
+from nnscaler.errors import NnscalerError
 from verify.environment import environment
 from verify.finding import Finding
 from verify.op_checks.options import OpOptions
@@ -21,7 +21,7 @@ from verify.op_run.literals import NotWritable
 from verify.op_run.many import Settings, run_many
 from verify.op_run.one import Reproduce, verify_job
 from verify.op_run.pool import Done, Note, Raised, run_forked, run_here, why_not_fork
-from verify.op_run.token import PREFIX, Token, decode
+from verify.op_run.token import PREFIX, Token, decode, encode
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
@@ -59,15 +59,14 @@ def _case(token: Token, job: Job, options: OpOptions, note: Note) -> Report:
     verification = Verification(job.spec, options, note)
     try:
         result = verification.runner.run(token.case)
-    except AnnotationError:
-        raise
     except WholeRaised as raised:
         raise _gone(f"the whole operator does not run on its inputs any more: {raised}") from None
     except KeyError as error:
         raise _gone(f"the annotation has no identifier {error} any more") from None
     if result.refused:
         raise _gone(f"its split is not legal any more: {result.refused}")
-    findings = (verification.wrong(result),) if result.failed else ()
+    line = f"nnscaler reproduce {encode(token)}"
+    findings = (replace(verification.wrong(result), reproduce=line),) if result.failed else ()
     return _report(token, job, findings, _count(result), time.perf_counter() - started, result)
 
 

@@ -1,5 +1,6 @@
-"""What each safeguard is for: how many wrong operators and annotations are no longer refuted without it.
+"""What each safeguard is for: how many wrong operators and annotations are no longer noticed without it.
 
+Refuted before and not now counts, and so does INCONCLUSIVE before and verified now.
 A safeguard that lowers no column is dead weight.
 """
 
@@ -16,13 +17,31 @@ from verify.op_checks.runner import Runner
 from verify.self_test.annotation_run import AskedClaim
 from verify.self_test.claim_oracle import ask
 from verify.self_test.mutant import OperatorMutant
-from verify.self_test.operator_run import killed_by
+from verify.self_test.operator_run import Judged, killed_by
 from verify.self_test.subjects import Subject
 
 EARNERS = ("random cotangents", "parts 3 and 4", "finite differences", "outputs compared", "gradients compared")
 ANNOTATIONS = "annotations"
-# For each safeguard, a mutant that only it refutes.
-WITNESSES: Mapping[str, str] = MappingProxyType({})
+# For each safeguard, a mutant that only it shows.
+WITNESSES: Mapping[str, str] = MappingProxyType(
+    {
+        "random cotangents": "rank and size/gradient averaged over its own rows",
+        "parts 3 and 4": "rank and size/another branch on three rows",
+        "outputs compared": "reduction/one added",
+        "gradients compared": "rank and size/gradient of its own size",
+        "finite differences": "backward/rms_norm: forgets the mean term",
+        "pairs of splits": "index/grid: second offset dropped",
+        "uneven shards": "state and dtype/values: wrong on odd rows above three",
+        "strided shards": "index/positions: strided shard of one of six dims taken for a block",
+        "draws: sparse": "state and dtype/values: wrong for zeros",
+        "distinct sizes": "layout/frozen sizes that must agree",
+        "float32 and bfloat16": "state and dtype/dtype: float32 for few rows of bfloat16",
+        "subsets of gradients": "state and dtype/wanted: gradient of x doubled unless w wants one",
+        "shards of one element": "rank and size/another branch on one row",
+        "non-contiguous inputs": "state and dtype/strides: reads its memory as if contiguous",
+        "audit": "state and dtype/input: adds one through data",
+    }
+)
 _SPOKEN = {
     "random_cotangents": "random cotangents",
     "outputs": "outputs compared",
@@ -61,7 +80,7 @@ def ablations() -> Mapping[str, Safeguards]:
 
 @dataclass(frozen=True)
 class Row:
-    """`lost`: by family, how many are no longer refuted; `passing`: how many of these are then VERIFIED; `examples`:
+    """`lost`: by family, how many are no longer noticed; `passing`: how many of these are then VERIFIED; `examples`:
     names of them."""
 
     safeguard: str
@@ -94,23 +113,24 @@ class AblationTable:
 
 def run_ablation(
     make_mutants: Callable[[], Sequence[OperatorMutant]],
-    refuted: frozenset[str],
+    before: Mapping[str, Judged],
     claims: Sequence[AskedClaim],
     progress: Callable[[str], None],
     only: Iterable[str] | None = None,
 ) -> AblationTable:
-    """`make_mutants` makes them anew for every row, since some keep state; `refuted`: names of those that are refuted
-    with every safeguard on; `claims`: false claims that are refuted by values."""
+    """`make_mutants` makes them anew for every row, since some keep state; `before`: what is said of each by name with
+    every safeguard on; `claims`: false claims that are refuted by values."""
     chosen = ablations()
     if only is not None:
         chosen = {name: chosen[name] for name in only}
-    totals = Counter(m.family for m in make_mutants() if m.name in refuted)
+    noticed = {m.name for m in make_mutants() if not before[m.name].judgement.verdict.passes}
+    totals = Counter(before[name].family for name in noticed)
     totals[ANNOTATIONS] = len(claims)
     rows: list[Row] = []
     for name, safeguards in chosen.items():
         progress(f"without {name}")
-        judged = killed_by([m for m in make_mutants() if m.name in refuted], safeguards)
-        survivors = [j for j in judged if not j.killed]
+        judged = killed_by([m for m in make_mutants() if m.name in noticed], safeguards)
+        survivors = [j for j in judged if _strength(j) < _strength(before[j.name])]
         lost = Counter(j.family for j in survivors)
         open_claims = _open(claims, safeguards)
         lost[ANNOTATIONS] = len(open_claims)
@@ -118,6 +138,11 @@ def run_ablation(
         examples = [j.name for j in survivors] + [f"`{c.text}`" for c in open_claims]
         rows.append(Row(name, lost, passing, tuple(examples[:3])))
     return AblationTable(totals, tuple(rows))
+
+
+def _strength(judged: Judged) -> int:
+    """REFUTED is more than INCONCLUSIVE, and that more than a pass."""
+    return 2 if judged.killed else 0 if judged.judgement.verdict.passes else 1
 
 
 def _open(claims: Sequence[AskedClaim], safeguards: Safeguards) -> list[AskedClaim]:

@@ -147,6 +147,16 @@ def positions(x: Tensor, start: int = 0) -> Tensor:
     return x + torch.arange(start, start + x.shape[0], dtype=x.dtype)[:, None]
 
 
+def deep_positions(x: Tensor, start: int = 0) -> Tensor:
+    """The same, whatever the number of dims."""
+    rows = torch.arange(start, start + x.shape[0], dtype=x.dtype)
+    return x + rows.view(-1, *[1] * (x.ndim - 1))
+
+
+def _deep() -> tuple[Tensor, ...]:
+    return (torch.randn(12, 2, 2, 2, 2, 2),)
+
+
 def causal(scores: Tensor, start: int = 0) -> Tensor:
     """Zeros where a key comes after its query; queries begin at `start`."""
     queries = torch.arange(start, start + scores.shape[0])[:, None]
@@ -257,6 +267,9 @@ def _places() -> Iterator[OperatorMutant]:
     yield _hooked("positions: offset dropped", both, (positions, positions), (None, rows), None, kept)
     careless = _hook("a", 0, 0, (1, "start"), _careless)
     yield _hooked("positions: strided shard taken for a block", both, (positions, positions), (careless, rows), None)
+    name = "positions: strided shard of one of six dims taken for a block"
+    six = "a b c d e f -> a b c d e f"
+    yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
     columns = _hook("b", 0, 1, (1, "start"), _start)
     yield _hooked("positions: offset of the other dim", both, (positions, positions), (columns, rows), None, kept)
     queries = _hook("q", 0, 0, (1, "start"), _start)

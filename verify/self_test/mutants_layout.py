@@ -247,6 +247,8 @@ def _others() -> Iterator[OperatorMutant]:
         lambda x, y: torch.outer(y, x).flatten(),
         lambda x, y: torch.outer(x, y).flatten(),
     )
+    frozen = "a b^, c^ -> a b^"
+    yield make("frozen sizes that must agree", frozen, lambda x, w: x + w, lambda x, w: x + w.sum(), FIT)
     yield make("two outputs exchanged", "a b, a b -> a b, a b", _exchanged, lambda x, y: (x + y, x - y))
 
 

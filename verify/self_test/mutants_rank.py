@@ -135,6 +135,8 @@ def _others() -> Iterator[OperatorMutant]:
         lambda: (torch.randn(12, 6),),
     )
     yield make("gradient of its own size", _BOTH, _scaled_gradient, _same)
+    yield make("gradient averaged over its own rows", _BOTH, _averaged_gradient, _same)
+    yield make("gradient from the neighbouring row", _BOTH, _rolled_gradient, _same)
     yield make("broadcast from a row of its own", "a b, b -> a b", lambda x, w: x + w * x[:1], lambda x, w: x + w)
     yield make("first of a batch for all", "b m k+, b k+ n -> b m n", lambda x, w: x @ w[:1], torch.bmm)
     yield make(
@@ -153,6 +155,18 @@ def _others() -> Iterator[OperatorMutant]:
 
 def _scaled_gradient(x: Tensor) -> Tensor:
     return x.detach() + (x - x.detach()) / x.shape[0]
+
+
+def _averaged_gradient(x: Tensor) -> Tensor:
+    """The gradient is right where its cotangent is the same everywhere."""
+    mean = x.mean(0).expand(x.shape)
+    return x.detach() + (mean - mean.detach())
+
+
+def _rolled_gradient(x: Tensor) -> Tensor:
+    """As above."""
+    other = x.roll(1, 0)
+    return x.detach() + (other - other.detach())
 
 
 def mutants() -> tuple[OperatorMutant, ...]:

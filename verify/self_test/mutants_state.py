@@ -164,6 +164,19 @@ def _toggling() -> Function:
     return operator
 
 
+def _cached_table() -> Function:
+    """What rotary embeddings do: a table for each length, made once. It is right."""
+    kept: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def operator(x: Tensor) -> Tensor:
+        key = (x.shape[1], x.dtype)
+        if key not in kept:
+            kept[key] = torch.full(key[:1], 0.5, dtype=x.dtype, device=x.device)
+        return x * kept[key]
+
+    return operator
+
+
 _STATE: tuple[tuple[str, Callable[[], Function]], ...] = (
     ("counts its calls", _counting),
     ("remembers the first tensor of a shape", _remembering_shape),
@@ -173,11 +186,17 @@ _STATE: tuple[tuple[str, Callable[[], Function]], ...] = (
     ("private generator", _private_generator),
 )
 
+
+def _wide_when_small(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.bfloat16 and x.shape[0] < 8 else x * 1.0
+
+
 _DTYPES: tuple[tuple[str, Function], ...] = (
     ("returns float64", lambda x: x.double()),
     ("returns the default dtype", lambda x: x.to(torch.get_default_dtype())),
     ("adds ones of the default dtype", lambda x: x + torch.ones(x.shape[1])),
     ("adds numpy's dtype", lambda x: x + torch.from_numpy(np.ones(x.shape[1]))),
+    ("float32 for few rows of bfloat16", _wide_when_small),
     ("float32 where there are few rows", lambda x: x.float() if x.shape[0] < 8 else x * 1.0),
 )
 
@@ -319,8 +338,11 @@ def _grouped() -> Iterator[OperatorMutant]:
     yield make("input: ids clamped in place", "v^ d, t -> t d", _shifts_ids, lambda w, i: w[i], MUTATED, _table)
     for name, wrong in _RANDOM:
         yield make(f"random: {name}", _BOTH, wrong, _same, RANDOM)
+    codes = RANDOM | SHARDS
     for name, build in _STATE:
-        yield make(f"state: {name}", _BOTH, build(), _same, RANDOM | SHARDS)
+        yield make(
+            f"state: {name}", _BOTH, build(), _same if build is not _remembering_shape else _cached_table(), codes
+        )
     for name, wrong in _DTYPES:
         yield make(f"dtype: {name}", _BOTH, wrong, _same, DTYPE | SHARDS)
 

@@ -19,8 +19,10 @@ from verify.self_test.operator_mutants import operator_mutants
 from verify.self_test.operator_run import OperatorTable, run_operators
 from verify.self_test.subjects import builtin_subjects, composed_subjects
 
-QUICK_SAMPLES = 15  # every so many of the built-in operators' sample calls
-QUICK_MUTANTS = 6
+QUICK_SAMPLES = 50  # every so many of the built-in operators' sample calls
+QUICK_COMPOSED = 3
+QUICK_MUTANTS = 25
+ASKED_AGAIN = 3  # the ablation table asks about every so many mutants
 CLAIMS_ASKED_AGAIN = 300  # false claims that the ablation table asks about
 
 
@@ -45,27 +47,33 @@ def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSe
     started = time.perf_counter()
     distinct = _annotations(progress, quick, equal=False)
     equal = _annotations(progress, quick, equal=True)
-    make = _some_mutants if quick else operator_mutants
-    operators = run_operators(make(), progress)
-    refuted = frozenset(m.name for m in operators.mutants if m.killed)
+    operators = run_operators(_some(QUICK_MUTANTS) if quick else operator_mutants(), progress)
+    before = {m.name: m for m in operators.mutants}
     claims = [c for c in distinct.claims if c.answer.found == "values"]
-    ablation = run_ablation(make, refuted, _spread(claims), progress, EARNERS if quick else None)
+    ablation = run_ablation(
+        lambda: _some(QUICK_MUTANTS if quick else ASKED_AGAIN),
+        before,
+        _spread(claims),
+        progress,
+        EARNERS if quick else None,
+    )
     return OpsSelfTest(distinct, equal, operators, ablation, time.perf_counter() - started)
 
 
 def _annotations(progress: Callable[[str], None], quick: bool, equal: bool) -> AnnotationTable:
     options = OpOptions(prove=False)
     built_in = builtin_subjects(options, equal, QUICK_SAMPLES if quick else 1)
-    return run_annotations(chain(composed_subjects(options, equal), built_in), progress)
+    composed = composed_subjects(options, equal, QUICK_COMPOSED if quick else 1)
+    return run_annotations(chain(composed, built_in), progress)
 
 
-def _some_mutants() -> Sequence[OperatorMutant]:
-    """Every so many, and those that only one of the safeguards refutes."""
+def _some(every: int) -> Sequence[OperatorMutant]:
+    """Every so many, and those that only one of the safeguards shows."""
     wanted = set(WITNESSES.values())
-    return [m for i, m in enumerate(operator_mutants()) if i % QUICK_MUTANTS == 0 or m.name in wanted]
+    return [m for i, m in enumerate(operator_mutants()) if i % every == 0 or m.name in wanted]
 
 
 def _spread(claims: Sequence[AskedClaim]) -> Sequence[AskedClaim]:
-    """At most so many, over all operators."""
+    """A part of them, over all operators."""
     step = max(1, len(claims) // CLAIMS_ASKED_AGAIN)
     return claims[::step]

@@ -25,11 +25,19 @@ from verify.op_proofs.trace import flat
 from verify.op_proofs.writes import written
 from verify.self_test.rule_fuzz_calls import Bounds, DrawnCall, operands_of
 from verify.self_test.rule_fuzz_states import draw_split, draw_states
-from verify.self_test.rule_fuzz_values import KINDS, Kind, Ranks, Undecided, draw, evaluate, make_ranks, problem
+from verify.self_test.rule_fuzz_values import (
+    KINDS,
+    Kind,
+    Ranks,
+    Undecided,
+    draw,
+    evaluate,
+    largest,
+    make_ranks,
+    problem,
+)
 
 Conclude = Callable[[RuleCall], tuple[State, ...]]
-WANTED = 60  # claims of each rule that are compared; some rules can say little of what is drawn
-LIMIT = 3000  # times that a rule is asked
 SMALL = (2, 3, 4, 5)
 
 
@@ -58,23 +66,38 @@ class RuleResult:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """A rule is asked until `wanted` of its claims were compared, at least `least` times and every call `each` times,
+    and `limit` times at most; until `unsound` of its claims were wrong."""
+
+    wanted: int = 60
+    least: int = 150
+    each: int = 4
+    limit: int = 3000
+    unsound: int = 5
+
+
+THOROUGH, QUICK = Effort(), Effort(wanted=10, least=30, each=1, limit=300)
+
+
 def fuzz_rule(
-    calls: Sequence[DrawnCall], conclude: Conclude = conclude, seed: int = 0, wanted: int = WANTED, limit: int = LIMIT
+    calls: Sequence[DrawnCall], conclude: Conclude = conclude, seed: int = 0, effort: Effort = THOROUGH
 ) -> RuleResult:
-    """Asks the rule of the one overload of `calls` until `wanted` of its claims were compared, `limit` times at
-    most; every call at least four times. Stops at the fifth claim that is wrong."""
+    """Tries the rule of the one overload of `calls`."""
     name = str(calls[0].overload)
     random = Random(f"{seed} {name}")
     result = RuleResult(name)
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     with torch.no_grad():
-        while result.asked < limit and (result.verified < wanted or result.asked < 4 * len(calls)):
+        least = max(effort.least, effort.each * len(calls))
+        while result.asked < effort.limit and (result.verified < effort.wanted or result.asked < least):
             call = calls[result.asked % len(calls)]
             if random.random() < 0.6:
                 call = call.with_factors(random)
             result.asked += 1
             _try(call, conclude, random, generator, result)
-            if len(result.unsound) >= 5:
+            if len(result.unsound) >= effort.unsound:
                 break
     return result
 
@@ -111,7 +134,7 @@ def _try(call: DrawnCall, conclude: Conclude, random: Random, generator: torch.G
 
 def _says_something(states: Sequence[State], claims: Sequence[State]) -> bool:
     """Equal outputs of equal inputs are no news."""
-    return any(not isinstance(s, Same) for s in states) or any(not isinstance(c, Same | Unknown) for c in claims)
+    return not states or any(not isinstance(s, Same) for s in states) or any(not isinstance(c, Same | Unknown) for c in claims)
 
 
 def _kinds(states: Iterable[State]) -> str:
@@ -158,7 +181,7 @@ def _draw_ranks(call: DrawnCall, split: Symbols, random: Random, generator: torc
     """`usual`: sizes for which the call is known to run. Integers from a real run may be no legal indices at smaller
     ones, and not every kernel checks that."""
     parts = random.choice((2, 3))
-    usual = usual or bool(call.ranges)
+    usual = usual or bool(call.ranges) or call.unchecked
     sizes = {s: hint if usual else random.choice(SMALL) for s, hint in call.symbols.items()}
     for symbol in split:
         sizes[symbol] = max(sizes[symbol], parts + random.randrange(4))
@@ -204,9 +227,10 @@ def _compare_at(
             return f"rank {rank} raises {type(error).__name__}: {error}"
         if len(held[-1]) != len(whole):
             return f"rank {rank} has {len(held[-1])} outputs instead of {len(whole)}"
+    scale = max((largest(t) for t, _ in tensors if t.is_floating_point()), default=0.0)
     for index, (claim, output) in enumerate(zip(claims, asked.outputs, strict=True)):
         if output is not None and not isinstance(claim, Unknown):
-            found = problem(claim, whole[index], [outputs[index] for outputs in held], output.sizes, ranks)
+            found = problem(claim, whole[index], [outputs[index] for outputs in held], output.sizes, ranks, scale)
             if found is not None:
                 return f"output {index}: {found}"
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx.experimental._config as symbolic_config
 from torch import Tensor
@@ -26,7 +26,7 @@ from verify.op_proofs.interpret import rule_call
 from verify.op_proofs.rules.call import Operand, arguments_of, operands_in
 from verify.op_proofs.sizes import substituted, symbols_of
 from verify.op_proofs.states import SAME
-from verify.op_proofs.symbolic import make_symbolic
+from verify.op_proofs.symbolic import make_symbolic, quiet
 from verify.op_proofs.trace import flat, record, simplified
 from verify.op_proofs.writes import functional
 
@@ -43,6 +43,7 @@ class DrawnCall:
     guards   what its trace took for granted of them: proofs need not hold elsewhere
     ranges   argument -> lowest and highest values that its integer tensors had in a real run
     origin   the sample that it is from
+    unchecked  its kernel takes sizes that make no sense, so that only those of the sample are used
     """
 
     overload: Any
@@ -52,6 +53,7 @@ class DrawnCall:
     guards: tuple[Any, ...]
     ranges: Mapping[str, tuple[Bounds, ...]]
     origin: str
+    unchecked: bool = False
 
     def with_factors(self, random: Random) -> DrawnCall:
         """The same call with `2 s`, `s 3` and the like for some of its symbols s, so that dims have more factors."""
@@ -107,7 +109,7 @@ def _calls_of(sample: Sample, number: int) -> Iterator[DrawnCall]:
     call = with_outputs(concrete.call, outputs)
     bound = bind_call(spec, call)
     signature = Signature(call, spec, bound, ())
-    with symbolic_config.patch(backed_size_oblivious=True):
+    with quiet(), symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         symbolic = make_symbolic(signature, None, concrete.tensors, concrete.constants, frozenset(bound.sizes))
         trace = record(function, symbolic, SECONDS)
         trace = simplified(trace, symbolic.world.shape_env.replacements)
@@ -137,7 +139,7 @@ class _Seen(TorchDispatchMode):
     """Notes the values of integer tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ranges: dict[tuple[str, str], tuple[Bounds, ...]] = {}
 
     def __torch_dispatch__(

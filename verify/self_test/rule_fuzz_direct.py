@@ -82,6 +82,7 @@ ROWS: tuple[Sample, ...] = (
     S("cat", [F(6, 12), F(6, 18)], 1),
     S("cat", [F(6, 12), F(6, 12)], 0),
     S("stack", [F(6, 12), F(6, 12)], 1),
+    *(S(name, 6, 12) for name in ("tril_indices", "triu_indices")),
     S("binary_cross_entropy", U(6, 12), U(6, 12), None, 2),
 )
 
@@ -127,10 +128,11 @@ def _direct(row: Sample) -> DrawnCall:
         given = {**given, sized: [integers.get(size, size) for size in given[sized]]}
     args = [given[p.name] for p in overload._schema.arguments if not p.kwarg_only]
     kwargs = {p.name: given[p.name] for p in overload._schema.arguments if p.kwarg_only}
+    symbols = {size: size_of(value) for size, value in integers.items()}
     with world.mode, torch.no_grad():
         outputs = flat(overload(*args, **kwargs))
     known = world.shape_env.replacements
-    hints = {size_of(value): size for size, value in integers.items() if not isinstance(value, int)}
+    hints = {symbol: size for size, symbol in symbols.items() if symbol not in known}
     guards = tuple(substituted(guard.expr, known) for guard in world.shape_env.guards)
 
     def convert(value: Any) -> Any:
@@ -144,4 +146,4 @@ def _direct(row: Sample) -> DrawnCall:
     arguments = {name: convert(value) for name, value in given.items()}
     bounds = {name: tuple(ranges) for name in given if ranges}
     found = tuple(convert(o) if isinstance(o, Tensor) else None for o in outputs)
-    return DrawnCall(overload, arguments, found, hints, guards, bounds, f"direct {row}")
+    return DrawnCall(overload, arguments, found, hints, guards, bounds, f"direct {row}", "pad" in row.operator)

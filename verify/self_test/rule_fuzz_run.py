@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verify.op_proofs.rules import RULES, conclude, rule_of
-from verify.self_test.rule_fuzz import LIMIT, WANTED, Conclude, RuleResult, Unsound, by_overload, fuzz_rule
+from verify.self_test.rule_fuzz import THOROUGH, Conclude, Effort, RuleResult, Unsound, by_overload, fuzz_rule
 from verify.self_test.rule_fuzz_calls import DrawnCall, drawn_calls
 from verify.self_test.rule_fuzz_direct import direct_calls
 
@@ -58,13 +58,13 @@ class RulesReport:
 
 
 def fuzz_rules(
-    conclude: Conclude = conclude, seed: int = 0, wanted: int = WANTED, limit: int = LIMIT, workers: int = 2
+    conclude: Conclude = conclude, seed: int = 0, effort: Effort = THOROUGH, workers: int = 2
 ) -> RulesReport:
     """Tries every rule of the prover on the calls of all samples and on the direct ones."""
     drawn = drawn_calls()
     calls = by_overload([*drawn.calls, *direct_calls()])
     ruled = {name: found for name, found in calls.items() if rule_of(found[0].overload) is not None}
-    results = fuzz_in_children(ruled, conclude, seed, wanted, limit, workers)
+    results = fuzz_in_children(ruled, conclude, seed, effort, workers)
     unreached = tuple(sorted(set(RULES) - set(calls)))
     return RulesReport(results, unreached, tuple(sorted(set(calls) - set(ruled))), drawn.untraced)
 
@@ -73,8 +73,7 @@ def fuzz_in_children(
     calls: Mapping[str, Sequence[DrawnCall]],
     conclude: Conclude = conclude,
     seed: int = 0,
-    wanted: int = WANTED,
-    limit: int = LIMIT,
+    effort: Effort = THOROUGH,
     workers: int = 2,
 ) -> dict[str, RuleResult]:
     """The results by overload, in the order of their names. An overload whose process dies is unsound: a kernel was
@@ -86,7 +85,7 @@ def fuzz_in_children(
     def work(queue: Sequence[str], pipe: Connection) -> None:
         torch.set_num_threads(1)
         for name in queue:
-            pipe.send(fuzz_rule(calls[name], conclude, seed, wanted, limit))
+            pipe.send(fuzz_rule(calls[name], conclude, seed, effort))
         pipe.close()
 
     running = dict(_start(work, queue) for queue in queues if queue)

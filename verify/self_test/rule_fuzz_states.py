@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from verify.op_proofs.rules.call import Operand

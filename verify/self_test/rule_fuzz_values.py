@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -99,11 +99,11 @@ def shard_of(whole: Tensor, state: Shard, size: Size, ranks: Ranks, rank: int) -
     if state.sections:
         lengths = evaluate(state.sections, ranks.whole)
         parts = whole.split(lengths, state.dim)
-        held = [
+        pieces = [
             shard_of(part, Shard(state.dim), section, ranks, rank)
             for part, section in zip(parts, state.sections, strict=True)
         ]
-        return torch.cat(held, state.dim)
+        return torch.cat(pieces, state.dim)
     (symbol,) = symbols_of(size) & ranks.split
     outer = 1 if state.outer is None else evaluate(state.outer, ranks.whole)
     before, after = whole.shape[: state.dim], whole.shape[state.dim + 1 :]
@@ -150,8 +150,13 @@ def _candidates(whole: Tensor, parts: int, generator: torch.Generator) -> list[T
     return [torch.where(holder == rank, whole, below) for rank in range(parts)]
 
 
-def problem(state: State, whole: Tensor, held: Sequence[Tensor], sizes: Sequence[Size], ranks: Ranks) -> str | None:
-    """Why what ranks hold is not in the state; None where it is. Raises Undecided where values show nothing."""
+def problem(
+    state: State, whole: Tensor, held: Sequence[Tensor], sizes: Sequence[Size], ranks: Ranks, scale: float
+) -> str | None:
+    """Why what ranks hold is not in the state; None where it is. Raises Undecided where values show nothing.
+
+    `scale`: the largest number that went in. What cancels out leaves rounding of numbers of its size.
+    """
     for rank, (tensor, local) in enumerate(zip(held, ranks.local, strict=True)):
         expected = evaluate(tuple(sizes), local)
         if list(tensor.shape) != expected:
@@ -164,23 +169,23 @@ def problem(state: State, whole: Tensor, held: Sequence[Tensor], sizes: Sequence
         return None if not any(t.any() for t in (whole, *held)) else "not zero"
     if isinstance(state, Constant):
         numbers = torch.cat([t.flatten() for t in (whole, *held)])
-        return None if numbers.numel() == 0 or _close(numbers, numbers[:1].expand_as(numbers)) else "no constant"
+        return None if numbers.numel() == 0 or _close(numbers, numbers[:1].expand_as(numbers), scale) else "no constant"
     if isinstance(state, PartialSum | PartialMax):
-        return _combined(state, whole, held)
+        return _combined(state, whole, held, scale)
     for rank, tensor in enumerate(held):
         expected_tensor = whole
         if isinstance(state, Shard):
             expected_tensor = shard_of(whole, state, sizes[state.dim], ranks, rank)
-            if state.outer is None and not _close(tensor, tensor.narrow(state.dim, 0, 1).expand_as(tensor)):
+            if state.outer is None and not _close(tensor, tensor.narrow(state.dim, 0, 1).expand_as(tensor), scale):
                 return f"rank {rank} is not constant along dim {state.dim}"
         else:
             assert isinstance(state, Same)
-        if not _close(tensor, expected_tensor):
+        if not _close(tensor, expected_tensor, scale):
             return f"rank {rank} holds other values than {state}"
     return None
 
 
-def _combined(state: State, whole: Tensor, held: Sequence[Tensor]) -> str | None:
+def _combined(state: State, whole: Tensor, held: Sequence[Tensor], scale: float) -> str | None:
     if whole.dtype == torch.bool:
         return "truth values have no partial sums"
     if not all(torch.isfinite(t).all() for t in (whole, *held)):
@@ -188,18 +193,22 @@ def _combined(state: State, whole: Tensor, held: Sequence[Tensor]) -> str | None
     if isinstance(state, PartialMax):
         if whole.is_complex():
             return "complex numbers have no maximum"
-        return None if _close(torch.stack(list(held)).amax(0), whole) else "the maximum is another"
-    scale = max(float(t.abs().max()) if t.numel() else 0.0 for t in held)
+        return None if _close(torch.stack(list(held)).amax(0), whole, scale) else "the maximum is another"
+    scale = max(scale, *map(largest, held))
     return None if _close(torch.stack(list(held)).sum(0), whole, scale) else "the sum is another"
 
 
-def _close(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
+def largest(tensor: Tensor) -> float:
+    """The largest finite magnitude in a tensor; 0 where there is none."""
+    finite = tensor[torch.isfinite(tensor)]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _close(a: Tensor, b: Tensor, scale: float) -> bool:
     """Whether two tensors are equal up to rounding, relative to the largest number that enters."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    finite = b[torch.isfinite(b)]
-    scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
-    bound = 1e5 * torch.finfo(a.dtype).eps * scale
+    bound = 1e5 * torch.finfo(a.dtype).eps * max(scale, largest(b))
     return torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from op_registry.annotation.rules import parse_checked, tied_identifiers
@@ -50,8 +50,8 @@ class Subject:
 
 
 def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
-    """Of the sample calls of the registry, every so many. `equal`: all sizes alike; where a call does not run then, it
-    is left out."""
+    """Of the sample calls of the registry, every so many. `equal`: all sizes alike; calls that then do not run are left
+    out."""
     number = 0
     for spec in SPECS:
         for sample in range(Runner(spec, options).samples):
@@ -62,9 +62,9 @@ def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterato
                     yield subject
 
 
-def composed_subjects(options: OpOptions, equal: bool) -> Iterator[Subject]:
-    """The composed operators."""
-    for spec in composed_operators():
+def composed_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
+    """The composed operators, every so many."""
+    for spec in composed_operators()[::every]:
         runner = Runner(spec, options)
         if runner.samples:
             subject = _of_sample(runner, 0, equal)
@@ -131,8 +131,3 @@ def _run(runner: Runner, inputs: Inputs) -> Prepared | None:
         return None
     whole = found.whole
     return found if (whole.finite and whole.shows_something) or not whole.concrete.compare else None
-
-
-def names_of(subjects: Sequence[Subject]) -> tuple[str, ...]:
-    """For progress and tests."""
-    return tuple(subject.name for subject in subjects)

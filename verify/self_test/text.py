@@ -84,10 +84,10 @@ def _operators(table: OperatorTable) -> Iterator[Line]:
 
 
 def _ablation(table: AblationTable) -> Iterator[Line]:
-    yield _heading("without one safeguard: how many are no longer refuted")
+    yield _heading("without one safeguard: how many are no longer noticed")
     columns = [*(c for c in table.totals if c != ANNOTATIONS), ANNOTATIONS]
     rows: list[Sequence[str]] = [("without", *columns, "all", "of them VERIFIED", "such as")]
-    rows.append(("nothing", *(f"{table.totals[c]} refuted" for c in columns), str(table.totals.total()), "", ""))
+    rows.append(("nothing", *(f"{table.totals[c]} noticed" for c in columns), str(table.totals.total()), "", ""))
     for row in table.rows:
         lost = [str(row.lost[c]) if row.lost[c] else "." for c in columns]
         example = row.examples[0] if row.examples else ""

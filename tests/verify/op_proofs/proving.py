@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from op_registry.bind_call import bind_call, linear_sets
-from op_registry.spec import OperatorSpec
+from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.transform.signature import Signature
@@ -36,15 +37,16 @@ def proofs_of(
     *args: Any,
     linear: tuple[frozenset[int], ...] = (),
     sampled_with: Callable[..., Any] | None = None,
+    parameters: tuple[SchemaParameter, ...] = (),
     **kwargs: Any,
 ) -> dict[str, Proof]:
     """Proofs by identifier (and by `partial [0]`) of `function`, called with `args`.
 
     `sampled_with`: the function whose outputs the annotation is bound to, where `function` does not run.
     """
-    spec = OperatorSpec("tested", annotation, linear=linear, target=function)
+    spec = OperatorSpec("tested", annotation, linear=linear, target=function, parameters=parameters)
     concrete = make_call("tested", args, kwargs)
-    shown = OperatorSpec("tested", annotation, linear=linear, target=sampled_with or function)
+    shown = replace(spec, target=sampled_with or function)
     signature = signature_of(shown, concrete)
     found = prove(spec, signature, concrete)
     return {_name(proof.target): proof for proof in found.proofs}

@@ -55,21 +55,21 @@ class _HalfOfTheGradient(torch.autograd.Function):
     """Right forward; its backward multiplies by the number of columns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient * gradient.shape[1]
 
 
 class _MeanInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient - gradient.mean(1, keepdim=True)
 
 

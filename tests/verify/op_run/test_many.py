@@ -141,9 +141,9 @@ def test_a_bug_of_ours_is_no_verdict() -> None:
     with pytest.raises(InternalError, match="impossible"):
         run_fakes("bug")
     seen: list[str] = []
+    results = run_many([job_of("bug"), job_of("right")], OpOptions(), Settings(workers=1, verify=fake))
     with pytest.raises(InternalError, match="impossible"):
-        for result in run_many([job_of("bug"), job_of("right")], OpOptions(), Settings(workers=1, verify=fake)):
-            seen.append(result.report.subject)
+        seen.extend(result.report.subject for result in results)
     assert seen == ["right"]  # the others are not lost
 
 

@@ -33,17 +33,16 @@ def test_expected_codes_are_in_the_catalogue() -> None:
     assert set().union(*(m.codes for m in MUTANTS.values())) <= set(CODES)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_has_its_twins_annotation(name: str) -> None:
-    mutant = MUTANTS[name]
-    assert mutant.wrong.annotation == mutant.right.annotation
-    assert mutant.wrong.sample_inputs is mutant.right.sample_inputs
-    same = (
-        mutant.wrong.target is mutant.right.target
-        and mutant.wrong.localize is mutant.right.localize
-        and mutant.wrong.shape_argument == mutant.right.shape_argument
-    )
-    assert not same
+def test_a_mutant_differs_from_its_twin_in_what_it_does_only() -> None:
+    for name, mutant in MUTANTS.items():
+        wrong, right = mutant.wrong, mutant.right
+        assert wrong.annotation == right.annotation, name
+        assert wrong.sample_inputs is right.sample_inputs, name
+        assert (wrong.target, wrong.localize, wrong.shape_argument) != (
+            right.target,
+            right.localize,
+            right.shape_argument,
+        ), name
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: h.name)
@@ -128,8 +127,8 @@ def test_the_ablation_table_counts_what_is_lost() -> None:
     def make() -> list[OperatorMutant]:
         return [_one(wrong=True), MUTANTS["reduction/one added"]]
 
-    refuted = frozenset(m.name for m in make())
-    table = run_ablation(make, refuted, [], _SILENT, ["outputs compared", "wrong variants"])
+    before = {m.name: m for m in run_operators(make(), _SILENT).mutants}
+    table = run_ablation(make, before, [], _SILENT, ["outputs compared", "wrong variants"])
     lost = {row.safeguard: row.lost.total() for row in table.rows}
     assert lost == {"outputs compared": 1, "wrong variants": 0}
     assert table.idle == ("wrong variants",)

@@ -13,7 +13,7 @@ from nnscaler.ir.placement import Choice
 from verify.op_proofs.bounded.algebra import Element, Kind, Numbers, kind_of_dtype
 from verify.op_proofs.bounded.calls import Traced
 from verify.op_proofs.bounded.claims import Claims, Problem, ShardRaises, claims, make_problem
-from verify.op_proofs.bounded.errors import Unmet, Unsupported
+from verify.op_proofs.bounded.errors import NoCall, Unmet, Unsupported
 from verify.op_proofs.bounded.layout import Symbol, spread
 from verify.op_proofs.bounded.solve import Limits, Prover, Verdict
 from verify.op_proofs.bounded.terms import Terms
@@ -69,7 +69,7 @@ def confirm(problem: Problem, model: Mapping[str, Element]) -> Mapping[str, str]
             difference = _difference(claims(problem, Numbers(), symbol))
         except ShardRaises as raised:
             difference = {"shard": str(raised)}
-        except (Unmet, Unsupported, ArithmeticError, ValueError):
+        except (NoCall, Unmet, Unsupported, ArithmeticError, ValueError):
             continue  # the whole raises, or a function is not defined there
         if difference is not None:
             return {**_shown(problem, symbol), **difference}

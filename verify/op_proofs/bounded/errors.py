@@ -9,3 +9,7 @@ class Unsupported(Exception):
 
 class Unmet(Exception):
     """Numbers on which an operator raises: an index out of range."""
+
+
+class NoCall(Exception):
+    """The whole operator does not run on these sizes, although its trace did: other sizes are to be tried."""

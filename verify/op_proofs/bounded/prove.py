@@ -26,7 +26,7 @@ from nnscaler.transform.signature import Signature
 from verify.op_checks.concrete import ConcreteCall
 from verify.op_proofs.bounded.calls import Traced, trace_whole
 from verify.op_proofs.bounded.check import Outcome, check
-from verify.op_proofs.bounded.errors import Unsupported
+from verify.op_proofs.bounded.errors import NoCall, Unsupported
 from verify.op_proofs.bounded.shrink import same_kind, variants
 from verify.op_proofs.bounded.solve import Limits
 
@@ -126,7 +126,10 @@ class _OperatorProver:
             if not legal or not _two_each(traced.signature, choice, legal):
                 reason = reason or explain_illegal_choice(traced.signature, choice, parts[0]) or "shards are too small"
                 continue
-            return self._all_parts(traced, choice, legal, deadline)
+            try:
+                return self._all_parts(traced, choice, legal, deadline)
+            except NoCall as error:
+                reason = reason or str(error)
         raise Unsupported(reason or "no small call was found")
 
     def _all_parts(
@@ -136,8 +139,12 @@ class _OperatorProver:
         assert bound is not None
         found: list[Outcome] = []
         for count in parts:
+            if time.thread_time() > deadline:
+                raise Unsupported("it takes too long")
             try:
                 found.append(check(traced, choice, count, self.limits, deadline))
+            except NoCall:
+                raise
             except (Refusal, Unsupported) as reason:
                 found.append(Outcome(False, str(reason)))
             except Exception as error:  # noqa: BLE001 - whatever a shard raises, it is not proved

@@ -90,8 +90,13 @@ def _index_add(al: Numbers, given: Given) -> Array:
     chosen = [cases(al, i, len(rows)) for i in given["index"].reshape(-1)]
     for k in range(len(rows)):
         added = [each(lambda s, c=c[k]: al.where(c, al.multiply(alpha, s), 0), row) for c, row in _zip(chosen, source)]
-        rows[k] = each(lambda *terms: al.sum(terms), rows[k], *added)
+        _put(rows, k, each(lambda *terms: al.sum(terms), rows[k], *added))
     return np.moveaxis(rows, 0, dim)
+
+
+def _put(rows: Array, at: int | tuple[int, ...], new: Array) -> None:
+    """`rows[at] = new`, where numpy would make an array without dims an element."""
+    rows[at] = new if new.ndim else new[()]
 
 
 def _zip(chosen: Sequence[list[Element]], rows: Array) -> list[tuple[list[Element], Array]]:
@@ -106,7 +111,7 @@ def _index_copy(al: Numbers, given: Given) -> Array:
     _require_distinct(al, list(index))
     for c, row in _zip([cases(al, i, len(rows)) for i in index], source):
         for k in range(len(rows)):
-            rows[k] = each(lambda a, b, c=c[k]: al.where(c, a, b), row, rows[k])
+            _put(rows, k, each(lambda a, b, c=c[k]: al.where(c, a, b), row, rows[k]))
     return np.moveaxis(rows, 0, dim)
 
 
@@ -115,7 +120,7 @@ def _index_fill(al: Numbers, given: Given) -> Array:
     rows, value = np.moveaxis(x, dim, 0).copy(), given["value"]
     for i in given["index"].reshape(-1):
         for k, c in enumerate(cases(al, i, len(rows), wraps=True)):
-            rows[k] = each(lambda a, b, c=c: al.where(c, a, b), value, rows[k])
+            _put(rows, k, each(lambda a, b, c=c: al.where(c, a, b), value, rows[k]))
     return np.moveaxis(rows, 0, dim)
 
 
@@ -227,7 +232,7 @@ def _index_put(al: Numbers, given: Given) -> Array:
             for chosen, k in zip(every, to, strict=True):
                 condition = al.both(condition, chosen[k])
             new = each(al.add, rows[to], values[at]) if accumulate else values[at]
-            rows[to] = each(lambda a, b, c=condition: al.where(c, a, b), new, rows[to])
+            _put(rows, to, each(lambda a, b, c=condition: al.where(c, a, b), new, rows[to]))
     return np.moveaxis(rows, range(len(indexed.at)), indexed.at)
 
 

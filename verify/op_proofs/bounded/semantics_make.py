@@ -70,18 +70,8 @@ def _stack(al: Numbers, given: Given) -> Array:
     return np.stack(tensors, axis=given["dim"] % (tensors[0].ndim + 1))
 
 
-def _reshaped(al: Numbers, given: Given) -> Array:
-    found: Array = given["self"].reshape(given.shape)
-    return found
-
-
 def _repeat(al: Numbers, given: Given) -> Array:
     return np.tile(given["self"], tuple(given["repeats"]))
-
-
-def _repeat_interleave(al: Numbers, given: Given) -> Array:
-    x, dim = given["self"], given["dim"]
-    return np.repeat(x, given["repeats"], axis=None if dim is None else dim)
 
 
 def _flip(al: Numbers, given: Given) -> Array:
@@ -160,10 +150,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.copy.default": _copy,
         "aten.cat.default": _cat,
         "aten.stack.default": _stack,
-        "aten.reshape.default": _reshaped,
-        "aten._unsafe_view.default": _reshaped,
         "aten.repeat.default": _repeat,
-        "aten.repeat_interleave.self_int": _repeat_interleave,
         "aten.flip.default": _flip,
         "aten.roll.default": _roll,
         "aten.constant_pad_nd.default": _constant_pad,

@@ -47,10 +47,6 @@ def _hardsigmoid(al: Numbers, x: Element) -> Element:
     return al.divide(clamped(al, al.add(x, 3), 0, 6), 6)
 
 
-def _is_float(al: Numbers, x: Element) -> Element:
-    return al.equal(x, x)  # real numbers are finite
-
-
 _UNARY: Mapping[str, Callable[[Numbers, Element], Element]] = MappingProxyType(
     {
         "neg": lambda al, x: al.negative(x),
@@ -59,7 +55,6 @@ _UNARY: Mapping[str, Callable[[Numbers, Element], Element]] = MappingProxyType(
         "sign": lambda al, x: al.sign(x),
         "relu": _relu,
         "reciprocal": lambda al, x: al.reciprocal(x),
-        "square": lambda al, x: al.multiply(x, x),
         "rsqrt": _rsqrt,
         "sigmoid": sigmoid,
         "silu": _silu,
@@ -71,9 +66,7 @@ _UNARY: Mapping[str, Callable[[Numbers, Element], Element]] = MappingProxyType(
         "floor": lambda al, x: al.floor(x),
         "ceil": lambda al, x: al.negative(al.floor(al.negative(x))),
         "logical_not": lambda al, x: al.opposite(al.cast(x, "bool")),
-        "isnan": lambda al, x: al.opposite(_is_float(al, x)),
-        "isinf": lambda al, x: al.opposite(_is_float(al, x)),
-        "isfinite": _is_float,
+        "isnan": lambda al, x: al.opposite(al.equal(x, x)),  # real numbers are no NaN
         **{
             name: (lambda al, x, name=name: al.function(name, x))
             for name in ("exp log sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf lgamma".split())
@@ -109,6 +102,11 @@ _BINARY: Mapping[str, Callable[[Numbers, Element, Element], Element]] = MappingP
         "le": lambda al, a, b: al.less_equal(a, b),
         "gt": lambda al, a, b: al.less(b, a),
         "ge": lambda al, a, b: al.less_equal(b, a),
+    }
+)
+
+_BINARY_DEFAULT: Mapping[str, Callable[[Numbers, Element, Element], Element]] = MappingProxyType(
+    {
         "maximum": lambda al, a, b: al.maximum(a, b),
         "minimum": lambda al, a, b: al.minimum(a, b),
         "logical_and": _both,
@@ -324,11 +322,9 @@ def _same(al: Numbers, given: Given) -> Any:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **{f"aten.{name}.default": _unary(function) for name, function in _UNARY.items()},
-        **{
-            key: rule
-            for name, function in _BINARY.items()
-            for key, rule in _overloads(name, _binary(function), "Tensor Scalar default").items()
-        },
+        **{f"aten.{name}.Tensor": _binary(function) for name, function in _BINARY.items()},
+        **{f"aten.{name}.Scalar": _binary(function) for name, function in _BINARY.items()},
+        **{f"aten.{name}.default": _binary(function) for name, function in _BINARY_DEFAULT.items()},
         **_overloads("bitwise_and", _on_bools(_both), "Tensor Scalar"),
         **_overloads("bitwise_or", _on_bools(_either), "Tensor Scalar"),
         **_overloads("bitwise_xor", _on_bools(_one_of), "Tensor Scalar"),
@@ -361,7 +357,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_overloads("_to_copy", _same, "default"),
         **_overloads("lift_fresh", _same, "default"),
         **_overloads("lift_fresh_copy", _same, "default"),
-        **_overloads("contiguous", _same, "default"),
     }
 )
 

@@ -44,18 +44,12 @@ def variance_of(al: Numbers, items: Sequence[Element], correction: Element) -> E
 
 def _variance(al: Numbers, given: Given) -> Array:
     x = given["self"]
-    correction = _correction(given)
+    correction = given.get("correction", 1)
     return over(x, whole_dims(given.get("dim"), x.ndim), lambda row: variance_of(al, row, correction), given.shape)
 
 
 def _variance_and_mean(al: Numbers, given: Given) -> tuple[Array, Array]:
     return _variance(al, given), _mean(al, given)
-
-
-def _correction(given: Given) -> Element:
-    if "unbiased" in given.arguments:
-        return int(given["unbiased"])
-    return given.get("correction", 1)
 
 
 def _largest(al: Numbers, given: Given) -> Array:
@@ -152,8 +146,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.mean.default": _mean,
         "aten.mean.dim": _mean,
         "aten.var.correction": _variance,
-        "aten.var.default": _variance,
-        "aten.var.dim": _variance,
         "aten.var_mean.correction": _variance_and_mean,
         "aten.amax.default": _largest,
         "aten.amin.default": _smallest,

@@ -30,7 +30,7 @@ def variants(spec: OperatorSpec, signature: Signature, wanted: Mapping[str, int]
     assert bound is not None
     seen: list[Call] = []
     for sizes in _tables(bound, wanted):
-        for follow in (True, False):
+        for follow in ("first", "numbers", "last", ""):
             call = _resized(spec, signature.call, bound, sizes, follow)
             if call is not None and call not in seen:
                 seen.append(call)
@@ -83,11 +83,11 @@ def _in_order(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _resized(
-    spec: OperatorSpec, call: Call, bound: BoundAnnotation, sizes: Mapping[str, int], follow: bool
+    spec: OperatorSpec, call: Call, bound: BoundAnnotation, sizes: Mapping[str, int], follow: str
 ) -> Call | None:
-    """The call with tensors of these sizes; `follow`: integers that were sizes become the new ones."""
+    """The call with tensors of these sizes. `follow`: which integers that were sizes become the new ones: all, or
+    only those that stand alone ("numbers"); and which identifier a size is taken for that several have."""
     shapes: list[tuple[int, ...]] = []
-    table: dict[int, int] = {}
     for tensor, operand in zip(call.tensors(), bound.inputs, strict=True):
         if operand is None:
             shapes.append(tensor.shape)
@@ -96,20 +96,19 @@ def _resized(
         if len(shape) != len(tensor.shape):
             return None
         shapes.append(shape)
-    for operand in (*bound.inputs, *bound.outputs):
-        _remember(operand, sizes, table)
+    table = _new_sizes(bound, sizes, last=follow == "last")
     named = {n: sizes[n] for n in size_arguments(spec, call) if n in sizes}
-    results = [(_shape(o, None), _shape(o, sizes)) for o in bound.outputs if o is not None]
+    results = [*_parts(bound, sizes), *((o.shape, _shape(o, sizes)) for o in bound.outputs if o is not None)]
 
-    def convert(value: Any) -> Any:
+    def convert(value: Any, alone: bool = True) -> Any:
         if isinstance(value, TensorArgument):
             return TensorArgument(value.index, shapes[value.index], value.dtype)
         if isinstance(value, list | tuple):
             listed = _sizes_of_result(value, results)
-            return type(value)(convert(item) for item in value) if listed is None else type(value)(listed)
-        if follow and isinstance(value, int) and not isinstance(value, bool):
-            return table.get(value, value)
-        return value
+            return type(value)(convert(v, False) for v in value) if listed is None else type(value)(listed)
+        if not isinstance(value, int) or isinstance(value, bool) or not follow or (follow == "numbers" and not alone):
+            return value
+        return -table.get(-value, -value) if value < -1 else table.get(value, value)
 
     positions = [p.name for p in spec.parameters]
     args = tuple(
@@ -121,7 +120,8 @@ def _resized(
 def _sizes_of_result(
     value: Sequence[Any], results: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[int] | None:
-    """The new sizes for a list that has the sizes of neighbouring dims of a result, -1 for one that is inferred."""
+    """The new sizes for a list that has the sizes of neighbouring dims of a result (-1 for one that is inferred), or of
+    the parts of a concatenation."""
     if len(value) < 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
         return None
     for old, new in results:
@@ -132,8 +132,17 @@ def _sizes_of_result(
     return None
 
 
-def _shape(operand: BoundOperand, sizes: Mapping[str, int] | None) -> tuple[int, ...]:
-    return operand.shape if sizes is None else tuple(_size(dim, sizes) for dim in operand.dims)
+def _parts(bound: BoundAnnotation, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Old and new sizes of what is concatenated."""
+    for operand in (*bound.inputs, *bound.outputs):
+        for dim in operand.dims if operand is not None else ():
+            if dim.concat:
+                new = tuple(f.size if f.identifier is None else sizes[f.identifier] for f in dim.factors)
+                yield tuple(f.size for f in dim.factors), new
+
+
+def _shape(operand: BoundOperand, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(_size(dim, sizes) for dim in operand.dims)
 
 
 def _size(dim: BoundDim, sizes: Mapping[str, int]) -> int:
@@ -141,13 +150,16 @@ def _size(dim: BoundDim, sizes: Mapping[str, int]) -> int:
     return sum(found) if dim.concat else prod(found)
 
 
-def _remember(operand: BoundOperand | None, sizes: Mapping[str, int], table: dict[int, int]) -> None:
-    """Old size -> new size, of whole dims first and of their factors."""
-    for dim in operand.dims if operand is not None else ():
-        table.setdefault(dim.size, _size(dim, sizes))
-        for factor in dim.factors:
-            if factor.identifier is not None:
-                table.setdefault(factor.size, sizes[factor.identifier])
+def _new_sizes(bound: BoundAnnotation, sizes: Mapping[str, int], last: bool) -> dict[int, int]:
+    """Old size -> new size, of whole dims and of their factors; of several that were equal the first or the last."""
+    found: dict[int, int] = {}
+    for operand in (*bound.inputs, *bound.outputs):
+        for dim in operand.dims if operand is not None else ():
+            pairs = [(f.size, sizes[f.identifier]) for f in dim.factors if f.identifier is not None]
+            for old, new in ((dim.size, _size(dim, sizes)), *pairs):
+                if last or old not in found:
+                    found[old] = new
+    return found
 
 
 def _without_outputs(call: Call) -> Call:

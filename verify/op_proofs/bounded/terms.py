@@ -233,10 +233,12 @@ class Terms(Numbers):
         return self._polynomial(a) if have == "bool" else self.truncated(a)
 
     def same(self, a: Element, b: Element) -> bool:
-        if isinstance(a, Polynomial) and isinstance(b, Polynomial):
-            return a is b or a.items == b.items
-        if self.symbolic(a) or self.symbolic(b):
-            return isinstance(a, Formula) and a == b
+        if a is b:
+            return True
+        if isinstance(a, Formula) or isinstance(b, Formula):
+            return a == b
+        if isinstance(a, Polynomial) or isinstance(b, Polynomial):
+            return not self.difference(a, b).items
         return super().same(a, b)
 
     def _polynomial(self, a: Element) -> Polynomial:
@@ -258,7 +260,7 @@ class Terms(Numbers):
     # Tables
 
     def _atom(self, atom: Atom, key: Hashable) -> Polynomial:
-        found = self._atom_numbers.setdefault((atom.what, key), len(self.atoms))
+        found = self._atom_numbers.setdefault((atom.what, atom.real, key), len(self.atoms))
         if found == len(self.atoms):
             self.atoms.append(atom)
         return self._counted(Polynomial({(found,): 1}, atom.real))

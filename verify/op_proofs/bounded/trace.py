@@ -6,9 +6,10 @@ offset and strides, so that views need no rules of their own, and a write throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verify.op_checks.concrete import dtype_name, outputs_of, plain_of
 from verify.op_proofs.bounded.errors import Unsupported
+
+
+_DTYPES = frozenset("bool int32 int64 float16 bfloat16 float32 float64".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
 
     Raises Unsupported where the trace would not be the whole story, and whatever the function raises.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [blank.make() for blank in blanks]
         args, kwargs = prepare(inputs)
         recorder, watch = _Recorder(), _Watch()
@@ -94,7 +98,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
         outputs, plain = outputs_of(result), plain_of(result)
         forward, recorder.in_forward = len(recorder.steps), False
         ends = [recorder.place(t) if t is not None else None for t in outputs]
-        untrue = watch.seen or recorder.untrue or _custom_function(outputs)
+        untrue = _custom_function(outputs) or watch.seen or recorder.untrue
         seeds = [torch.empty_like(t) if t is not None and t.requires_grad else None for t in outputs]
         cotangents = [recorder.place(t) if t is not None else None for t in seeds]
         with recorder:
@@ -112,6 +116,18 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
         plain,
         untrue,
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of what raises on fake tensors: it is an answer here, not an accident."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _gradients(
@@ -150,8 +166,15 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(function, "__name__", "")
-        if name in ("detach", "detach_", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
+        name = getattr(function, "__name__", "").split(".")[0]
+        copied = name in ("tensor", "new_tensor") and any(isinstance(a, Tensor) for a in args[name == "new_tensor" :])
+        if copied or name in (
+            "detach",
+            "detach_",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "requires_grad_",
+        ):
             self.seen = f"it calls `{name}`"
         elif name == "__get__" and function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             self.seen = "it uses `.data`"
@@ -175,11 +198,6 @@ class _Recorder(TorchDispatchMode):
         self.in_forward = True
         self._store = _Store()
         self._real: dict[int, Tensor] = {}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, value, traceback)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -207,8 +225,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def place(self, tensor: Tensor) -> Place:
-        """Where the tensor lies. Raises Unsupported for a layout without strides, and for complex numbers."""
-        if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
+        """Where the tensor lies. Raises Unsupported for a layout without strides, for complex numbers and for integers
+        that are so short that they overflow."""
+        if tensor.layout is not torch.strided or dtype_name(tensor.dtype) not in _DTYPES:
             raise Unsupported(f"a tensor of {dtype_name(tensor.dtype)}, {str(tensor.layout).removeprefix('torch.')}")
         key = _identity(tensor)
         if key not in self._store.number:

@@ -78,7 +78,7 @@ def rule_of(overload: Any) -> Rule | None:
 def conclude(call: RuleCall) -> tuple[State, ...]:
     """The states of the outputs: never more than is true, whatever the rule says. Does not raise."""
     overload = call.overload
-    if overload.namespace != "aten":
+    if overload.namespace not in _NAMESPACES:
         return unknown(call, "not an ATen operator")
     if torch.Tag.nondeterministic_seeded in overload.tags and call.arguments.get("dropout_p") != 0.0:
         return unknown(call, "draws random numbers")
@@ -109,6 +109,7 @@ def _without_rule(call: RuleCall) -> tuple[State, ...]:
     return unknown(call, "has no rule")
 
 
+_NAMESPACES = ("aten", "nnscaler_proofs")
 _UNDEFINED = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.new_empty_strided.default"})
 
 

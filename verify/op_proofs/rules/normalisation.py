@@ -50,7 +50,7 @@ def _batch_norm(call: RuleCall) -> tuple[State, ...]:
     """In training statistics run over all but channels; otherwise the stored ones are used, entry by entry."""
     labels = _channels(call, call["training"])
     inputs: dict[str, Labels] = {"input": labels}
-    inputs |= dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ["c"])
+    inputs |= {name: ["c"] for name in ("weight", "bias", "running_mean", "running_var")}
     states = labelled(call, Labelled(inputs, [labels, *[["c"]] * (len(call.outputs) - 1)]))
     if call["training"] or isinstance(states[0], Unknown):
         return states
@@ -61,7 +61,7 @@ def _batch_norm_backward(call: RuleCall) -> tuple[State, ...]:
     labels = _channels(call, call["train"])
     inputs: dict[str, Labels] = dict.fromkeys(("grad_out", "input"), labels)
     of_channels = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
-    inputs |= dict.fromkeys(of_channels, ["c"])
+    inputs |= {name: ["c"] for name in of_channels}
     rows = [name for name in labels if name not in (None, "c")]
     given = dict(call.arguments)
     if not call["train"]:

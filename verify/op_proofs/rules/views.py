@@ -79,7 +79,7 @@ def _transposed(call: RuleCall, ndim: int) -> list[int | None]:
     return [b if d == a else a if d == b else d for d in range(ndim)]
 
 
-def _reversed(call: RuleCall, ndim: int) -> list[int | None]:
+def _reversed(_: RuleCall, ndim: int) -> list[int | None]:
     return [ndim - 1 - d for d in range(ndim)]
 
 

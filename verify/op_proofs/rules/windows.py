@@ -7,57 +7,23 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from verify.op_proofs.rules.call import Operand, Rule, RuleCall, unknown
+from verify.op_proofs.rules.grouped import Straddles, grouped, regrouped
 from verify.op_proofs.rules.labelled import Labelled, Labels, labelled, letters
 from verify.op_proofs.rules.products import plus
-from verify.op_proofs.sizes import Size, quotient
-from verify.op_proofs.states import Shard, State
-
-
-class _Straddles(Exception):
-    """A split that is neither of whole groups nor within each of them."""
-
-
-def _grouped(operand: Operand, dim: int, groups: Size, call: RuleCall) -> Operand:
-    """The operand with its channels seen as two dims, (groups, channels of one)."""
-    size = operand.sizes[dim]
-    inner = quotient(size, groups)
-    if inner is None:
-        raise _Straddles(f"{size} channels in {groups} groups")
-    sizes = (*operand.sizes[:dim], groups, inner, *operand.sizes[dim + 1 :])
-    state = operand.state
-    if isinstance(state, Shard):
-        if state.sections:
-            raise _Straddles("channels that are concatenated")
-        if state.dim > dim:
-            state = Shard(state.dim + 1, state.outer)
-        elif state.dim == dim and not call.is_split(groups):
-            outer = None if state.outer is None else quotient(state.outer, groups)
-            if outer is None and state.outer is not None:
-                raise _Straddles("a split that straddles groups")
-            state = Shard(dim + 1, outer)
-    return Operand(sizes, operand.dtype, state)
-
-
-def _regrouped(state: State, dim: int, groups: Size) -> State:
-    """The state of a tensor whose dims `dim` and `dim + 1` become one again."""
-    if not isinstance(state, Shard) or state.dim <= dim:
-        return state
-    if state.dim == dim + 1:
-        return Shard(dim, None if state.outer is None else state.outer * groups)
-    return Shard(state.dim - 1, state.outer)
+from verify.op_proofs.states import State
 
 
 def _product(call: RuleCall, operands: Mapping[str, tuple[Operand, int, str]], result: tuple[str, int]) -> State:
     """A product of tensors with grouped channels. Operands by name: (tensor, dim of its channels, letters of dims
     with groups seen as a dim of its own, `.` for places); `result`: (letters, dim of channels)."""
     groups = call["groups"]
-    arguments = {name: _grouped(o, dim, groups, call) for name, (o, dim, _) in operands.items()}
+    arguments = {name: grouped(o, dim, groups, call) for name, (o, dim, _) in operands.items()}
     labels: dict[str, Labels] = {name: _letters(text) for name, (_, _, text) in operands.items()}
     out = _letters(result[0])
     used = {name for own in labels.values() for name in own if name is not None}
     how = Labelled(labels, [out], used - {*out}, [[name] for name in operands])
     (state,) = labelled(RuleCall(call.overload, arguments, (None,), call.split), how)
-    return _regrouped(state, result[1], groups)
+    return regrouped(state, result[1], groups)
 
 
 def _letters(text: str) -> list[str | None]:
@@ -76,7 +42,7 @@ def _convolution(call: RuleCall) -> tuple[State, ...]:
     operands = {"input": (x, 1, f"bgc{places}"), "weight": (weight, 0, _weight_letters(call))}
     try:
         state = _product(call, operands, (f"bgo{places}", 1))
-    except _Straddles as reason:
+    except Straddles as reason:
         return unknown(call, str(reason))
     bias = call.operand("bias")
     column = None if bias is None else Operand((*bias.sizes, *[1] * (x.ndim - 2)), bias.dtype, bias.state)
@@ -94,7 +60,7 @@ def _convolution_backward(call: RuleCall) -> tuple[State, ...]:
             _product(call, {"grad_output": g, "input": (x, 1, f"bgc{places}")}, (of_weight, 0)),
             _product(call, {"grad_output": g}, ("go", 0)),
         ]
-    except _Straddles as reason:
+    except Straddles as reason:
         return unknown(call, str(reason))
     return tuple(states)
 

@@ -1,0 +1,107 @@
+"""What is right is proved: operators whose call is rewritten for each rank, and index arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from op_registry.builtin import SPECS
+from op_registry.spec import SchemaParameter
+
+from tests.verify.op_proofs_bounded.operators import call_of, floats, proofs_of, prove, prove_function, spec_of
+
+REWRITTEN = [s.name for s in SPECS if s.localize is not None and not s.name.startswith("aten.conv")]
+OTHERS = [
+    *("nnscaler.ce_max", "nnscaler.ce_sumexp", "nnscaler.ce_tail", "nnscaler.ce_count", "aten.narrow.default"),
+    *("aten.select.int", "aten.select_scatter.default", "aten.index_select.default", "aten.gather.default"),
+    *("aten.scatter_add.default", "aten.index_add.default", "aten.index_copy.default", "aten.cat.default"),
+    *("aten.roll.default", "aten.flip.default", "aten.tril.default", "aten.triu.default", "aten.im2col.default"),
+    *("aten.pixel_shuffle.default", "aten.pixel_unshuffle.default", "aten.constant_pad_nd.default"),
+    *("aten.view.default", "aten.stack.default", "aten.scatter.value", "aten.unbind.int"),
+]
+
+
+@pytest.mark.parametrize("name", [*REWRITTEN, *OTHERS])
+def test_built_in(name: str) -> None:
+    proofs = proofs_of(name)
+    assert proofs
+    refused = {key: proof.reason for key, proof in proofs.items() if not proof.proved and "[0," not in key[0]}
+    assert not refused
+    assert not any(proof.counter_example for proof in proofs.values())
+
+
+@pytest.mark.parametrize("target", ["b", "o", "c", "g", frozenset({0, 2}), frozenset({1, 2})])
+@pytest.mark.parametrize("name", ["conv1d", "conv_transpose1d"])
+def test_convolution_in_groups(name: str, target: str | frozenset[int]) -> None:
+    weight = floats(24, 2, 3) if name == "conv1d" else floats(12, 4, 3)
+    concrete = call_of(f"aten.{name}.default", floats(6, 12, 7), weight, floats(24), [1], [1], **_in_groups(name))
+    proof = prove(spec_of(f"aten.{name}.default"), concrete, target)
+    assert proof.proved, proof.reason
+    assert proof.gradients == "computed"
+
+
+def _in_groups(name: str) -> dict[str, int]:
+    return {"groups": 6}
+
+
+def test_what_a_proof_says() -> None:
+    weight, ids = floats(24, 18), torch.randint(0, 24, (6, 12))
+    proof = prove(spec_of("aten.embedding.default"), call_of("aten.embedding.default", weight, ids, 5), "v")
+    assert proof.proved
+    assert proof.gradients == "computed"  # padding_idx is no derivative, so no theorem would do
+    assert proof.sizes["v"] == 6  # three shards of two rows, and two of three
+    assert proof.counter_example is None
+    assert 0 < proof.seconds < 5
+
+
+def test_softmax_of_rows_and_not_of_columns() -> None:
+    for target, holds in (("a", True), ("b", False)):
+        proof = prove_function(lambda x: x.softmax(1), "a b -> a b", target, floats(12, 6))
+        assert proof.proved == holds
+        assert (proof.counter_example is not None) != holds
+
+
+def test_gradient_by_theorem() -> None:
+    proof = prove_function(lambda x: torch.nn.functional.softplus(x), "a b -> a b", "a", floats(12, 6))
+    assert proof.proved
+    assert proof.gradients == "by theorem"
+
+
+def test_attention_by_heads() -> None:
+    def attention(x: torch.Tensor, w: torch.Tensor, heads: int) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = (x @ w.t()).view(b, s, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return (weights @ v).transpose(1, 2).reshape(b, s, -1)
+
+    annotation = "b s^ m^, (3 heads d^) m^ -> b s^ (heads d^)"
+    parameters = tuple(SchemaParameter(name, name != "heads") for name in ("x", "w", "heads"))
+    for target in ("b", "heads"):
+        arguments = (floats(6, 3, 4), floats(36, 4), 6)
+        proof = prove_function(attention, annotation, target, *arguments, parameters=parameters)
+        assert proof.proved, proof.reason
+
+
+def test_a_user_operator_with_index_arithmetic() -> None:
+    """A rotary position embedding that computes positions from a start."""
+    from op_registry.builtin.embedding import block_start
+    from op_registry.call import Call
+
+    def rotated(x: torch.Tensor, start: int) -> torch.Tensor:
+        position = torch.arange(x.shape[0], dtype=x.dtype) + start
+        angle = position[:, None] * 0.1
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def shifted(call, shards):  # type: ignore[no-untyped-def]
+        x, start = call.args
+        return Call(call.operator, (x, block_start("s", x.shape[0], shards["s"]) + start))
+
+    contiguous = frozenset({"s"})
+    right = prove_function(
+        rotated, "s (2 d^) -> s (2 d^)", "s", floats(12, 8), 3, localize=shifted, contiguous=contiguous
+    )
+    assert right.proved, right.reason
+    wrong = prove_function(rotated, "s (2 d^) -> s (2 d^)", "s", floats(12, 8), 3, contiguous=contiguous)
+    assert not wrong.proved
+    assert wrong.counter_example is not None

@@ -1,0 +1,41 @@
+"""Channels in groups: one dim `(g c)` seen as two, and back."""
+
+from __future__ import annotations
+
+from verify.op_proofs.rules.call import Operand, RuleCall
+from verify.op_proofs.sizes import Size, quotient
+from verify.op_proofs.states import Shard, State
+
+
+class Straddles(Exception):
+    """A split that is neither of whole groups nor within each of them."""
+
+
+def grouped(operand: Operand, dim: int, groups: Size, call: RuleCall) -> Operand:
+    """The operand with its channels seen as two dims, (groups, channels of one)."""
+    size = operand.sizes[dim]
+    inner = quotient(size, groups)
+    if inner is None:
+        raise Straddles(f"{size} channels in {groups} groups")
+    sizes = (*operand.sizes[:dim], groups, inner, *operand.sizes[dim + 1 :])
+    state = operand.state
+    if isinstance(state, Shard):
+        if state.sections:
+            raise Straddles("channels that are concatenated")
+        if state.dim > dim:
+            state = Shard(state.dim + 1, state.outer)
+        elif state.dim == dim and not call.is_split(groups):
+            outer = None if state.outer is None else quotient(state.outer, groups)
+            if outer is None and state.outer is not None:
+                raise Straddles("a split that straddles groups")
+            state = Shard(dim + 1, outer)
+    return Operand(sizes, operand.dtype, state)
+
+
+def regrouped(state: State, dim: int, groups: Size) -> State:
+    """The state of a tensor whose dims `dim` and `dim + 1` become one again."""
+    if not isinstance(state, Shard) or state.dim <= dim:
+        return state
+    if state.dim == dim + 1:
+        return Shard(dim, None if state.outer is None else state.outer * groups)
+    return Shard(state.dim - 1, state.outer)

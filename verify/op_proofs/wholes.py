@@ -1,0 +1,137 @@
+"""Composite operators that a trace keeps whole, with their backwards.
+
+torch picks between kernels by sizes (attention), or takes numbers that are no symbols (groups): followed into its
+kernels, a proof would hold for the sizes of the sample only. So these operators have a rule of their own, and their
+backwards too. They are operators of a library of this package, which really run: a test compares them with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import group_norm, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+NAMESPACE = "nnscaler_proofs"
+
+_ATTENTION = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa"
+_GROUP_NORM = "Tensor input, SymInt num_groups, Tensor? weight, Tensor? bias, float eps"
+_SCHEMAS = (
+    f"attention({_ATTENTION}) -> Tensor",
+    f"attention_backward(Tensor grad, {_ATTENTION}) -> Tensor[]",
+    f"group_norm({_GROUP_NORM}) -> Tensor",
+    f"group_norm_backward(Tensor grad, {_GROUP_NORM}) -> Tensor[]",
+)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, scale: Any, gqa: bool) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+
+
+def _backward(forward: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    """The gradients of the floating tensors among the arguments, in their order."""
+
+    def backward(gradient: Tensor, *args: Any) -> list[Tensor]:
+        with torch.enable_grad():
+            given = [_leaf(a) for a in args]
+            return list(torch.autograd.grad(forward(*given), differentiable(given), gradient, materialize_grads=True))
+
+    return backward
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, Tensor) else value
+
+
+def differentiable(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors that gradients are given for."""
+    return [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+
+
+@cache
+def library() -> Any:
+    """The operators of this file, registered with torch once."""
+    found = torch.library.Library(NAMESPACE, "DEF")
+    for schema in _SCHEMAS:
+        found.define(schema)
+    for name, forward in (("attention", _attention), ("group_norm", group_norm)):
+        found.impl(name, forward, "CPU")
+        found.impl(f"{name}_backward", _backward(forward), "CPU")
+    return found
+
+
+def overload(name: str) -> Any:
+    """An operator of the library."""
+    library()
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+class _Whole(torch.autograd.Function):
+    """One step forward, one step backward."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *args: Any) -> Any:
+        ctx.name, ctx.arguments = name, args
+        return overload(name)(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = iter(overload(f"{ctx.name}_backward")(gradients[0], *ctx.arguments))
+        wanted = [isinstance(a, Tensor) and a.is_floating_point() for a in ctx.arguments]
+        return (None, *(next(found) if w else None for w in wanted))
+
+
+def _apply(*args: Any) -> Any:
+    return _Whole.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def _whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p != 0.0:
+        return NotImplemented
+    return _apply("attention", query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def _whole_group_norm(
+    input: Tensor,  # noqa: A002 - torch's name
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,  # noqa: ARG001 - torch's parameter, which does not matter here
+) -> Any:
+    return _apply("group_norm", input, num_groups, weight, bias, eps)
+
+
+class KeepWhole(TorchFunctionMode):
+    """Runs the operators of this file in place of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Mapping[Any, Callable[..., Any]] = {
+            scaled_dot_product_attention: _whole_attention,
+            torch.ops.aten.scaled_dot_product_attention.default: _whole_attention,
+            group_norm: _whole_group_norm,
+            torch.group_norm: _whole_group_norm,
+            torch.ops.aten.group_norm.default: _whole_group_norm,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        whole = self.kept.get(func)
+        found = NotImplemented if whole is None else whole(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
