@@ -23,7 +23,7 @@ from verify.op_checks.findings import unusable
 from verify.op_checks.options import OpOptions
 from verify.op_checks.reproduce import reproduce_line
 from verify.op_checks.target import find_operator
-from verify.op_checks.verification import Verification
+from verify.op_checks.verification import Reproduce, Verification
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
@@ -49,16 +49,16 @@ def verify_op(operator: Any, *, annotation: str | Callable[..., Any] | None = No
 def verify_spec(
     spec: OperatorSpec,
     options: OpOptions | None = None,
-    reproduce: str | None = None,
+    reproduce: Reproduce | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """As `verify_op`, for an operator's record, in this process.
 
-    `reproduce`: the line that findings give. `progress` is told what runs, before it runs.
+    `reproduce`: gives the line that findings show. `progress` is told what runs, before it runs.
     """
     started = time.perf_counter()
     options = options or OpOptions()
-    verification = Verification(spec, options, progress)
+    verification = Verification(spec, options, progress, reproduce)
     checks: list[Check] = verification.checks
     findings: list[Finding] = verification.findings
     try:
@@ -77,7 +77,7 @@ def verify_spec(
         setting,
         options.seed,
         tuple(checks),
-        tuple(f.with_reproduce(reproduce) for f in findings),
+        tuple(f.with_reproduce(reproduce(f.code, None) if reproduce is not None else None) for f in findings),
         tuple(verification.notes),
         {**environment(), "dtype": "float64"},
         time.perf_counter() - started,

@@ -162,13 +162,14 @@ class _Table:
         return any(o is not None and s == o.shape for s, o in zip(shapes, self.trial.outputs, strict=False))
 
     def _terms(self, places: dict[int, Sharded]) -> Iterator[tuple[int, ...]]:
-        """Operands to hand in as terms of a sum: none, one, two, all that may be."""
+        """Operands to hand in as terms of a sum: none, one, two, three, all that may be."""
         yield ()
         others = [i for i in self._additive if i not in places]
         for i in others:
             yield (i,)
         yield from combinations(others[:6], 2)
-        if len(others) > 2:
+        yield from combinations(others[:6], 3)
+        if len(others) > 3:
             yield tuple(others)
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from op_registry.annotation.rules import parse_checked
 from op_registry.bind_call import bind_call, linear_sets, size_arguments
 from op_registry.registry import default_registry
 from op_registry.samples import samples_of
@@ -20,11 +21,11 @@ from nnscaler.transform.rules import explain_illegal_choice
 from nnscaler.transform.signature import Signature
 from verify.op_checks.cases import Case, Inputs, uneven_bounds
 from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs
-from verify.op_checks.draw import builtin_call, from_annotation, resize, sample_calls
+from verify.op_checks.draw import builtin_call, choose_sizes, from_annotation, resize, sample_calls
 from verify.op_checks.lay import local_shape, ranks_of
 from verify.op_checks.options import OpOptions
 from verify.op_checks.partition import AXES, Compared, Partition, ShardRaised, compare_partition, make_partition
-from verify.op_checks.preflight import tried_on_meta
+from verify.op_checks.preflight import remembers, tried_on_meta
 from verify.op_checks.random_calls import random_arguments, whole_arguments
 from verify.op_checks.tolerance import Bound, float64_bound, low_bound
 from verify.op_checks.values import refill
@@ -82,6 +83,7 @@ class Runner:
         self._prepared: dict[Inputs, Prepared] = {}
         self._partitions: dict[Any, Partition | str] = {}
         self._tried: set[Any] = set()
+        self._untried: bool | None = None
 
     @property
     def samples(self) -> int:
@@ -103,6 +105,15 @@ class Runner:
             refill(t, inputs.kind if integers or t.is_floating_point() else "given", generator) for t in call.tensors
         )
         return replace(call, tensors=tensors, kind=inputs.kind)
+
+    def first_calls(self) -> list[ConcreteCall]:
+        """A call to look at where none can be run: of the sample inputs, or of the annotation."""
+        if self.samples:
+            return [self.concrete(Inputs(0, (), "given", self.options.seed))]
+        if not isinstance(self.spec.annotation, str):
+            return []
+        sizes = choose_sizes(parse_checked(self.spec.annotation), (), "distinct")
+        return [self.concrete(Inputs(None, tuple(sizes.items()), "normal", self.options.seed))]
 
     def _resized(self, call: ConcreteCall, inputs: Inputs) -> ConcreteCall:
         outputs = [] if self.spec.random else self._outputs(call)
@@ -141,7 +152,7 @@ class Runner:
             self.progress(f"the whole operator on shapes {', '.join(map(str, shapes))}")
         function = self.function(call)
         described = [(tuple(t.shape), t.dtype) for t in call.tensors]
-        tried = False if self.trusted else tried_on_meta(function, call.call, described, {}, {})
+        tried = False if self.keeps_tensors(function, call) else tried_on_meta(function, call.call, described, {}, {})
         if isinstance(tried, Exception):
             raise WholeRaised(tried, shapes)
         try:
@@ -164,6 +175,16 @@ class Runner:
         if dtype == torch.float64 or low is None:
             return Prepared(exact, self._signature(exact), float64_bound(low, exact), tried)
         return Prepared(low, self._signature(low), low_bound(low, exact), tried)
+
+    def keeps_tensors(self, function: Callable[..., Any], call: ConcreteCall) -> bool:
+        """Whether shapes cannot be tried on the meta device, or need not be."""
+        if self._untried is None:
+            described = [(tuple(t.shape), t.dtype) for t in call.tensors]
+            self._untried = self.trusted or remembers(
+                lambda: tried_on_meta(function, call.call, described, {}, {}),
+                lambda: run_whole(function, call, torch.Generator()),
+            )
+        return self._untried
 
     def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> Whole:
         without = frozenset(inputs.without_gradient) | call.constants

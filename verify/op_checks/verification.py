@@ -11,6 +11,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.ir.placement import RunPartial, Split
 from verify.finding import Finding
 from verify.op_checks.audit import audit
+from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
 from verify.op_checks.derivative import check_derivative
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases
@@ -27,6 +28,7 @@ from verify.op_checks.suggest import frozen, suggest
 from verify.report import Check
 from verify.verdict import Verdict, merge
 
+Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line
 AUDITED = 3  # sample calls on which the operator itself is looked at
 _NOTHING_TO_COMPARE = ("random_operator", "not_repeatable", "input_mutated")  # a shard cannot equal the whole then
 
@@ -56,11 +58,18 @@ class Claim:
 class Verification:
     """Collects checks, findings and notes while it runs."""
 
-    def __init__(self, spec: OperatorSpec, options: OpOptions, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        spec: OperatorSpec,
+        options: OpOptions,
+        progress: Callable[[str], None] | None = None,
+        reproduce: Reproduce | None = None,
+    ) -> None:
         self.spec = spec
         self.options = options
         self.runner = Runner(spec, options, progress)
         self.progress = progress
+        self.reproduce = reproduce
         self.checks: list[Check] = []
         self.claims: list[Claim] = []
         self.findings: list[Finding] = []
@@ -70,7 +79,9 @@ class Verification:
     def run(self) -> None:
         """Raises Unusable and AnnotationError where the whole operator cannot be run."""
         started = time.perf_counter()
-        found = bases(self.runner)
+        found = self.bases()
+        if not found:
+            return
         bound = found[0].signature.bound
         self.text = bound.text if bound is not None else ""
         seconds = time.perf_counter() - started
@@ -93,6 +104,21 @@ class Verification:
         for claim in self.claims:
             wanted = [strengths[key] for key in claim.needs if key in strengths]
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, weakest(wanted)))
+
+    def bases(self) -> list[Base]:
+        """Where cases start from. An operator that cannot be run is audited all the same: that it changes its inputs
+        may be why. Raises Unusable."""
+        try:
+            return bases(self.runner)
+        except Unusable:
+            if self.options.safeguards.audit:
+                for call in self.runner.first_calls():
+                    self.probed(audit(self.spec, call, self.options.seed, function=self.runner.function(call)))
+            if any(f.code in _NOTHING_TO_COMPARE for f in self.findings):
+                return []
+            self.checks.clear()
+            self.findings.clear()
+            raise
 
     def proofs(self, found: list[Base]) -> dict[tuple[int, Target], Strength]:
         """(sample call, target) -> how strong the claim is; nothing where proofs are not wanted or tests failed."""
@@ -208,7 +234,10 @@ class Verification:
     ) -> None:
         """Keeps an outcome for its check, and adds its finding. `needs`: what a proof of it has to prove."""
         if outcome.failures:
-            self.findings.append(self.wrong(shrink(self.runner, outcome.failures[0])))
+            smallest = shrink(self.runner, outcome.failures[0])
+            finding = self.wrong(smallest)
+            line = self.reproduce(finding.code, smallest.case) if self.reproduce is not None else None
+            self.findings.append(finding.with_reproduce(line))
         elif self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
         if outcome.half_line:

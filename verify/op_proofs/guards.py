@@ -26,19 +26,19 @@ AT_LEAST_TWO = "no rank holds less than 2 of it"
 
 
 def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted:
-    """Looks at every guard of the trace. `names`: identifiers by their symbols."""
+    """Looks at every guard of the trace (the environment's are `Guards`). `names`: identifiers by their symbols."""
     conditions: dict[str, None] = {}
     for symbol, value in shape_env.replacements.items():
         text = _text(sympy.Eq(symbol, value, evaluate=False), names)
         if symbol in split or split & symbols_of(value):
             return Granted(f"it runs only where {text}")
         conditions[text] = None
-    for guard in shape_env.guards:
+    for guard, own in zip(shape_env.guards, shape_env.guards.own, strict=True):
         expression = reduced(guard.expr)
         if _always(expression, 1) or not symbols_of(expression):
             continue
         if _always(expression, 2):
-            if split & symbols_of(expression):
+            if own and split & symbols_of(expression):
                 conditions[AT_LEAST_TWO] = None
             continue
         text = _text(expression, names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,42 +103,68 @@ class _Prover:
         self.traces: dict[str, _Traced | str] = {}
 
     def prove(self, target: Choice) -> Proof:
-        """The first attempt that proves it, or why the first one did not."""
+        """The proof under the fewest conditions, or why the first attempt failed."""
         reason = ""
+        best: Proof | None = None
         try:
             for call, wanted in self.attempts(target):
-                traced = self.traced(call, wanted)
-                proof = _blocked(target, traced) if isinstance(traced, str) else _follow(self.signature, target, traced)
-                if proof.proved:
-                    return replace(proof, conditions=(*proof.conditions, *self.fixed(wanted)))
+                if best is not None and self.fixed(wanted):
+                    break  # it would hold under more conditions
+                proof = self.attempt(target, call, wanted)
+                if proof.proved and (best is None or len(proof.conditions) < len(best.conditions)):
+                    best = proof
                 reason = reason or proof.blocker
-                if time.thread_time() > self.deadline:
+                if (best is not None and not best.conditions) or time.thread_time() > self.deadline:
                     break
         except NoProof as no_proof:
             reason = reason or str(no_proof)
         except Exception as error:  # noqa: BLE001 - a proof that fails proves nothing
             reason = reason or f"the proof raises {type(error).__name__}: {error}"
-        return _blocked(target, reason)
+        return best or _blocked(target, reason)
+
+    def attempt(self, target: Choice, call: Call | None, wanted: frozenset[str]) -> Proof:
+        """The proof by one trace."""
+        traced = self.traced(call, wanted)
+        if isinstance(traced, str):
+            return _blocked(target, traced)
+        proof = _follow(self.signature, target, traced)
+        return replace(proof, conditions=(*proof.conditions, *self.fixed(wanted))) if proof.proved else proof
 
     def attempts(self, target: Choice) -> Iterator[tuple[Call | None, frozenset[str]]]:
         """Calls to trace, with the identifiers that get symbols: all of them; those that may be split; its own."""
         bound = self.signature.bound
         assert bound is not None
-        calls: list[Call | None] = [None]
+        calls: list[Call | None] = [*self.followed(), None]
         together: frozenset[str] = frozenset()
         if isinstance(target, Split):
             together = frozenset(bound.tied.get(target.identifier, (target.identifier,)))
-            calls = [whole_call(self.spec, self.concrete, self.signature, target.identifier)]
+            own = whole_call(self.spec, self.concrete, self.signature, target.identifier)
+            calls = calls if own is None else [own]
         every = frozenset(bound.sizes)
         free = frozenset(self.signature.identifiers)
         for wanted in dict.fromkeys((every, free | together, together)):
             for call in calls:
                 yield call, wanted
 
+    def followed(self) -> tuple[Call, ...]:
+        """What hooks make of the call, sizes and all: it serves for what they do not touch as well."""
+        if self.spec.localize is None:
+            return ()
+        found: dict[str, Call] = {}
+        for target in targets(self.signature):
+            if isinstance(target, Split):
+                with suppress(NoProof):
+                    call = whole_call(self.spec, self.concrete, self.signature, target.identifier)
+                    if call is not None:
+                        found.setdefault(repr(call), call)
+        return tuple(found.values())[:1]
+
     def fixed(self, wanted: frozenset[str]) -> tuple[str, ...]:
         """The sizes that a proof was made for, of identifiers without a symbol."""
         assert self.signature.bound is not None
-        return tuple(f"{name} == {size}" for name, size in self.signature.bound.sizes.items() if name not in wanted)
+        return tuple(
+            f"{name} == {size}" for name, size in self.signature.bound.sizes.items() if name not in wanted and size > 1
+        )
 
     def traced(self, call: Call | None, wanted: frozenset[str]) -> _Traced | str:
         """The trace, or why there is none."""

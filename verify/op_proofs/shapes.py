@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verify.op_proofs.rules.call import arguments_of
-from verify.op_proofs.wholes import differentiable
+from verify.op_proofs.wholes import INTERPOLATED, NEAREST, differentiable
 
 Arguments = Mapping[str, Any]
 
@@ -109,7 +109,7 @@ def _resized_back(arguments: Arguments) -> Tensor:
     return _empty(arguments["input_size"], arguments["grad_output"])
 
 
-_RESIZES = "nearest1d nearest2d linear1d bilinear2d bicubic2d".split()
+_RESIZES = (*NEAREST, *INTERPOLATED)
 
 _SHAPES: Mapping[str, Callable[[Arguments], Tensor | list[Tensor]]] = MappingProxyType(
     {
@@ -126,7 +126,7 @@ _SHAPES: Mapping[str, Callable[[Arguments], Tensor | list[Tensor]]] = MappingPro
         "aten.constant_pad_nd.default": _padded,
         "aten.im2col.default": _columns,
         "aten.col2im.default": _from_columns,
-        **{f"aten.upsample_{name}.default": _resized for name in _RESIZES},
-        **{f"aten.upsample_{name}_backward.default": _resized_back for name in _RESIZES},
+        **{f"aten.{name}.default": _resized for name in _RESIZES},
+        **{f"aten.{name}_backward.default": _resized_back for name in _RESIZES},
     }
 )

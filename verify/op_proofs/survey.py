@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from op_registry.bind_call import bind_call, linear_sets
-from op_registry.samples import replace_tensors, samples_of
-from op_registry.samples.sample import Sample
-from op_registry.samples.sample import Tensor as SampleTensor
+from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
 
 from nnscaler.transform.signature import Signature
-from verify.op_checks.concrete import ConcreteCall, function_of, make_call, outputs_of, with_outputs, with_tensors
+from verify.op_checks.concrete import ConcreteCall, function_of, outputs_of, with_outputs, with_tensors
+from verify.op_checks.draw import builtin_call
 from verify.op_proofs.prove import Proof, prove
 
 
@@ -36,7 +35,7 @@ class Row:
 
 
 def survey(specs: Iterable[OperatorSpec]) -> tuple[Row, ...]:
-    """Proves what it can of the sample calls of built-in operators."""
+    """Proves what it can of the sample calls of built-in operators. Raises what a sample call raises."""
     return tuple(_row(spec) for spec in specs)
 
 
@@ -45,7 +44,7 @@ def _row(spec: OperatorSpec) -> Row:
     seconds = 0.0
     samples = samples_of(spec.name)
     for sample in samples:
-        concrete = concrete_call(sample)
+        concrete = builtin_call(sample, "normal", torch.Generator().manual_seed(0))
         found = prove(spec, signature_of(spec, concrete), concrete)
         proofs += found.proofs
         seconds += found.seconds
@@ -54,20 +53,6 @@ def _row(spec: OperatorSpec) -> Row:
         if not proof.proved:
             blockers[proof.blocker] = blockers.get(proof.blocker, 0) + 1
     return Row(spec.name, len(samples), sum(p.proved for p in proofs), len(proofs), blockers, seconds)
-
-
-def concrete_call(sample: Sample) -> ConcreteCall:
-    """A sample with tensors."""
-    generator = torch.Generator().manual_seed(0)
-    kinds: list[str] = []
-
-    def make(tensor: SampleTensor) -> torch.Tensor:
-        kinds.append(tensor.kind)
-        return tensor.make(generator)
-
-    call = make_call(sample.operator, replace_tensors(list(sample.args), make), sample.kwargs)
-    constants = frozenset(i for i, kind in enumerate(kinds) if kind == "constant")
-    return ConcreteCall(call.call, call.tensors, "given", constants, sample.compare)
 
 
 def signature_of(spec: OperatorSpec, concrete: ConcreteCall) -> Signature:

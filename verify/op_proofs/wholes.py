@@ -7,9 +7,10 @@ backwards too. They are operators of a library of this package, which really run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from torch.nn.functional import group_norm, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 NAMESPACE = "nnscaler_proofs"
+
+NEAREST = (
+    *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
+    *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+)
+INTERPOLATED = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
 
 _ATTENTION = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa"
 _GROUP_NORM = "Tensor input, SymInt num_groups, Tensor? weight, Tensor? bias, float eps"
@@ -116,6 +123,19 @@ def _whole_group_norm(
     return _apply("group_norm", input, num_groups, weight, bias, eps)
 
 
+def _resize(name: str, given: bool) -> Callable[..., Tensor]:
+    """`upsample_*.vec`: the operator that it calls, with the sizes that it finds. `given`: it takes `align_corners`."""
+
+    def resize(x: Tensor, output_size: Sequence[Any] | None, *rest: Any) -> Tensor:
+        scales = rest[-1]
+        sizes = output_size or [math.floor(s * scale) for s, scale in zip(x.shape[2:], scales, strict=True)]
+        factors = scales if scales is not None else [None] * len(sizes)
+        operator = getattr(torch.ops.aten, name).default
+        return cast(Tensor, operator(x, list(sizes), *([rest[0]] if given else []), *factors))
+
+    return resize
+
+
 class KeepWhole(TorchFunctionMode):
     """Runs the operators of this file in place of torch's."""
 
@@ -127,6 +147,8 @@ class KeepWhole(TorchFunctionMode):
             group_norm: _whole_group_norm,
             torch.group_norm: _whole_group_norm,
             torch.ops.aten.group_norm.default: _whole_group_norm,
+            **{getattr(torch.ops.aten, name).vec: _resize(name, False) for name in NEAREST},
+            **{getattr(torch.ops.aten, name).vec: _resize(name, True) for name in INTERPOLATED},
         }
 
     def __torch_function__(

@@ -16,8 +16,8 @@ from verify.op_checks.options import OpOptions
 from verify.op_checks.user_code import is_users
 from verify.op_run.job import Job, shown
 from verify.op_run.pool import Died, Note, TimedOut
-from verify.op_run.spec_report import verify_spec
 from verify.op_run.token import Token, encode
+from verify.operators import verify_spec
 from verify.report import Check, Report
 from verify.verdict import Verdict
 

@@ -23,7 +23,7 @@ from verify.op_proofs.sizes import Symbols
 from verify.op_proofs.states import Same, State, Unknown, checked
 from verify.op_proofs.trace import flat
 from verify.op_proofs.writes import written
-from verify.self_test.rule_fuzz_calls import Bounds, DrawnCall, operands_of
+from verify.self_test.rule_fuzz_calls import DrawnCall, Values, operands_of
 from verify.self_test.rule_fuzz_states import draw_split, draw_states
 from verify.self_test.rule_fuzz_values import (
     KINDS,
@@ -134,7 +134,11 @@ def _try(call: DrawnCall, conclude: Conclude, random: Random, generator: torch.G
 
 def _says_something(states: Sequence[State], claims: Sequence[State]) -> bool:
     """Equal outputs of equal inputs are no news."""
-    return not states or any(not isinstance(s, Same) for s in states) or any(not isinstance(c, Same | Unknown) for c in claims)
+    return (
+        not states
+        or any(not isinstance(s, Same) for s in states)
+        or any(not isinstance(c, Same | Unknown) for c in claims)
+    )
 
 
 def _kinds(states: Iterable[State]) -> str:
@@ -181,7 +185,7 @@ def _draw_ranks(call: DrawnCall, split: Symbols, random: Random, generator: torc
     """`usual`: sizes for which the call is known to run. Integers from a real run may be no legal indices at smaller
     ones, and not every kernel checks that."""
     parts = random.choice((2, 3))
-    usual = usual or bool(call.ranges) or call.unchecked
+    usual = usual or bool(call.integers) or call.unchecked
     sizes = {s: hint if usual else random.choice(SMALL) for s, hint in call.symbols.items()}
     for symbol in split:
         sizes[symbol] = max(sizes[symbol], parts + random.randrange(4))
@@ -198,19 +202,19 @@ def _compare_at(
 ) -> str | None:
     tensors: list[tuple[Tensor, list[Tensor]]] = []
 
-    def convert(value: Any, bounds: Bounds) -> Any:
+    def convert(value: Any, integers: Values) -> Any:
         """The argument with the number of a tensor where one stands, its tensors drawn."""
         if isinstance(value, Operand):
-            tensors.append(draw(value, ranks, kind, bounds, generator))
+            tensors.append(draw(value, ranks, kind, integers, generator))
             return _Tensor(len(tensors) - 1)
         if isinstance(value, list | tuple):
-            return [convert(item, bounds) for item in value]
+            return [convert(item, integers) for item in value]
         return value
 
     pick = torch.randint(1000, (), generator=generator).item()
-    bounds = {name: found[int(pick) % len(found)] for name, found in call.ranges.items()}
+    known = {name: found[int(pick) % len(found)] for name, found in call.integers.items()}
     try:
-        noted = {name: convert(value, bounds.get(name, (0, 2))) for name, value in asked.arguments.items()}
+        noted = {name: convert(value, known.get(name, (0, 1, 2))) for name, value in asked.arguments.items()}
         whole = _run(call.overload, noted, [t for t, _ in tensors], ranks.whole)
     except Undecided:
         raise

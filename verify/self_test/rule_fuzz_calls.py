@@ -31,8 +31,9 @@ from verify.op_proofs.trace import flat, record, simplified
 from verify.op_proofs.writes import functional
 
 SECONDS = 30.0  # for one trace
-Bounds = tuple[int, int]  # lowest and highest value
-Ranges = Mapping[tuple[str, str], tuple[Bounds, ...]]
+Values = tuple[int, ...]
+Seen = Mapping[tuple[str, str], tuple[Values, ...]]
+MANY = 200  # different values of a tensor that are kept
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DrawnCall:
 
     symbols  every symbol in it, with a value for which the call ran
     guards   what its trace took for granted of them: proofs need not hold elsewhere
-    ranges   argument -> lowest and highest values that its integer tensors had in a real run
+    integers  argument -> the different values of its integer tensors in a real run
     origin   the sample that it is from
     unchecked  its kernel takes sizes that make no sense, so that only those of the sample are used
     """
@@ -51,7 +52,7 @@ class DrawnCall:
     outputs: tuple[Operand | None, ...]
     symbols: Mapping[Any, int]
     guards: tuple[Any, ...]
-    ranges: Mapping[str, tuple[Bounds, ...]]
+    integers: Mapping[str, tuple[Values, ...]]
     origin: str
     unchecked: bool = False
 
@@ -121,10 +122,10 @@ def _calls_of(sample: Sample, number: int) -> Iterator[DrawnCall]:
         used = _symbols([*found.arguments.values(), *found.outputs])
         if used <= set(hints):  # others stand for numbers that depend on values
             name = str(step.overload)
-            ranges = {argument: bounds for (overload, argument), bounds in seen.items() if overload == name}
+            integers = {argument: values for (overload, argument), values in seen.items() if overload == name}
             sizes = {symbol: hint for symbol, hint in hints.items() if symbol in used}
             taken = tuple(guard for guard in guards if guard != sympy.true and symbols_of(guard) <= set(sizes))
-            yield DrawnCall(step.overload, found.arguments, found.outputs, sizes, taken, ranges, str(sample))
+            yield DrawnCall(step.overload, found.arguments, found.outputs, sizes, taken, integers, str(sample))
 
 
 def _symbols(value: Any) -> set[Any]:
@@ -140,7 +141,7 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ranges: dict[tuple[str, str], tuple[Bounds, ...]] = {}
+        self.values: dict[tuple[str, str], tuple[Values, ...]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,8 +150,8 @@ class _Seen(TorchDispatchMode):
         for argument, value in arguments_of(func, args, kwargs or {}).items():
             for tensor in _tensors(value):
                 if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel():
-                    bounds = int(tensor.min()), int(tensor.max())
-                    self.ranges[name, argument] = (*self.ranges.get((name, argument), ()), bounds)
+                    values = tuple(map(int, tensor.unique()[:MANY]))
+                    self.values[name, argument] = (*self.values.get((name, argument), ()), values)
         return func(*args, **(kwargs or {}))
 
 
@@ -162,8 +163,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Ranges, list[Tensor | None]]:
-    """The ranges of integers in a real run, forward and backward, and the outputs."""
+def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Seen, list[Tensor | None]]:
+    """The values of integers in a real run, forward and backward, and the outputs."""
     tensors = [
         t.clone().requires_grad_((t.is_floating_point() or t.is_complex()) and i not in concrete.constants)
         for i, t in enumerate(concrete.tensors)
@@ -177,7 +178,7 @@ def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Ranges, list[Tenso
         wanted = [t for t in tensors if t.requires_grad]
         if ends and wanted:
             torch.autograd.grad(ends, wanted, [torch.randn_like(e) for e in ends], allow_unused=True)
-    return seen.ranges, outputs
+    return seen.values, outputs
 
 
 def operands_of(call: DrawnCall) -> list[Operand]:

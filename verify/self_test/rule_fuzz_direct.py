@@ -18,7 +18,7 @@ from verify.op_proofs.sizes import Size, size_of, substituted
 from verify.op_proofs.states import SAME
 from verify.op_proofs.symbolic import World
 from verify.op_proofs.trace import flat
-from verify.self_test.rule_fuzz_calls import Bounds, DrawnCall
+from verify.self_test.rule_fuzz_calls import DrawnCall, Values
 
 _C = SampleTensor((6, 12), "complex")
 
@@ -107,7 +107,7 @@ def _direct(row: Sample) -> DrawnCall:
         overload = getattr(overload, part)
     world = World()
     integers: dict[int, Any] = {}
-    ranges: list[Bounds] = []
+    integers_of: list[Values] = []
 
     def symbol(size: int) -> Any:
         if size == 1:
@@ -119,7 +119,7 @@ def _direct(row: Sample) -> DrawnCall:
     def make(wanted: SampleTensor) -> Tensor:
         dtype = wanted.make(torch.Generator().manual_seed(0)).dtype
         if wanted.kind in ("integer", "distinct"):
-            ranges.append((wanted.low, wanted.high - 1))
+            integers_of.append(tuple(range(wanted.low, wanted.high)))
         return world.tensor([symbol(size) for size in wanted.shape], dtype, False)
 
     given = arguments_of(overload, tuple(replace_tensors(a, make) for a in row.args), row.kwargs)
@@ -144,6 +144,6 @@ def _direct(row: Sample) -> DrawnCall:
         return size_of(value)
 
     arguments = {name: convert(value) for name, value in given.items()}
-    bounds = {name: tuple(ranges) for name in given if ranges}
+    values = {name: tuple(integers_of) for name in given if integers_of}
     found = tuple(convert(o) if isinstance(o, Tensor) else None for o in outputs)
-    return DrawnCall(overload, arguments, found, hints, guards, bounds, f"direct {row}", "pad" in row.operator)
+    return DrawnCall(overload, arguments, found, hints, guards, values, f"direct {row}", "pad" in row.operator)

@@ -11,9 +11,19 @@ from typing import Any
 import torch
 
 from verify.op_proofs.rules import RULES, conclude, rule_of
-from verify.self_test.rule_fuzz import THOROUGH, Conclude, Effort, RuleResult, Unsound, by_overload, fuzz_rule
+from verify.self_test.rule_fuzz import (
+    THOROUGH,
+    Conclude,
+    Effort,
+    RuleResult,
+    Unsound,
+    by_overload,
+    fuzz_rule,
+    replaced,
+)
 from verify.self_test.rule_fuzz_calls import DrawnCall, drawn_calls
 from verify.self_test.rule_fuzz_direct import direct_calls
+from verify.self_test.rule_fuzz_planted import PLANTED, Planted
 
 ENOUGH = 50  # claims of a rule that must have been compared
 
@@ -25,12 +35,15 @@ class RulesReport:
     unreached  rules of which no call is known: nothing was tried
     ruleless   overloads that samples call and that have no rule: they are never proved
     untraced   samples that cannot be traced, with the reason
+    planted    how many wrong rules were planted; `missed`: those that were not found
     """
 
     results: Mapping[str, RuleResult]
     unreached: tuple[str, ...]
     ruleless: tuple[str, ...]
     untraced: Mapping[str, str]
+    planted: int
+    missed: tuple[str, ...]
 
     @property
     def unsound(self) -> tuple[Unsound, ...]:
@@ -43,30 +56,53 @@ class RulesReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every rule was tried enough and nothing is wrong. No rules are no pass."""
-        return bool(self.results) and not self.unsound and not self.short and not self.unreached
+        """Whether every rule was tried enough, nothing is wrong, and what was planted was found. No rules are no pass."""
+        tried = bool(self.results) and not self.short and not self.unreached
+        return tried and not self.unsound and self.planted > 0 and not self.missed
 
     def lines(self) -> list[str]:
         """The report for people; what is wrong comes last."""
         compared = sum(result.verified for result in self.results.values())
         asked = sum(result.asked for result in self.results.values())
-        text = [f"{len(self.results)} rules, asked {asked} times, {compared} claims compared with torch"]
+        found = self.planted - len(self.missed)
+        text = [
+            f"{len(self.results)} transfer rules, asked {asked} times: {compared} claims compared with torch, "
+            f"{len(self.unsound)} wrong",
+            f"planted wrong rules: {found} of {self.planted} found",
+        ]
+        text += [f"not found: {mistake}" for mistake in self.missed]
         text += [f"few claims: {name}, {count} compared" for name, count in self.short.items()]
         text += [f"never tried: {name}" for name in self.unreached]
         text += [f"UNSOUND {u.overload}: {u.states} => {u.claim}: {u.problem}  ({u.call})" for u in self.unsound]
         return text
 
 
-def fuzz_rules(
-    conclude: Conclude = conclude, seed: int = 0, effort: Effort = THOROUGH, workers: int = 2
-) -> RulesReport:
-    """Tries every rule of the prover on the calls of all samples and on the direct ones."""
+def fuzz_rules(seed: int = 0, effort: Effort = THOROUGH, workers: int = 2) -> RulesReport:
+    """Tries every rule of the prover on the calls of all samples and on the direct ones, and the planted ones."""
     drawn = drawn_calls()
     calls = by_overload([*drawn.calls, *direct_calls()])
     ruled = {name: found for name, found in calls.items() if rule_of(found[0].overload) is not None}
     results = fuzz_in_children(ruled, conclude, seed, effort, workers)
     unreached = tuple(sorted(set(RULES) - set(calls)))
-    return RulesReport(results, unreached, tuple(sorted(set(calls) - set(ruled))), drawn.untraced)
+    ruleless = tuple(sorted(set(calls) - set(ruled)))
+    missed = tuple(f"{p.overload} {p.mistake}" for p in missed_plants(calls, PLANTED, seed, workers))
+    return RulesReport(results, unreached, ruleless, drawn.untraced, len(PLANTED), missed)
+
+
+def missed_plants(
+    calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Planted], seed: int = 0, workers: int = 2
+) -> list[Planted]:
+    """The wrong rules of which no wrong claim is found."""
+    missed: list[Planted] = []
+    left = list(planted)
+    while left:
+        now = {p.overload: p for p in reversed(left)}  # one for each overload at a time
+        left = [p for p in left if p is not now[p.overload]]
+        wrong = replaced({name: p.rule for name, p in now.items()})
+        chosen = {name: calls[name] for name in now}
+        results = fuzz_in_children(chosen, wrong, seed, Effort(unsound=1), workers)
+        missed += [p for name, p in now.items() if not results[name].unsound]
+    return missed
 
 
 def fuzz_in_children(

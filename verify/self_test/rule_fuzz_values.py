@@ -69,24 +69,24 @@ def evaluate(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def draw(
-    operand: Operand, ranks: Ranks, kind: Kind, bounds: tuple[int, int], generator: torch.Generator
+    operand: Operand, ranks: Ranks, kind: Kind, integers: Sequence[int], generator: torch.Generator
 ) -> tuple[Tensor, list[Tensor]]:
     """The whole tensor and what each rank holds, in the operand's state."""
     shape = evaluate(operand.sizes, ranks.whole)
     state = operand.state
     if isinstance(state, Constant | Zero):
-        number = torch.zeros(()) if isinstance(state, Zero) else _fill([], operand.dtype, kind, bounds, generator)
+        number = torch.zeros(()) if isinstance(state, Zero) else _fill([], operand.dtype, kind, integers, generator)
         shapes = [shape, *(evaluate(operand.sizes, sizes) for sizes in ranks.local)]
         whole, *held = [number.to(operand.dtype).expand(s).clone() for s in shapes]
         return whole, held
     if isinstance(state, Shard):
         if state.outer is None:
             one = [1 if d == state.dim else size for d, size in enumerate(shape)]
-            whole = _fill(one, operand.dtype, kind, bounds, generator).expand(shape).clone()
+            whole = _fill(one, operand.dtype, kind, integers, generator).expand(shape).clone()
         else:
-            whole = _fill(shape, operand.dtype, kind, bounds, generator)
+            whole = _fill(shape, operand.dtype, kind, integers, generator)
         return whole, [shard_of(whole, state, operand.sizes[state.dim], ranks, r) for r in range(len(ranks.local))]
-    whole = _fill(shape, operand.dtype, kind, bounds, generator)
+    whole = _fill(shape, operand.dtype, kind, integers, generator)
     if isinstance(state, PartialSum):
         return whole, _terms(whole, len(ranks.local), generator)
     if isinstance(state, PartialMax):
@@ -116,12 +116,12 @@ def shard_of(whole: Tensor, state: Shard, size: Size, ranks: Ranks, rank: int) -
 
 
 def _fill(
-    shape: Sequence[int], dtype: torch.dtype, kind: Kind, bounds: tuple[int, int], generator: torch.Generator
+    shape: Sequence[int], dtype: torch.dtype, kind: Kind, integers: Sequence[int], generator: torch.Generator
 ) -> Tensor:
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.4
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.randint(bounds[0], bounds[1] + 1, shape, generator=generator).to(dtype)
+        return torch.tensor(integers)[torch.randint(len(integers), shape, generator=generator)].to(dtype)
     if dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.complex128).to(dtype)
     if kind == "normal":
@@ -137,7 +137,7 @@ def _terms(whole: Tensor, parts: int, generator: torch.Generator) -> list[Tensor
     """Tensors that sum to `whole`: of both signs, unlike each other, none of them a multiple of it."""
     if whole.dtype == torch.bool:
         raise Undecided("truth values have no partial sums")
-    terms = [_fill(whole.shape, whole.dtype, "normal", (-3, 3), generator) for _ in range(parts - 1)]
+    terms = [_fill(whole.shape, whole.dtype, "normal", range(-3, 4), generator) for _ in range(parts - 1)]
     return [*terms, whole - sum(terms, torch.zeros_like(whole))]
 
 

@@ -216,3 +216,18 @@ def test_masks_are_drawn_as_booleans() -> None:
     report = verify_spec(OperatorSpec("masked", "a b, a b -> a b", target=masked))
     assert report.exit_code == 0, report.to_json()
     assert any("booleans" in note for note in report.notes)
+
+
+def test_an_operator_that_keeps_tensors_between_calls() -> None:
+    """Its tables must not be left on the meta device by the trial of shapes."""
+    tables: dict[int, Tensor] = {}
+
+    def rotate(x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if size not in tables:
+            tables[size] = torch.arange(size, dtype=torch.float64, device=x.device).cos()
+        return x * tables[size].to(x.dtype)
+
+    report = verify_spec(OperatorSpec("rotate", "a b^ -> a b^", target=rotate), OpOptions(prove=False))
+    assert report.exit_code == 0, report.to_json()
+    assert all(table.device.type == "cpu" for table in tables.values())

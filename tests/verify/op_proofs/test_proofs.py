@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, group_norm, scaled_dot_product_attention, silu
@@ -111,6 +112,19 @@ def test_other_sizes_of_the_sample_are_conditions() -> None:
     found = proofs_of(lambda x: x if x.shape[1] >= 4 else x * 2, "m n^ -> m n^", floats(6, 12))
     assert found["m"].proved
     assert found["m"].conditions == ("n >= 4",)
+
+
+@pytest.mark.parametrize("name", [*wholes.NEAREST, *wholes.INTERPOLATED])
+@pytest.mark.parametrize("by_size", [True, False])
+def test_resizing_is_done_by_the_operator_that_torch_calls(name: str, by_size: bool) -> None:
+    count = int(name[-2])
+    x = floats(2, 3, *(4, 5, 6)[:count])
+    given = [False] if name in wholes.INTERPOLATED else []
+    args = ([7, 8, 9][:count], *given, None) if by_size else (None, *given, [1.5, 2.0, 0.5][:count])
+    operator = getattr(torch.ops.aten, name).vec
+    with wholes.KeepWhole():
+        found = operator(x, *args)
+    assert torch.equal(found, operator(x, *args))
 
 
 def test_the_operators_that_are_kept_whole_are_torchs() -> None:

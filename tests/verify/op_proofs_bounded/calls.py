@@ -56,7 +56,7 @@ BINARY: list[Call] = [
     (lambda a, b: a + b * 2, "i4:3 f3"),
     (lambda x: aten.floor_divide.Scalar(x, 3), "i9:5"),
     (lambda a, b: aten.floor_divide.default(a, b + 1), "i9:5 i3:5"),
-    (lambda a, b: torch.floor_divide(a, b), "g2,3 c3"),
+    (torch.floor_divide, "g2,3 c3"),
     (lambda x: aten.div.Scalar_mode(x, 2, rounding_mode="floor"), "i9:5"),
     (lambda a, b: torch.div(a, b, rounding_mode="floor"), "f2,3 p3"),
     (lambda a, b: torch.div(a, b, rounding_mode=None), "f2,3 p3"),
@@ -72,8 +72,8 @@ BINARY: list[Call] = [
     (lambda x, a: torch.clamp(x, min=a), "f2,3 f3"),
     (lambda x: aten.clamp_min(x, 0.1), "f2,3"),
     (lambda x: aten.clamp_max(x, 0.1), "f2,3"),
-    (lambda x, a: aten.clamp_min.Tensor(x, a), "f2,3 f3"),
-    (lambda x, a: aten.clamp_max.Tensor(x, a), "f2,3 f3"),
+    (aten.clamp_min.Tensor, "f2,3 f3"),
+    (aten.clamp_max.Tensor, "f2,3 f3"),
     (torch.pow, "p2,3 f3"),
     (lambda x: aten.pow.Scalar(2.0, x), "f3"),
     (lambda x, a, b: torch.addcmul(x, a, b, value=-2), "f2,3 f3 f2,1"),
@@ -87,7 +87,7 @@ REDUCTIONS: list[Call] = [
     (lambda x: x.sum((0, -1), keepdim=True), "f2,3,4"),
     (torch.mean, "f2,3"),
     (lambda x: x.mean(1), "f2,3,4"),
-    (lambda x: aten.var.default(x), "f2,3"),
+    (aten.var.default, "f2,3"),
     (lambda x: aten.var.dim(x, [1], False), "f2,3"),
     (lambda x: torch.var(x, 1, correction=0), "f2,3"),
     (lambda x: torch.var_mean(x, (0, 2), correction=1), "f2,3,4"),
@@ -136,7 +136,7 @@ MADE: list[Call] = [
     (lambda x: x + x.new_empty_strided((3,), (1,)).copy_(x), "f3"),
     (lambda x: aten.fill.Scalar(x, 2.5) + aten.fill.Tensor(x, x.sum()) + aten.zero(x), "f3"),
     (lambda x: x + torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype), "f3"),
-    (lambda x: aten.lift_fresh_copy(x), "f3"),
+    (aten.lift_fresh_copy, "f3"),
     (lambda a, b: torch.cat([a, b, a], -1), "f2,3 f2,1"),
     (lambda a, b: torch.stack([a, b], 1), "f2,3 f2,3"),
     (lambda x: aten._unsafe_view(x.clone(), [3, 2]), "f2,3"),
@@ -187,7 +187,7 @@ WINDOWS: list[Call] = [
     (lambda x, w, b: torch.conv1d(x, w, b, 1, "same", 2, 2), "f1,4,4 f6,2,2 f6"),
     (lambda x, w: torch.conv2d(x, w, None, (2, 1), (1, 0), (1, 2)), "f1,2,4,4 f3,2,2,2"),
     (lambda x, w: torch.conv2d(x, w, groups=2), "f2,4,3,2 f6,2,2,2"),
-    (lambda x, w: torch.conv3d(x, w), "f1,2,2,3,2 f2,2,1,2,2"),
+    (torch.conv3d, "f1,2,2,3,2 f2,2,1,2,2"),
     (lambda x, w, b: torch.conv_transpose1d(x, w, b, 2, 1, 1, 1, 2), "f2,3,3 f3,2,2 f2"),
     (lambda x, w: torch.conv_transpose2d(x, w, None, (2, 1), (1, 0), (1, 0), 2), "f1,4,2,3 f4,1,3,2"),
     (lambda x: aten.im2col(x, [3, 2], [1, 1], [1, 0], [1, 2]), "f2,2,5,4"),
@@ -209,7 +209,7 @@ LOSSES: list[Call] = [
         (lambda x, t, w, p, r=r: aten.binary_cross_entropy_with_logits(x, t, w, p, r), "f2,3 u2,3 c3 c3")
         for r in (0, 1, 2)
     ),
-    (lambda x, t: aten.binary_cross_entropy_with_logits(x, t), "f2,3 u2,3"),
+    (aten.binary_cross_entropy_with_logits, "f2,3 u2,3"),
 ]
 
 

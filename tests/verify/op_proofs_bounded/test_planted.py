@@ -15,10 +15,6 @@ from op_registry.call import Call
 from op_registry.expression import Expression, index
 from op_registry.spec import OperatorSpec
 
-from verify.op_checks.concrete import ConcreteCall
-from verify.op_proofs.bounded.prove import BoundedProof
-from verify.op_proofs.bounded.solve import Limits
-
 from tests.verify.op_proofs_bounded.operators import (
     call_of,
     floats,
@@ -28,6 +24,9 @@ from tests.verify.op_proofs_bounded.operators import (
     sample_call,
     spec_of,
 )
+from verify.op_checks.concrete import ConcreteCall
+from verify.op_proofs.bounded.prove import BoundedProof
+from verify.op_proofs.bounded.solve import Limits
 
 Hook = Callable[[Call, Mapping[str, Any]], Call]
 
@@ -222,7 +221,7 @@ class _ForgetsATerm(torch.autograd.Function):
 def test_backward_that_depends_on_the_shard() -> None:
     """The forward pass is right. The backward is computed, not inferred."""
     for target, holds in (("a", False), ("b", True)):
-        proof = prove_function(lambda x: _ForgetsATerm.apply(x), "a b -> a b", target, floats(12, 5))
+        proof = prove_function(_ForgetsATerm.apply, "a b -> a b", target, floats(12, 5))
         assert proof.proved == holds, proof.reason
         assert (proof.counter_example is not None) != holds
 

@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a write to a captured tensor": (_remembers, "not an argument"),
     "a hook": (_hooked, "register_hook"),
     "a detached factor": (lambda x: torch.nn.functional.softplus(x) + x.detach().sum(0) * 0, "detach"),
-    "an autograd.Function": (lambda x: _Straight.apply(x), "written by hand"),
+    "an autograd.Function": (_Straight.apply, "written by hand"),
     "a detached view": (lambda x: torch.nn.functional.softplus(x) + x.data * 0, ".data"),
     "no_grad": (lambda x: torch.nn.functional.softplus(x) + _without_grad(x) * 0, "without recording"),
 }

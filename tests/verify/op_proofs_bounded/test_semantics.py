@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
 from verify.op_checks.concrete import dtype_name, outputs_of
 from verify.op_proofs.bounded import semantics
 from verify.op_proofs.bounded.algebra import Numbers, literal
@@ -18,8 +19,6 @@ from verify.op_proofs.bounded.interpret import functional_name, interpret
 from verify.op_proofs.bounded.rule import Array
 from verify.op_proofs.bounded.semantics import RULES
 from verify.op_proofs.bounded.trace import Blank, Trace, record
-
-from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
 
 DRAWS = 20
 

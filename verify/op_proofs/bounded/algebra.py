@@ -97,6 +97,11 @@ class Numbers:
         if not condition:
             raise Unmet(what)
 
+    def named(self, a: Element) -> Element:
+        """The same element. Symbolic ones become one symbol with a definition: where the whole and the shards compute
+        the same intermediate values, nothing is gained by writing them out."""
+        return a
+
     # What follows is written with the above.
 
     def sum(self, items: Sequence[Element]) -> Element:

@@ -1,8 +1,8 @@
 """Sums of monomials with exact coefficients: the normal form of what proofs compare.
 
-A monomial is a sorted tuple of atoms (numbers that `terms.Terms` gives out): symbols, applied functions, and indicators,
-which are 1 where a condition holds and 0 elsewhere, so that their square is themselves. Two equal polynomials are equal
-functions, whatever the atoms are; the converse is for the solver.
+A monomial is a sorted tuple of atoms (numbers that `terms.Terms` gives out): symbols, applied functions, and
+indicators, which are 1 where a condition holds and 0 elsewhere, so that their square is themselves. Two equal
+polynomials are equal functions, whatever the atoms are; the converse is for the solver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Coefficient = int | Fraction
 
 
 class Polynomial:
-    """`items` has no zero coefficients; coefficients that are whole are ints. `real`: a real number, else an integer."""
+    """`items` has no zero coefficients; coefficients that are whole are ints. `real`: a real number, or an integer."""
 
     __slots__ = ("_key", "items", "real")
 

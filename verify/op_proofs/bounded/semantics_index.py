@@ -160,7 +160,8 @@ def _scatter_add(al: Numbers, given: Given) -> Array:
 
 def _scatter(al: Numbers, given: Given) -> Array:
     """Where two indices are equal, which of the two is kept is not defined: they are required to differ."""
-    result, index = given["self"].copy(), given["index"]
+    result: Array = given["self"].copy()
+    index = given["index"]
     if result.ndim == 0 or index.ndim == 0:
         raise Unsupported("a tensor without dims")
     dim = whole(given["dim"], result.ndim)
@@ -254,25 +255,25 @@ def _slice_of(given: Given, x: Array) -> tuple[int | slice, ...]:
     return (slice(None),) * dim + (slice(given["start"], given["end"], given["step"]),)
 
 
-def _slice_scatter(al: Numbers, given: Given) -> Array:
+def _slice_scatter(_al: Numbers, given: Given) -> Array:
     result: Array = given["self"].copy()
     result[_slice_of(given, result)] = given["src"]
     return result
 
 
-def _slice_backward(al: Numbers, given: Given) -> Array:
+def _slice_backward(_al: Numbers, given: Given) -> Array:
     result = filled(given["input_sizes"], 0)
     result[_slice_of(given, result)] = given["grad_output"]
     return result
 
 
-def _select_scatter(al: Numbers, given: Given) -> Array:
+def _select_scatter(_al: Numbers, given: Given) -> Array:
     result: Array = given["self"].copy()
     result[(slice(None),) * whole(given["dim"], result.ndim) + (given["index"],)] = given["src"]
     return result
 
 
-def _select_backward(al: Numbers, given: Given) -> Array:
+def _select_backward(_al: Numbers, given: Given) -> Array:
     result = filled(given["input_sizes"], 0)
     result[(slice(None),) * whole(given["dim"], result.ndim) + (given["index"],)] = given["grad_output"]
     return result
@@ -286,11 +287,11 @@ def _with_diagonal(x: Array, given: Given, source: Array) -> Array:
     return flat.reshape(x.shape)
 
 
-def _diagonal_scatter(al: Numbers, given: Given) -> Array:
+def _diagonal_scatter(_al: Numbers, given: Given) -> Array:
     return _with_diagonal(given["self"], given, given["src"])
 
 
-def _diagonal_backward(al: Numbers, given: Given) -> Array:
+def _diagonal_backward(_al: Numbers, given: Given) -> Array:
     return _with_diagonal(filled(given["input_sizes"], 0), given, given["grad_output"])
 
 

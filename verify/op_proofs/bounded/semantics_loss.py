@@ -44,12 +44,12 @@ def _gradient(slope: Entry) -> Rule:
     return rule
 
 
-def _mse(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+def _mse(al: Numbers, _given: Given, x: Element, t: Element) -> Element:
     distance = al.subtract(x, t)
     return al.multiply(distance, distance)
 
 
-def _mse_slope(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+def _mse_slope(al: Numbers, _given: Given, x: Element, t: Element) -> Element:
     return al.multiply(2, al.subtract(x, t))
 
 
@@ -81,11 +81,11 @@ def _huber_slope(al: Numbers, given: Given, x: Element, t: Element) -> Element:
     return al.where(al.less(al.absolute(signed), delta), signed, al.multiply(delta, al.sign(signed)))
 
 
-def _soft_margin(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+def _soft_margin(al: Numbers, _given: Given, x: Element, t: Element) -> Element:
     return al.function("log", al.add(1, al.function("exp", al.negative(al.multiply(t, x)))))
 
 
-def _soft_margin_slope(al: Numbers, given: Given, x: Element, t: Element) -> Element:
+def _soft_margin_slope(al: Numbers, _given: Given, x: Element, t: Element) -> Element:
     power = al.function("exp", al.negative(al.multiply(t, x)))
     return al.divide(al.negative(al.multiply(t, power)), al.add(1, power))
 

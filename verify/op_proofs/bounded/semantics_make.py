@@ -17,13 +17,13 @@ from verify.op_proofs.bounded.rule import Array, Given, Rule, array, filled, who
 def _filled(value: Any) -> Rule:
     """`value`: an element, or the name of the argument that has it."""
 
-    def rule(al: Numbers, given: Given) -> Array:
+    def rule(_al: Numbers, given: Given) -> Array:
         return filled(given.shape, given[value] if isinstance(value, str) else value)
 
     return rule
 
 
-def _unwritten(al: Numbers, given: Given) -> Array:
+def _unwritten(_al: Numbers, given: Given) -> Array:
     return filled(given.shape, None)
 
 
@@ -35,57 +35,58 @@ def _arange(al: Numbers, given: Given) -> Array:
     return array([start + i * step for i in range(size)], (size,))
 
 
-def _eye(al: Numbers, given: Given) -> Array:
+def _eye(_al: Numbers, given: Given) -> Array:
     rows, columns = given.shape
     return array([int(i == j) for i in range(rows) for j in range(columns)], given.shape)
 
 
-def _linspace(al: Numbers, given: Given) -> Array:
+def _linspace(_al: Numbers, given: Given) -> Array:
     start, end, steps = Fraction(given["start"]), Fraction(given["end"]), given["steps"]
     return array([start + (end - start) * Fraction(i, max(steps - 1, 1)) for i in range(steps)], (steps,))
 
 
-def _fill(al: Numbers, given: Given) -> Array:
+def _fill(_al: Numbers, given: Given) -> Array:
     x, value = given["self"], given["value"]
     return filled(x.shape, value[()] if isinstance(value, np.ndarray) else value)
 
 
-def _zero(al: Numbers, given: Given) -> Array:
+def _zero(_al: Numbers, given: Given) -> Array:
     return filled(given["self"].shape, 0)
 
 
-def _copy(al: Numbers, given: Given) -> Array:
+def _copy(_al: Numbers, given: Given) -> Array:
     return np.broadcast_to(given["src"], given["self"].shape)
 
 
-def _cat(al: Numbers, given: Given) -> Array:
+def _cat(_al: Numbers, given: Given) -> Array:
     tensors = given["tensors"]
     ndim = max(t.ndim for t in tensors)
     used = [t for t in tensors if t.ndim == ndim]  # others are empty, and skipped
     return np.concatenate(used, axis=whole(given["dim"], ndim))
 
 
-def _stack(al: Numbers, given: Given) -> Array:
+def _stack(_al: Numbers, given: Given) -> Array:
     tensors = given["tensors"]
     return np.stack(tensors, axis=given["dim"] % (tensors[0].ndim + 1))
 
 
-def _repeat(al: Numbers, given: Given) -> Array:
+def _repeat(_al: Numbers, given: Given) -> Array:
     return np.tile(given["self"], tuple(given["repeats"]))
 
 
-def _flip(al: Numbers, given: Given) -> Array:
+def _flip(_al: Numbers, given: Given) -> Array:
     return np.flip(given["self"], axis=tuple(given["dims"]))
 
 
-def _roll(al: Numbers, given: Given) -> Array:
+def _roll(_al: Numbers, given: Given) -> Array:
     dims = given["dims"] or None
     shifts = given["shifts"]
     return np.roll(given["self"], shifts[0] if dims is None else shifts, axis=dims)
 
 
-def _constant_pad(al: Numbers, given: Given) -> Array:
-    x, pads, value = given["self"], given["pad"], given["value"]
+def _constant_pad(_al: Numbers, given: Given) -> Array:
+    x: Array = given["self"]
+    pads, value = given["pad"], given["value"]
     for i in range(0, len(pads), 2):
         x = _padded(x, x.ndim - 1 - i // 2, pads[i], pads[i + 1], value)
     return x
@@ -100,7 +101,7 @@ def _padded(x: Array, dim: int, before: int, after: int, value: Element) -> Arra
 
 
 def _triangle(keep_lower: bool) -> Rule:
-    def rule(al: Numbers, given: Given) -> Array:
+    def rule(_al: Numbers, given: Given) -> Array:
         x, diagonal = given["self"], given["diagonal"]
         rows, columns = x.shape[-2:]
         offset = np.arange(columns) - np.arange(rows)[:, None]
@@ -110,25 +111,27 @@ def _triangle(keep_lower: bool) -> Rule:
     return rule
 
 
-def _pixel_shuffle(al: Numbers, given: Given) -> Array:
+def _pixel_shuffle(_al: Numbers, given: Given) -> Array:
     """[*, c r r, h, w] -> [*, c, h r, w r]."""
-    x, r = given["self"], given["upscale_factor"]
+    x: Array = given["self"]
+    r = given["upscale_factor"]
     *lead, _, h, w = x.shape
     at = len(lead)
     blocks = x.reshape(*lead, -1, r, r, h, w)
     return blocks.transpose([*range(at), at, at + 3, at + 1, at + 4, at + 2]).reshape(given.shape)
 
 
-def _pixel_unshuffle(al: Numbers, given: Given) -> Array:
+def _pixel_unshuffle(_al: Numbers, given: Given) -> Array:
     """[*, c, h r, w r] -> [*, c r r, h, w]."""
-    x, r = given["self"], given["downscale_factor"]
+    x: Array = given["self"]
+    r = given["downscale_factor"]
     *lead, c, h, w = x.shape
     at = len(lead)
     blocks = x.reshape(*lead, c, h // r, r, w // r, r)
     return blocks.transpose([*range(at), at, at + 2, at + 4, at + 1, at + 3]).reshape(given.shape)
 
 
-def _scalar(al: Numbers, given: Given) -> Array:
+def _scalar(_al: Numbers, given: Given) -> Array:
     return filled((), given["s"])
 
 

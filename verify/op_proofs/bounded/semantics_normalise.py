@@ -62,11 +62,11 @@ def _log_softmax_backward(al: Numbers, given: Given) -> Array:
 def _statistics(al: Numbers, row: Row, eps: Element) -> tuple[Element, Element]:
     """The mean, and one over the standard deviation."""
     spread = al.add(variance_of(al, row, 0), eps)
-    return mean_of(al, row), al.reciprocal(al.function("sqrt", spread))
+    return al.named(mean_of(al, row)), al.reciprocal(al.function("sqrt", al.named(spread)))
 
 
 def _standardised(al: Numbers, row: Row, mean: Element, scale: Element) -> Row:
-    return [al.multiply(al.subtract(e, mean), scale) for e in row]
+    return [al.named(al.multiply(al.subtract(e, mean), scale)) for e in row]
 
 
 def _layer_norm(al: Numbers, given: Given) -> tuple[Array, Array, Array]:
@@ -87,7 +87,8 @@ def _scaled(al: Numbers, x: Array, weight: Array | None, bias: Array | None) -> 
 
 def _row_gradient(al: Numbers, grad: Row, standard: Row, scale: Element) -> Row:
     """The gradient of a row from that of its standardised values."""
-    shared, along = mean_of(al, grad), al.multiply(Fraction(1, len(grad)), al.dot(grad, standard))
+    shared, along = al.named(mean_of(al, grad)), al.multiply(Fraction(1, len(grad)), al.dot(grad, standard))
+    along = al.named(along)
     return [
         al.multiply(scale, al.subtract(al.subtract(g, shared), al.multiply(s, along)))
         for g, s in zip(grad, standard, strict=True)

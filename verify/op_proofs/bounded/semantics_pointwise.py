@@ -8,7 +8,7 @@ from math import pi, sqrt
 from types import MappingProxyType
 from typing import Any
 
-from verify.op_proofs.bounded.algebra import Element, Numbers, kind_of_dtype
+from verify.op_proofs.bounded.algebra import FUNCTIONS, Element, Numbers, kind_of_dtype
 from verify.op_proofs.bounded.errors import Unsupported
 from verify.op_proofs.bounded.rule import Array, Given, Rule, each, filled
 
@@ -47,6 +47,10 @@ def _hardsigmoid(al: Numbers, x: Element) -> Element:
     return al.divide(clamped(al, al.add(x, 3), 0, 6), 6)
 
 
+def _applied(name: str) -> Callable[[Numbers, Element], Element]:
+    return lambda al, x: al.function(name, x)
+
+
 _UNARY: Mapping[str, Callable[[Numbers, Element], Element]] = MappingProxyType(
     {
         "neg": lambda al, x: al.negative(x),
@@ -67,10 +71,7 @@ _UNARY: Mapping[str, Callable[[Numbers, Element], Element]] = MappingProxyType(
         "ceil": lambda al, x: al.negative(al.floor(al.negative(x))),
         "logical_not": lambda al, x: al.opposite(al.cast(x, "bool")),
         "isnan": lambda al, x: al.opposite(al.equal(x, x)),  # real numbers are no NaN
-        **{
-            name: (lambda al, x, name=name: al.function(name, x))
-            for name in ("exp log sqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf lgamma".split())
-        },
+        **{name: _applied(name) for name in FUNCTIONS},
     }
 )
 
@@ -315,7 +316,7 @@ def _overloads(name: str, rule: Rule, overloads: str) -> dict[str, Rule]:
     return {f"aten.{name}.{overload}": rule for overload in overloads.split()}
 
 
-def _same(al: Numbers, given: Given) -> Any:
+def _same(_al: Numbers, given: Given) -> Any:
     return given["self"].copy()
 
 

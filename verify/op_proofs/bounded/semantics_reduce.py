@@ -11,7 +11,7 @@ import numpy as np
 
 from verify.op_proofs.bounded.algebra import Element, Numbers
 from verify.op_proofs.bounded.errors import Unsupported
-from verify.op_proofs.bounded.rule import Array, Given, Rule, array, each, lanes, whole, whole_dims
+from verify.op_proofs.bounded.rule import Array, Given, Rule, array, each, filled, lanes, whole, whole_dims
 
 
 def over(x: Array, dims: Sequence[int], function: Callable[[list[Element]], Element], shape: Sequence[int]) -> Array:
@@ -37,7 +37,7 @@ def mean_of(al: Numbers, items: Sequence[Element]) -> Element:
 
 def variance_of(al: Numbers, items: Sequence[Element], correction: Element) -> Element:
     """The sum of squared distances to the mean, over the number of items less `correction`."""
-    mean = mean_of(al, items)
+    mean = al.named(mean_of(al, items))
     distances = [al.subtract(item, mean) for item in items]
     return al.divide(al.dot(distances, distances), len(items) - correction)
 
@@ -98,7 +98,7 @@ def _scan(function: Callable[[Numbers], Callable[[Element, Element], Element]]) 
     def rule(al: Numbers, given: Given) -> Array:
         x = given["self"]
         if x.ndim == 0:
-            return x.copy()
+            return filled((), x[()])
         result = np.moveaxis(x, whole(given["dim"], x.ndim), 0).copy()
         for i in range(1, len(result)):
             result[i] = each(function(al), result[i - 1], result[i])
@@ -111,7 +111,7 @@ def product(al: Numbers, a: Array, b: Array) -> Array:
     """[..., m, k] by [..., k, n], with the same leading dims."""
     lead, m, n = a.shape[:-2], a.shape[-2], b.shape[-1]
     left, right = a.reshape(-1, m, a.shape[-1]), b.reshape(-1, b.shape[-2], n)
-    items = [al.dot(row, right[i, :, j]) for i in range(len(left)) for row in left[i] for j in range(n)]
+    items = [al.dot(list(row), list(right[i, :, j])) for i in range(len(left)) for row in left[i] for j in range(n)]
     return array(items, (*lead, m, n))
 
 
@@ -124,7 +124,7 @@ def _mv(al: Numbers, given: Given) -> Array:
 
 
 def _dot(al: Numbers, given: Given) -> Array:
-    return array([al.dot(given["self"], given["tensor"])], ())
+    return array([al.dot(list(given["self"]), list(given["tensor"]))], ())
 
 
 def _addmm(al: Numbers, given: Given) -> Array:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -142,13 +143,18 @@ def _columns(window: Window, size: Sequence[int]) -> At:
     return tuple((n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in every)
 
 
-def _im2col(al: Numbers, given: Given) -> Array:
+def _last(*places: At) -> Any:
+    """An index into the last dims."""
+    return (..., *(i for place in places for i in place))
+
+
+def _im2col(_al: Numbers, given: Given) -> Array:
     """[*, c, h, w] -> [*, c kh kw, windows]."""
     window, x = _unfold_window(given), given["self"]
     size, steps = x.shape[-2:], _columns(_unfold_window(given), x.shape[-2:])
     result = np.full((*x.shape[:-2], *window.kernel, *steps), 0, dtype=object)
     for s, k, at in window.links(steps, size):
-        result[(..., *k, *s)] = x[(..., *at)]
+        result[_last(k, s)] = x[_last(at)]
     return result.reshape(given.shape)
 
 
@@ -159,7 +165,7 @@ def _col2im(al: Numbers, given: Given) -> Array:
     x = given["self"].reshape(*given.shape[:-2], *window.kernel, *steps)
     result = np.full(given.shape, 0, dtype=object)
     for s, k, at in window.links(steps, size):
-        result[(..., *at)] = each(al.add, result[(..., *at)], x[(..., *k, *s)])
+        result[_last(at)] = each(al.add, result[_last(at)], x[_last(k, s)])
     return result
 
 

@@ -168,7 +168,7 @@ def _without_outputs(call: Call) -> Call:
 
 def same_kind(old: BoundAnnotation, new: BoundAnnotation) -> bool:
     """Whether two bindings have the same identifiers at the same places, with the same marks."""
-    return _skeleton(old) == _skeleton(new)
+    return bool(_skeleton(old) == _skeleton(new))
 
 
 def _skeleton(bound: BoundAnnotation) -> Any:

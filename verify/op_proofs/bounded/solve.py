@@ -1,7 +1,8 @@
 """Whether pairs of terms are equal for all values, cheapest first; and if not, values for which they differ.
 
-First the same polynomial, which needs no solver at all; then value by value, the cases in which it counts; then all at
-once. Z3 has a limit of time and of resources: what it does not know is not proved.
+First the same polynomial, which needs no solver at all; then the same with everything multiplied out; then value by
+value, the cases in which it counts; then all at once. Z3's solver has a limit of time and of resources: what it does
+not know is not proved.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import z3
+import z3  # type: ignore[import-untyped]
 
 from verify.op_proofs.bounded.algebra import Element
 from verify.op_proofs.bounded.errors import Unsupported
 from verify.op_proofs.bounded.polynomial import Coefficient, Monomial, Polynomial
 from verify.op_proofs.bounded.terms import Terms
 from verify.op_proofs.bounded.to_z3 import Translator
+
+BLOWUP = 50  # how many times its length an expression may get when it is multiplied out
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,14 @@ class Prover:
         self.impossible = any(not terms.symbolic(a) and not a for a in assumptions)
         self.translator = Translator(terms)
         self._solver: Any = None
+        self._quick: Any = None
         self._cancelling: dict[frozenset[tuple[Monomial, Coefficient]], bool] = {}
 
     def consistent(self) -> Verdict:
         """Whether the assumptions hold for some values: of nothing, anything can be proved."""
         if self.impossible:
             return Verdict(False, "the whole operator raises on all values")
-        if not self.assumptions or self._check([]) == z3.sat:
+        if not self.assumptions or self._check(True) == z3.sat:
             return Verdict(True)
         return Verdict(False, "no values are known on which the whole operator runs")
 
@@ -65,12 +69,22 @@ class Prover:
         for place, (a, b) in enumerate(pairs):
             if a is None or b is None:
                 raise Unsupported("an output holds memory that was never written")
-            if self.terms.same(a, b) or self._equal_by_cases(a, b):
+            if self.terms.same(a, b) or self._equal_written_out(a, b) or self._equal_by_cases(a, b):
                 continue
             verdict = self._decide(self.terms.opposite(self.terms.equal(a, b)), place)
             if not verdict.proved:
                 return verdict
         return Verdict(True)
+
+    def _equal_written_out(self, a: Element, b: Element) -> bool:
+        """Whether they are one sum of monomials once large products are multiplied out, too."""
+        if self.terms.kind(a) == "bool" or self.terms.kind(b) == "bool":
+            return False
+        term = self.translator.polynomial(self.terms.difference(a, b))
+        simple = z3.simplify(term, som=True, som_blowup=BLOWUP)
+        if z3.is_int_value(simple):
+            return bool(simple.as_long() == 0)
+        return bool(z3.is_rational_value(simple)) and simple.as_fraction() == 0
 
     def _equal_by_cases(self, a: Element, b: Element) -> bool:
         """Whether, for each product of values in the difference, the cases in which it counts cancel.
@@ -93,7 +107,7 @@ class Prover:
             if any(isinstance(c, Fraction) for c in counted.items.values()):
                 counted = Polynomial(counted.items, True)
             wrong = self.terms.opposite(self.terms.equal(counted, 0))
-            self._cancelling[counted.key] = self._decide(wrong, 0).proved
+            self._cancelling[counted.key] = self._decide(wrong, 0, quick=True).proved
         return self._cancelling[counted.key]
 
     def holds(self, conditions: Sequence[Element]) -> Verdict:
@@ -102,33 +116,54 @@ class Prover:
         for place, condition in enumerate(conditions):
             if self.terms.symbolic(condition) and condition in known:
                 continue
-            verdict = self._decide(self.terms.opposite(condition), place)
+            wrong = self.terms.opposite(condition)
+            if self.terms.symbolic(wrong) and self._check(wrong, quick=True) == z3.unsat:
+                continue
+            verdict = self._decide(wrong, place)
             if not verdict.proved:
                 return verdict
         return Verdict(True)
 
-    def _decide(self, wrong: Element, place: int) -> Verdict:
-        """Whether `wrong`, a boolean, is impossible."""
+    def _decide(self, wrong: Element, place: int, quick: bool = False) -> Verdict:
+        """Whether `wrong`, a boolean, is impossible. `quick`: by the solver that is kept, for many small questions."""
         if not self.terms.symbolic(wrong):
             return Verdict(False, "differs", {}, place) if wrong else Verdict(True)
-        found = self._check([self.translator.formula(wrong)])
+        found = self._check(wrong, quick)
         if found == z3.unsat:
             return Verdict(True)
         if found == z3.sat:
             return Verdict(False, "differs", self._model(), place)
         return Verdict(False, f"the solver does not know ({self._solver.reason_unknown()})", None, place)
 
-    def _check(self, wrong: list[Any]) -> Any:
+    def _check(self, wrong: Element, quick: bool = False) -> Any:
         """Raises Unsupported after the deadline."""
         left = self.terms.deadline - time.thread_time()
         if left <= 0:
             raise Unsupported("it takes too long")
-        assumed = [self.translator.formula(a) for a in self.assumptions]
-        self._solver = z3.Solver(ctx=self.translator.context)
+        term = self.translator.formula(wrong) if self.terms.symbolic(wrong) else z3.BoolVal(True, self._context)
+        self._solver = self._kept() if quick else self._fresh()
         self._solver.set("timeout", max(1, int(min(self.limits.milliseconds, left * 1000))))
-        self._solver.set("rlimit", self.limits.resources)
-        self._solver.add(*assumed, *self.translator.laws, *wrong)
-        return self._solver.check()
+        self._solver.push()
+        self._solver.add(term, *self.translator.laws)
+        found = self._solver.check()
+        if quick:
+            self._solver.pop()
+        return found
+
+    def _fresh(self) -> Any:
+        solver = z3.Solver(ctx=self._context)
+        solver.set("rlimit", self.limits.resources)
+        solver.add(*(self.translator.formula(a) for a in self.assumptions))
+        return solver
+
+    def _kept(self) -> Any:
+        if self._quick is None:
+            self._quick = self._fresh()
+        return self._quick
+
+    @property
+    def _context(self) -> Any:
+        return self.translator.context
 
     def _model(self) -> dict[str, Element]:
         model = self._solver.model()

@@ -1,8 +1,8 @@
 """Symbolic elements: polynomials for numbers, formulas for booleans.
 
-Everything is kept in a normal form as it is made, so that equal elements mostly look equal and the solver is asked about
-the rest only. Numbers stay numbers wherever they can, so that index arithmetic folds away. Functions such as exp are
-uninterpreted, and applied to arguments in normal form.
+Everything is kept in a normal form as it is made, so that equal elements mostly look equal and the solver is asked
+about the rest only. Numbers stay numbers wherever they can, so that index arithmetic folds away. Functions such as exp
+are uninterpreted, and applied to arguments in normal form.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """Something that polynomials are made of. `kind`: of what it stands for.
+    """Something that polynomials are made of, and whether it stands for a real number.
 
     `what` is "symbol" (its name), "indicator" (a Formula), "function" (name, argument), "inverse" (what is inverted),
-    "product" (two factors), "cases" (Formula, then, otherwise), "floor", "quotient" (dividend, divisor), "power".
+    "product" (two factors), "named" (what it is), "cases" (Formula, then, otherwise), "floor", "quotient" (dividend,
+    divisor) or "power" (base, exponent).
     """
 
     what: str
@@ -124,6 +125,11 @@ class Terms(Numbers):
     def function(self, name: str, a: Element) -> Element:
         argument = self._polynomial(a)
         return self._atom(Atom("function", (name, argument), True), (name, argument.key))
+
+    def named(self, a: Element) -> Element:
+        if not isinstance(a, Polynomial) or len(a.items) <= 2:
+            return a
+        return self._atom(Atom("named", (a,), a.real), a.key)
 
     def floor(self, a: Element) -> Element:
         if not self.symbolic(a):
@@ -236,7 +242,7 @@ class Terms(Numbers):
         if a is b:
             return True
         if isinstance(a, Formula) or isinstance(b, Formula):
-            return a == b
+            return bool(a == b)
         if isinstance(a, Polynomial) or isinstance(b, Polynomial):
             return not self.difference(a, b).items
         return super().same(a, b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import z3
+import z3  # type: ignore[import-untyped]
 
 from verify.op_proofs.bounded.polynomial import Monomial, Polynomial
 from verify.op_proofs.bounded.terms import Formula, Terms
@@ -67,6 +67,8 @@ class Translator:
             return z3.Real(atom.parts[0], self.context) if atom.real else z3.Int(atom.parts[0], self.context)
         if atom.what == "function":
             return self._applied(*atom.parts)
+        if atom.what == "named":
+            return self.polynomial(atom.parts[0])
         if atom.what == "inverse":
             return 1 / self._real(atom.parts[0])
         if atom.what == "product":

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verify.op_checks.concrete import dtype_name, outputs_of, plain_of
 from verify.op_proofs.bounded.errors import Unsupported
 
-
 _DTYPES = frozenset("bool int32 int64 float16 bfloat16 float32 float64".split())
 
 
@@ -191,7 +190,7 @@ class _Store:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.sizes: dict[int, int] = {}
         self.untrue = ""

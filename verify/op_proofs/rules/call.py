@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verify.op_proofs.sizes import Size, Symbols, mentions, symbols_of
-from verify.op_proofs.states import SAME, Constant, Shard, State, Unknown, Zero, split_dims
+from verify.op_proofs.states import SAME, Constant, Shard, State, Unknown, Zero, checked, split_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,15 @@ class Operand:
         return len(self.sizes)
 
     def shard(self, split: Symbols) -> Shard | None:
-        """How it is sharded; a constant of a size that is split is a shard too. None for others."""
+        """How it is sharded; a constant of a size that is split is a shard too, unless its size is no product (k + 2
+        entries of k: what ranks hold is more than the whole). None for others."""
         if isinstance(self.state, Shard):
             return self.state
         dims = split_dims(self.sizes, split)
-        return Shard(dims[0], None) if len(dims) == 1 and isinstance(self.state, Constant | Zero) else None
+        if len(dims) != 1 or not isinstance(self.state, Constant | Zero):
+            return None
+        found = checked(Shard(dims[0], None), self.sizes, split)
+        return found if isinstance(found, Shard) else None
 
     def with_state(self, state: State) -> Operand:
         return replace(self, state=state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verify.op_proofs.rules.call import Operand, RuleCall
 from verify.op_proofs.sizes import Size, quotient
-from verify.op_proofs.states import Shard, State
+from verify.op_proofs.states import Shard, State, Unknown, checked
 
 
 class Straddles(Exception):
@@ -29,13 +29,18 @@ def grouped(operand: Operand, dim: int, groups: Size, call: RuleCall) -> Operand
             if outer is None and state.outer is not None:
                 raise Straddles("a split that straddles groups")
             state = Shard(dim + 1, outer)
+    if isinstance(checked(state, sizes, call.split), Unknown):
+        raise Straddles(f"{state} of {size} channels in {groups} groups")
     return Operand(sizes, operand.dtype, state)
 
 
 def regrouped(state: State, dim: int, groups: Size) -> State:
-    """The state of a tensor whose dims `dim` and `dim + 1` become one again."""
-    if not isinstance(state, Shard) or state.dim <= dim:
+    """The state of a tensor whose dims `dim` and `dim + 1` become one again. What is equal along one of them is not
+    equal along both: None is then a shard with the least outer."""
+    if not isinstance(state, Shard) or state.dim < dim:
         return state
+    if state.dim == dim:
+        return Shard(dim, 1 if state.outer is None else state.outer)
     if state.dim == dim + 1:
-        return Shard(dim, None if state.outer is None else state.outer * groups)
+        return Shard(dim, groups if state.outer is None else state.outer * groups)
     return Shard(state.dim - 1, state.outer)

@@ -12,7 +12,7 @@ from verify.op_proofs.rules.call import Operand, Rule, RuleCall, unknown
 from verify.op_proofs.rules.labelled import Labelled, Labels, labelled, letters
 from verify.op_proofs.rules.products import plus
 from verify.op_proofs.sizes import equal
-from verify.op_proofs.states import State
+from verify.op_proofs.states import SAME, Shard, State, split_dims
 
 
 def _places(call: RuleCall) -> tuple[list[str | None], list[str], list[int]]:
@@ -53,12 +53,18 @@ def _index(call: RuleCall) -> tuple[State, ...]:
     return labelled(call, how)
 
 
+def _mask(call: RuleCall) -> tuple[int, Operand] | None:
+    """Where the only index stands, which is a mask, and the mask."""
+    given = [(i, o) for i, o in enumerate(call["indices"]) if isinstance(o, Operand)]
+    return given[0] if len(given) == 1 and given[0][1].ndim else None
+
+
 def _index_by_mask(call: RuleCall) -> tuple[State, ...]:
     """`x[:, mask]`: the mask and the dims that it covers are read whole."""
-    given = [(i, o) for i, o in enumerate(call["indices"]) if isinstance(o, Operand)]
-    if len(given) != 1 or not given[0][1].ndim:
+    found = _mask(call)
+    if found is None:
         return unknown(call, "a mask among other indices")
-    ((at, mask),) = given
+    at, mask = found
     labels = letters(call.tensor("self").ndim, range(at, at + mask.ndim))
     out = [*labels[:at], None, *labels[at + mask.ndim :]]
     return labelled(call, Labelled({"self": labels}, [out], (), [["self"]]))
@@ -67,7 +73,7 @@ def _index_by_mask(call: RuleCall) -> tuple[State, ...]:
 def _index_put(call: RuleCall) -> tuple[State, ...]:
     """Values replace entries, or with `accumulate` are added to them: what several ranks add is then summed."""
     if _has_mask(call):
-        return unknown(call, "a mask among the indices")
+        return _put_by_mask(call)
     labels, common, at = _places(call)
     adds = bool(call["accumulate"])
     indices = _index_labels(call, common) if adds else {}
@@ -79,9 +85,40 @@ def _index_put(call: RuleCall) -> tuple[State, ...]:
     ]
     if not adds:
         return labelled(call, Labelled({"self": labels, "values": own}, [labels], (), [["self", "values"]]))
+    if _written_split(call, at):
+        return unknown(call, "indices into a dim that is split")
     how = Labelled({"values": own, **indices}, [labels], common, [["values"]])
     (state,) = labelled(replace(call, arguments={"values": values, "indices": call["indices"]}), how)
-    return plus(call, call.tensor("self"), state)
+    return plus(call, call.tensor("self"), _spread(call, state))
+
+
+def _spread(call: RuleCall, state: State) -> State:
+    """What is added, which is the same along a dim that the values lack."""
+    dims = split_dims(call.output.sizes, call.split)
+    return Shard(dims[0], None) if state == SAME and len(dims) == 1 else state
+
+
+def _put_by_mask(call: RuleCall) -> tuple[State, ...]:
+    """`x[:, mask] = values`: values are taken in order, so the mask is read whole; one value serves every place."""
+    found = _mask(call)
+    if found is None:
+        return unknown(call, "a mask among other indices")
+    at, mask = found
+    values, ndim = call.tensor("values"), call.tensor("self").ndim
+    one = all(size == 1 for size in values.sizes) and not call["accumulate"]
+    labels = letters(ndim, () if one else range(at, at + mask.ndim))
+    written = [*labels[:at], None, *labels[at + mask.ndim :]]
+    own = [
+        None if size == 1 else name
+        for name, size in zip(written[len(written) - values.ndim :], values.sizes, strict=True)
+    ]
+    inputs: dict[str, Labels] = {"self": labels, "values": own, f"indices.{at}": labels[at : at + mask.ndim]}
+    return labelled(call, Labelled(inputs, [labels], (), [["self", "values"]]))
+
+
+def _written_split(call: RuleCall, at: Sequence[int]) -> bool:
+    """Whether indices point into a dim of `self` that is split: they are out of range on a shard, whatever is added."""
+    return any(call.is_split(size) for i, size in enumerate(call.tensor("self").sizes) if i in at)
 
 
 def _paired(call: RuleCall, label: str | None) -> tuple[Labels, Labels]:
@@ -118,6 +155,8 @@ def _scatter_add(call: RuleCall) -> tuple[State, ...]:
     source = call.tensor("src")
     if not _same_sizes(source, call.tensor("index")):
         taken = labels = [None] * len(labels)
+    if _written_split(call, [call["dim"] % max(len(labels), 1)]):
+        return unknown(call, "indices into a dim that is split")
     how = Labelled({"index": taken, "src": taken}, [labels], ["i"], [["src"]])
     (state,) = labelled(replace(call, arguments={"index": call["index"], "src": source}), how)
     return plus(call, call.tensor("self"), state)
@@ -136,6 +175,8 @@ def _index_add(call: RuleCall) -> tuple[State, ...]:
     dim = call["dim"] % max(x.ndim, 1)
     labels = letters(x.ndim, [dim])
     added = ["i" if i == dim else name for i, name in enumerate(labels)]
+    if _written_split(call, [dim]):
+        return unknown(call, "indices into a dim that is split")
     how = Labelled({"index": ["i"], "source": added}, [labels], ["i"], [["source"]])
     arguments = {"index": call["index"], "source": call["source"]}
     (state,) = labelled(replace(call, arguments=arguments), how)

@@ -65,11 +65,11 @@ def labelled(call: RuleCall, how: Labelled) -> tuple[State, ...]:
         if isinstance(operand.state, PartialMax):
             return unknown(call, "a partial maximum")
     linear = of_terms(call, operands, how.linear)
+    found = _split_label(call, operands, how)
+    if isinstance(found, str):  # of zeros too: where a dim is read whole, the operator may not run on a shard at all
+        return unknown(call, found)
     if linear is not None:
         return linear
-    found = _split_label(call, operands, how)
-    if isinstance(found, str):
-        return unknown(call, found)
     if found is None:
         return everywhere(call, SAME)
     label, shard = found

@@ -159,7 +159,8 @@ def _glu_backward(call: RuleCall) -> tuple[State, ...]:
         if halves is None or half is None or isinstance(x.state, Unknown) or isinstance(gradient.state, Unknown):
             return unknown(call, "halves of a dim that is split")
         outer = halves.outer if halves.outer is not None else None if half.outer is None else 2 * half.outer
-        fits = outer is not None and (half.outer is None or equal(outer, 2 * half.outer)) and half.dim == dim
+        fits = half.dim == dim and (half.outer is None or (outer is not None and equal(outer, 2 * half.outer)))
+        fits = fits and outer is not None and quotient(outer, 2) is not None  # else a part of one half only
         return everywhere(call, Shard(dim, outer)) if fits else unknown(call, "halves that are split in other ways")
     labels = letters(x.ndim, [dim])
     return labelled(call, Labelled({"self": labels, "grad_output": labels}, [labels], (), [["grad_output"]]))

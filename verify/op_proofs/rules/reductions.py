@@ -155,7 +155,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.amax.default": _largest(given_dims),
         "aten.amin.default": _read_whole(given_dims),
         "aten.max.default": _largest(all_dims),
-        "aten.count_nonzero.default": _counted(all_dims),
+        "aten.count_nonzero.default": _counted(given_dims),
         "aten.count_nonzero.dim_IntList": _counted(given_dims),
         "aten.cumsum.default": along("self", linear=[["self"]]),
         "aten.flip.default": _flipped,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from verify.op_proofs.rules.call import Operand, Rule, RuleCall, everywhere, unknown
 from verify.op_proofs.sizes import equal, product, quotient
-from verify.op_proofs.states import SAME, Constant, Shard, State, Unknown, Zero, split_dims
+from verify.op_proofs.states import SAME, Constant, PartialMax, Shard, State, Unknown, Zero, split_dims
 
 
 def _viewed(call: RuleCall) -> tuple[State, ...]:
@@ -207,7 +207,13 @@ def _interleaved(call: RuleCall) -> tuple[State, ...]:
 def _as_complex(call: RuleCall) -> tuple[State, ...]:
     """`view_as_complex`, `view_as_real`: the last dim of two is one number."""
     x = call.tensor("self")
+    if isinstance(x.state, PartialMax):
+        return unknown(call, "complex numbers have no maximum")
     ndim = min(x.ndim, call.output.ndim)
+    if isinstance(x.state, Constant) and x.ndim < call.output.ndim:  # its two parts may differ
+        lies = x.shard(call.split)
+        lost = lies is None and call.is_split(x.sizes)
+        return unknown(call, f"{x.state} of sizes that are split") if lost else everywhere(call, lies or SAME)
     return moved(call, x, [d if d < ndim else None for d in range(x.ndim)])
 
 

@@ -10,7 +10,8 @@ from verify.op_proofs.rules.call import Operand, Rule, RuleCall, unknown
 from verify.op_proofs.rules.grouped import Straddles, grouped, regrouped
 from verify.op_proofs.rules.labelled import Labelled, Labels, labelled, letters
 from verify.op_proofs.rules.products import plus
-from verify.op_proofs.states import State
+from verify.op_proofs.states import Shard, State, Zero
+from verify.op_proofs.wholes import INTERPOLATED, NEAREST
 
 
 def _product(call: RuleCall, operands: Mapping[str, tuple[Operand, int, str]], result: tuple[str, int]) -> State:
@@ -90,6 +91,7 @@ def _pool_backward(count: int, linear: bool = False) -> Rule:
 
 def _columns(call: RuleCall) -> tuple[State, ...]:
     """`im2col`, `col2im`: channels are the outermost factor of the dim that they share with places of the window."""
+    call = _not_uniform(call)
     x = call.tensor("self")
     free = x.ndim - (2 if x.ndim > call.output.ndim else 1)
     labels = letters(x.ndim, range(free, x.ndim))
@@ -99,8 +101,18 @@ def _columns(call: RuleCall) -> tuple[State, ...]:
 
 def _shuffled(call: RuleCall) -> tuple[State, ...]:
     """`pixel_shuffle`: channels are `(c r r)` and rows `h`, then `c` and `(h r)`: what is ahead of the split stays."""
+    call = _not_uniform(call)
     labels = letters(call.tensor("self").ndim)
     return labelled(call, Labelled({"self": labels}, [labels], (), [["self"]]))
+
+
+def _not_uniform(call: RuleCall) -> RuleCall:
+    """Equal entries along a dim are not equal any more where the dim gets other factors: a shard with outer 1."""
+    x = call.tensor("self")
+    lies = x.shard(call.split)
+    if isinstance(x.state, Zero) or lies is None or lies.outer is not None:
+        return call
+    return replace(call, arguments={**call.arguments, "self": x.with_state(Shard(lies.dim, 1))})
 
 
 _POOLS = {
@@ -117,13 +129,7 @@ _POOLS = {
     "replication_pad1d": (1, True),
     "replication_pad2d": (2, True),
 }
-_RESIZES = {
-    "upsample_nearest1d": 1,
-    "upsample_nearest2d": 2,
-    "upsample_linear1d": 1,
-    "upsample_bilinear2d": 2,
-    "upsample_bicubic2d": 2,
-}
+_RESIZES = {name: int(name[-2]) for name in (*NEAREST, *INTERPOLATED)}  # how many dims are resized
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
