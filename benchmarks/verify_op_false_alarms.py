@@ -1,6 +1,6 @@
 """How often `verify-op` refutes a built-in operator that is right: it should never.
 
-    python benchmarks/verify_op_false_alarms.py [--cases 100000] [--seeds 7 8 ...] [OPERATOR ...]
+    python benchmarks/verify_op_false_alarms.py [OPERATOR ...] [--cases 100000] [--seeds 7 8 ...]
 
 Every case that `verify-op` enumerates over the registry's samples (or those of OPERATORs, `aten.linear.default`) from a
 fresh seed, each in float64, float32 and bfloat16 where the operator runs in them; then the next seed, until there are
@@ -52,7 +52,7 @@ def in_dtypes(runner: Runner, case: Case) -> Iterator[CaseResult]:
 def print_alarm(spec: OperatorSpec, seed: int, result: CaseResult) -> None:
     bound = result.signature.bound
     print(f"ALARM {spec.name} `{bound.text if bound is not None else ''}`")
-    print(f"  again: python {sys.argv[0]} --seeds {seed} {spec.name}")
+    print(f"  again: python {sys.argv[0]} {spec.name} --seeds {seed}")
     print(f"  case:  {result.case}")
     if result.raised is not None:
         print(f"  a shard raised {result.raised}")

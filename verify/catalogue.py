@@ -39,7 +39,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "mutant_survived": "A deliberately wrong variant of the result passes as well: the inputs show too little.",
         "gradient_is_not_derivative": "The operator's own backward is not the derivative of its forward.",
         "input_mutated": "The operator changes a tensor that it is given.",
-        "not_repeatable": "Two runs of the operator on the same inputs differ, although it draws no random numbers of torch.",
+        "not_repeatable": "Two runs of the operator on the same inputs differ, without drawing from torch.",
         "output_dtype_wrong": "An output's dtype depends on something else than the dtypes of the inputs.",
         "operator_died": "The process that ran the operator ended without a result.",
         "operator_timed_out": "The operator was still running when the time was up.",

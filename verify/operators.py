@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from op_registry.spec import OperatorSpec
@@ -17,33 +16,28 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError
 from verify.environment import environment
 from verify.finding import Finding
-from verify.op_checks.contradiction import contradiction
 from verify.op_checks.enumerate import Unusable
 from verify.op_checks.findings import unusable
 from verify.op_checks.options import OpOptions
-from verify.op_checks.reproduce import reproduce_line
-from verify.op_checks.target import find_operator
+from verify.op_checks.target import find_record
 from verify.op_checks.verification import Reproduce, Verification
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
 
-def verify_op(operator: Any, *, annotation: str | Callable[..., Any] | None = None, seed: int = 0) -> Report:
-    """Compares the shards of `operator` with the whole.
+def verify_op(
+    operator: Any, *, annotation: str | Callable[..., Any] | None = None, seed: int = 0, isolate: bool = True
+) -> Report:
+    """Compares the shards of `operator` with the whole, in a child process unless `isolate` is off.
 
     `operator`: a registered operator, its name, `file.py::function`, `package.module:function`, or any callable with
     `annotation`. Raises NnscalerError for what cannot be run at all: an unknown name, no annotation, an annotation
     that is not in the language, a call that needs sample inputs.
     """
-    started = time.perf_counter()
-    try:
-        spec = find_operator(operator, annotation)
-    except AnnotationError as error:
-        report = contradiction(operator, annotation, error, OpOptions(seed=seed))
-        if report is None:
-            raise
-        return replace(report, seconds=time.perf_counter() - started)
-    return verify_spec(spec, OpOptions(seed=seed), reproduce_line(spec, annotation, seed))
+    from verify.op_run.job import make_job
+    from verify.op_run.many import run_one
+
+    return run_one(make_job(find_record(operator), annotation), OpOptions(seed=seed), isolate)
 
 
 def verify_spec(

@@ -34,7 +34,10 @@ def test_an_identifier_that_the_output_lacks_cannot_be_registered_without_a_mark
     finding = report.findings[0]
     assert finding.code == "annotation_wrong"
     assert "`k` in `m k, k n -> m n`" in finding.message
-    assert str(finding.help) == 'this annotation holds (tested): "m k+, k+ n -> m n"'
+    assert str(finding.help).splitlines() == [
+        'this annotation holds (tested): "m k+, k+ n -> m n"',
+        "`k` should be `k+`: the outputs of the shards sum to the right answer",
+    ]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)

@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
 from verify.op_advice import infer
 from verify.op_advice.infer import infer_annotation, suggest_annotation
-from verify.op_advice.kernels import checked_kernels
+from verify.op_checks.kernels import checked_kernels
 from verify.op_advice.question import Question, make_question
 from verify.op_advice.sizes import resize
 from verify.op_advice.together import find_groups
@@ -257,6 +257,17 @@ def test_the_truth_table_of_linear_is_its_annotation() -> None:
         Fact((columns, columns, PARTIAL), (PARTIAL,)),
         Fact((REPLICATED, rows, rows), (columns,)),
     }
+
+
+def test_rounding_does_not_look_additive() -> None:
+    def rounded(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return x @ w + b.floor()
+
+    question = _question(rounded, (_real(6, 12), _real(12, 18), _real(18)), {})
+    with checked_kernels():
+        facts = truth_table(question)
+    assert len(facts) == 2
+    assert all(PARTIAL not in fact.outputs for fact in facts)
 
 
 def test_states_of_outputs_are_read_off() -> None:

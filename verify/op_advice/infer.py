@@ -14,7 +14,6 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError, NnscalerError
 from nnscaler.ir.layout import Sharded
 from verify.op_advice.compose import Evidence, compose, consistent
-from verify.op_advice.kernels import checked_kernels
 from verify.op_advice.question import Question, make_question
 from verify.op_advice.sizes import resize
 from verify.op_advice.star import with_star
@@ -23,6 +22,7 @@ from verify.op_advice.together import find_groups, growth
 from verify.op_advice.truth_table import Fact, truth_table
 from verify.op_checks.concrete import ConcreteCall, function_of
 from verify.op_checks.draw import sample_calls
+from verify.op_checks.kernels import checked_kernels
 from verify.op_checks.options import OpOptions
 from verify.report import Report
 

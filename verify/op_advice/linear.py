@@ -17,9 +17,10 @@ from torch import Tensor
 from op_registry.call import Call, DType
 
 from verify.compare import is_finite, largest
-from verify.op_advice.kernels import checked_kernels
 from verify.op_advice.question import Outputs, Question
+from verify.op_advice.trial import real_terms
 from verify.op_checks.concrete import ConcreteCall, outputs_of, with_tensors
+from verify.op_checks.kernels import checked_kernels
 from verify.op_checks.lay import random_terms
 from verify.op_checks.options import Kind
 from verify.op_checks.values import refill
@@ -97,10 +98,9 @@ def _draws(question: Question) -> list[_Draw]:
 
 def _terms(tensor: Tensor, kind: Kind, generator: torch.Generator) -> list[Tensor]:
     """Terms of both signs. Integers sum exactly; real ones also tell a function that rounds from a linear one."""
-    if tensor.dtype == torch.bool or not tensor.is_floating_point() or kind == "integers":
-        return [tensor] * RANKS if tensor.dtype == torch.bool else random_terms(tensor, RANKS, generator)
-    terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(RANKS - 1)]
-    return [*terms, tensor - sum(terms)]
+    if tensor.dtype == torch.bool:
+        return [tensor] * RANKS
+    return (random_terms if kind == "integers" else real_terms)(tensor, RANKS, generator)
 
 
 def _is_linear(draw: _Draw, slots: frozenset[int]) -> bool:

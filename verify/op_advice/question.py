@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
-from verify.op_advice.kernels import runs_checked
 from verify.op_checks.concrete import ConcreteCall, make_call, outputs_of, with_tensors
+from verify.op_checks.kernels import runs_checked
 from verify.op_checks.preflight import tried_on_meta
 
 Outputs = tuple[Tensor | None, ...]

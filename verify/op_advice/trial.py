@@ -46,7 +46,7 @@ class Trial:
                 found = [take(tensor, cut, rank).contiguous() for rank in range(parts)]
             elif isinstance(state, Partial):
                 generator = torch.Generator().manual_seed(self.seed + 7 * index + parts)
-                found = random_terms(tensor, parts, generator)
+                found = real_terms(tensor, parts, generator)
             else:
                 found = [tensor] * parts
             self.kept[index, state, parts] = found
@@ -97,6 +97,15 @@ class Trial:
                 return None
             found.append(state)
         return tuple(found)
+
+
+def real_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
+    """Random terms whose sum is the tensor; of floating tensors not integers, through which rounding would look
+    linear."""
+    if not tensor.is_floating_point():
+        return random_terms(tensor, parts, generator)
+    terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
+    return [*terms, tensor - sum(terms)]
 
 
 def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> Trial | None:

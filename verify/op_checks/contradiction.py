@@ -22,13 +22,13 @@ from nnscaler.ir.placement import Split
 from verify.compare import difference, largest
 from verify.environment import environment
 from verify.finding import Finding
+from verify.op_advice.widen import frozen, repair
 from verify.op_checks.concrete import outputs_of
 from verify.op_checks.enumerate import Enumerator, Unusable, bases
 from verify.op_checks.lay import spread
 from verify.op_checks.options import OpOptions
 from verify.op_checks.partition import ShardRaised, make_partition, run_shards
 from verify.op_checks.runner import Runner, WholeRaised
-from verify.op_checks.suggest import frozen, suggest
 from verify.op_checks.target import find_operator
 from verify.op_checks.whole import as_leaves
 from verify.report import Check, Report
@@ -55,14 +55,15 @@ def contradiction(
         return None
     if facts is None:
         return None
-    suggested = suggest(replace(spec, annotation=frozen(annotation, missing[0])), options, missing[0])
+    advice = repair(replace(spec, annotation=frozen(annotation, missing[0])), missing[0], options)
+    sentence = "" if advice is None else advice.sentence.replace(f"`{missing[0]}^`", f"`{missing[0]}`")
     finding = Finding(
         "annotation_wrong",
         f"`{missing[0]}` in `{annotation}` has no mark, but shards of it do not each compute the output",
         spec.where,
         facts,
         cause=error.message.splitlines()[0],
-        help=f'this annotation holds (tested): "{suggested}"' if suggested else error.help,
+        help=error.help if advice is None else f'this annotation holds (tested): "{advice.text}"\n{sentence}',
     )
     check = Check(f"split `{missing[0]}` (spatial)", Verdict.REFUTED, 1, 1)
     setting = f"`{annotation}`"

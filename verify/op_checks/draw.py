@@ -83,7 +83,7 @@ def from_annotation(
         if id(operand) not in below:
             return fill(shape, kind, generator)
         name = below[id(operand)]
-        return fill_whole_numbers(shape, sizes[name] if name else 0, generator)
+        return fill_whole_numbers(shape, sizes[name] if name else 0, kind, generator)
 
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -146,10 +146,9 @@ def builtin_call(sample: Sample, kind: Kind, generator: torch.Generator) -> Conc
         count += 1
         if wanted.kind == "normal":
             return fill(wanted.shape, kind, generator)
-        made = wanted.make(generator)
-        if wanted.kind == "integer" and made.numel() > 1:  # both ends of the range occur
-            made.view(-1)[0], made.view(-1)[-1] = wanted.high - 1, wanted.low
-        return made
+        if wanted.kind == "integer":
+            return fill_whole_numbers(wanted.shape, wanted.high, kind, generator, wanted.low)
+        return wanted.make(generator)
 
     args = [replace_tensors(a, make) for a in sample.args]
     kwargs = {key: replace_tensors(value, make) for key, value in sample.kwargs.items()}

@@ -149,8 +149,15 @@ def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> 
 
 
 def random_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Random terms whose sum is the tensor: exact where it holds integers."""
-    terms = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(parts - 1)]
+    """Random terms whose sum is the tensor. Integers, and exact, where it holds integers; real ones elsewhere, since
+    an operator that rounds is linear in integers."""
+    shape = tuple(tensor.shape)
+    whole = not tensor.is_complex() and torch.equal(tensor, tensor.round())
+    if whole:
+        terms = [torch.randint(-4, 5, shape, generator=generator).to(tensor.dtype) for _ in range(parts - 1)]
+    else:
+        real = [2 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(parts - 1)]
+        terms = [term.to(tensor.dtype) for term in real]
     rest = tensor
     for term in terms:
         rest = rest - term

@@ -52,12 +52,14 @@ class Safeguards:
 
 @dataclass(frozen=True, slots=True)
 class OpOptions:
-    """`timeout`: seconds for one operator. `cases`: at most so many comparisons per operator; None: all."""
+    """`timeout`: seconds for one operator. `cases`: at most so many cases per claim; None: all. `explain`: whether a
+    counter-example is made small, and an annotation that holds looked for."""
 
     seed: int = 0
     fail_fast: bool = False
     prove: bool = True
     suggest: bool = False
+    explain: bool = True
     timeout: float = 60.0
     cases: int | None = None
     safeguards: Safeguards = field(default_factory=Safeguards)

@@ -7,7 +7,7 @@ What each shard is given, and what its outputs and gradients must be, follows fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def compare_partition(
     leaves = _shard_leaves(whole, partition, generator)
     results = run_shards(partition, leaves, whole.dtype)
     outputs = [outputs_of(r) for r in results]
-    comparison = _Comparison(bound, safeguards.mutants)
+    comparison = _Comparison(bound, safeguards.mutants, _tells_nothing(whole, partition))
     if safeguards.outputs and whole.concrete.compare:
         comparison.plain(whole.plain, [plain_of(r) for r in results])
         comparison.outputs(whole, partition, outputs)
@@ -207,8 +207,9 @@ def _local_calls(
 class _Comparison:
     """Collects what was compared."""
 
-    def __init__(self, bound: Bound, mutants: bool) -> None:
+    def __init__(self, bound: Bound, mutants: bool, tells_nothing: bool) -> None:
         self.bound = bound
+        self.tells_nothing = tells_nothing
         self.mutants = mutants
         self.count = 0
         self.exact = 0
@@ -305,7 +306,17 @@ class _Comparison:
             self.mismatches.append(Mismatch(what, difference(value, expected, scale), layout, _shown(value, expected)))
             return
         if self.mutants:
-            self.variants += variants_of(what, pieces, expected, lay)
+            found = variants_of(what, pieces, expected, lay)
+            self.variants += [replace(v, void=v.void and not self.tells_nothing) for v in found]
+
+
+def _tells_nothing(whole: Whole, partition: Partition) -> bool:
+    """Whether an integer input that is split has one value only: that a result is constant then shows nothing."""
+    for tensor, lay in zip(whole.concrete.tensors, partition.inputs, strict=True):
+        split = any(isinstance(held, Cut) for held in lay.held)
+        if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+            return True
+    return False
 
 
 def _real(tensor: Tensor) -> bool:

@@ -52,11 +52,13 @@ def remembers(trial: Callable[[], object], real: Callable[[], object]) -> bool:
     state is then thrown away. Without fork, assumed."""
     if not hasattr(os, "fork"):
         return True
-    return not _succeeds(trial, real) and _succeeds(real)
+    return not succeeds(trial, real) and succeeds(real)
 
 
-def _succeeds(*steps: Callable[[], object]) -> bool:
-    """Whether a child process comes to the end of these."""
+def succeeds(*steps: Callable[[], object]) -> bool:
+    """Whether a child process comes to the end of these. False where there is no fork."""
+    if not hasattr(os, "fork"):
+        return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child runs the operator, and only that
         child = os.fork()
@@ -66,6 +68,8 @@ def _succeeds(*steps: Callable[[], object]) -> bool:
             for step in steps:
                 step()
             code = 0
+        except Exception:  # noqa: BLE001 - the exit code says it
+            code = 1
         finally:
             os._exit(code)
     deadline = time.monotonic() + SECONDS

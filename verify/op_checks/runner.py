@@ -20,12 +20,13 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.transform.rules import explain_illegal_choice
 from nnscaler.transform.signature import Signature
 from verify.op_checks.cases import Case, Inputs, uneven_bounds
-from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs
+from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.op_checks.draw import builtin_call, choose_sizes, from_annotation, resize, sample_calls
+from verify.op_checks.kernels import runs_checked
 from verify.op_checks.lay import local_shape, ranks_of
 from verify.op_checks.options import OpOptions
 from verify.op_checks.partition import AXES, Compared, Partition, ShardRaised, compare_partition, make_partition
-from verify.op_checks.preflight import remembers, tried_on_meta
+from verify.op_checks.preflight import remembers, succeeds, tried_on_meta
 from verify.op_checks.random_calls import random_arguments, whole_arguments
 from verify.op_checks.tolerance import Bound, float64_bound, low_bound
 from verify.op_checks.values import refill
@@ -121,7 +122,7 @@ class Runner:
         found = resize(call, bound, dict(inputs.sizes))
         if found is None:
             raise Refusal(f"the sizes {dict(inputs.sizes)} cannot be given to sample {inputs.sample}")
-        return found
+        return replace(found, constants=call.constants, compare=call.compare)
 
     def _outputs(self, call: ConcreteCall) -> Any:
         return run_whole(self.function(call), call, torch.Generator()).outputs
@@ -173,23 +174,57 @@ class Runner:
                 raise WholeRaised(error, shapes) from error
             low = None
         if dtype == torch.float64 or low is None:
-            return Prepared(exact, self._signature(exact), float64_bound(low, exact), tried)
+            return Prepared(
+                exact, self._signature(exact), float64_bound(low, exact, self._moved(function, call, inputs)), tried
+            )
         return Prepared(low, self._signature(low), low_bound(low, exact), tried)
 
     def keeps_tensors(self, function: Callable[..., Any], call: ConcreteCall) -> bool:
         """Whether shapes cannot be tried on the meta device, or need not be."""
         if self._untried is None:
             described = [(tuple(t.shape), t.dtype) for t in call.tensors]
-            self._untried = self.trusted or remembers(
-                lambda: tried_on_meta(function, call.call, described, {}, {}),
-                lambda: run_whole(function, call, torch.Generator()),
+            self._untried = (
+                self.trusted
+                or self._checked(function, call)
+                or remembers(
+                    lambda: tried_on_meta(function, call.call, described, {}, {}),
+                    lambda: run_whole(function, call, torch.Generator()),
+                )
             )
         return self._untried
+
+    def _checked(self, function: Callable[..., Any], call: ConcreteCall) -> bool:
+        """Whether it runs nothing but kernels that check sizes themselves; asked in a process of its own, since these
+        shapes may be the wrong ones."""
+        args, kwargs = with_tensors(call.call, call.tensors, {})
+
+        def run() -> None:
+            if not runs_checked(lambda: function(*args, **kwargs)):
+                raise ValueError("a kernel that is not known to check sizes")
+
+        return succeeds(run)
 
     def _run(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs, dtype: torch.dtype) -> Whole:
         without = frozenset(inputs.without_gradient) | call.constants
         cotangents = torch.Generator().manual_seed(inputs.seed + 1)
         return run_whole(function, call, cotangents, dtype, without, self.options.safeguards.random_cotangents)
+
+    def _moved(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs) -> Whole | None:
+        """The run with every floating input moved by one unit of rounding, up or down."""
+        generator = torch.Generator().manual_seed(inputs.seed + 3)
+        unit = torch.finfo(torch.float64).eps
+
+        def nudged(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            signs = torch.randint(0, 2, tuple(tensor.shape), generator=generator) * 2 - 1
+            return tensor * (1 + unit * signs.double())
+
+        try:
+            moved = replace(call, tensors=tuple(nudged(t) for t in call.tensors))
+            return self._run(function, moved, inputs, torch.float64)
+        except Exception:  # noqa: BLE001 - nothing is known of its rounding then
+            return None
 
     def _signature(self, whole: Whole) -> Signature:
         call = with_outputs(whole.concrete.call, whole.outputs)

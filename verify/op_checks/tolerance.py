@@ -11,6 +11,7 @@ decides whether the annotation is right.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from verify.op_checks.whole import Whole
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
 NOISE_FACTOR = 16.0
+LOW_CEILINGS = MappingProxyType({torch.float32: 0.02, torch.bfloat16: 0.25})
 CEILING = 1e-8  # of the largest value: no float64 difference above it is called rounding
 
 
@@ -71,13 +73,18 @@ def noise(low: Whole, exact: Whole) -> float:
     return worst
 
 
-def float64_bound(low: Whole | None, exact: Whole) -> Bound:
-    """`low`: the same run in float32, None where the operator does not run in it."""
+def float64_bound(low: Whole | None, exact: Whole, moved: Whole | None = None) -> Bound:
+    """`low`: the same run in float32; `moved`: the same in float64 with every input moved by one unit of rounding,
+    which shows cancellation that float32 hides (a softmax that is saturated in it). None where there is no such run."""
     unit = torch.finfo(torch.float64).eps
     measured = 0.0 if low is None else noise(low, exact) * unit / torch.finfo(torch.float32).eps
+    if moved is not None:
+        measured = max(measured, noise(moved, exact))
     return Bound(min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING))
 
 
 def low_bound(low: Whole, exact: Whole) -> Bound:
-    """For shards in the dtype of `low`."""
-    return Bound(max(NOISE_FACTOR * torch.finfo(low.dtype).eps, NOISE_FACTOR * noise(low, exact)))
+    """For shards in the dtype of `low`. Limited: an operator that is wrong in this dtype alone is far from its float64
+    run, and that is no noise."""
+    unit = torch.finfo(low.dtype).eps
+    return Bound(min(NOISE_FACTOR * max(unit, noise(low, exact)), LOW_CEILINGS.get(low.dtype, 0.25)))

@@ -29,14 +29,18 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def fill_whole_numbers(shape: Sequence[int], below: int, generator: torch.Generator) -> Tensor:
-    """Integers from 0 to `below` - 1, both of which occur; booleans where `below` is 0."""
-    if not below:
+def fill_whole_numbers(
+    shape: Sequence[int], below: int, kind: Kind, generator: torch.Generator, low: int = 0
+) -> Tensor:
+    """Integers from `low` to `below` - 1, both of which occur (once, in a sparse draw: what depends on the largest id
+    of a shard then shows); booleans where `below` is `low`."""
+    if below == low:
         return torch.rand(tuple(shape), generator=generator) < 0.4
-    drawn = torch.randint(0, below, tuple(shape), generator=generator)
+    inside = kind == "sparse" and below - low > 2
+    drawn = torch.randint(low + inside, below - inside, tuple(shape), generator=generator)
     if drawn.numel() > 1:
         first, last = torch.randperm(drawn.numel(), generator=generator)[:2].tolist()
-        drawn.view(-1)[first], drawn.view(-1)[last] = 0, below - 1
+        drawn.view(-1)[first], drawn.view(-1)[last] = low, below - 1
     return drawn
 
 
@@ -56,7 +60,11 @@ def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     flat = tensor.flatten()
     if flat.numel() < 2:
         return tensor
-    drawn = flat[torch.randint(0, flat.numel(), (flat.numel(),), generator=generator)]
+    inner = flat
+    if kind == "sparse" and tensor.dtype != torch.bool:  # the smallest and the largest occur once
+        between = flat[(flat > flat.min()) & (flat < flat.max())]
+        inner = between if between.numel() else flat
+    drawn = inner[torch.randint(0, inner.numel(), (flat.numel(),), generator=generator)]
     ends = torch.randperm(flat.numel(), generator=generator)[:2]
     drawn[ends] = torch.stack([flat.min(), flat.max()]) if tensor.dtype != torch.bool else flat[ends]
     return drawn.reshape(shape)

@@ -10,6 +10,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import RunPartial, Split
 from verify.finding import Finding
+from verify.op_advice.widen import repair
 from verify.op_checks.audit import audit
 from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
@@ -24,7 +25,6 @@ from verify.op_checks.proofs import TOTAL_SECONDS, Strength, prove_base, weakest
 from verify.op_checks.runner import CaseResult, Runner
 from verify.op_checks.shrink import shrink
 from verify.op_checks.subsets import check_subsets
-from verify.op_checks.suggest import frozen, suggest
 from verify.report import Check
 from verify.verdict import Verdict, merge
 
@@ -234,7 +234,8 @@ class Verification:
     ) -> None:
         """Keeps an outcome for its check, and adds its finding. `needs`: what a proof of it has to prove."""
         if outcome.failures:
-            smallest = shrink(self.runner, outcome.failures[0])
+            failed = outcome.failures[0]
+            smallest = shrink(self.runner, failed) if self.options.explain else failed
             finding = self.wrong(smallest)
             line = self.reproduce(finding.code, smallest.case) if self.reproduce is not None else None
             self.findings.append(finding.with_reproduce(line))
@@ -258,12 +259,10 @@ class Verification:
         help = None
         bound = result.signature.bound
         if isinstance(choice, Split) and len(result.case.choices) == 1 and bound is not None:
-            suggested = suggest(self.spec, self.options, choice.identifier)
-            name = "*" if choice.identifier.startswith("*") else choice.identifier
-            if suggested is not None and suggested == frozen(bound.text, name):
-                help = f'`{choice.identifier}` cannot be split: freeze it with "{suggested}"'
-            elif suggested is not None:
-                help = f'this annotation holds (tested): "{suggested}"'
+            advice = repair(self.spec, choice.identifier, self.options) if self.options.explain else None
+            if advice is not None:
+                said = "freeze it" if advice.freezes else "this annotation holds (tested)"
+                help = f'{said}: "{advice.text}"\n{advice.sentence}'
         return wrong_split(self.spec, result, help)
 
 

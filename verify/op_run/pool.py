@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -158,9 +159,13 @@ class _Worker(Generic[Result]):
         sys.stdout.flush()
         sys.stderr.flush()
         parent, inherited = os.getpid(), [self.connection, *(other.connection for other in others)]
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: no child waits for one of this process
+            self.pid = os.fork()
         if self.pid == 0:
             _child(tasks, theirs, self.memory, self.trace.fileno(), inherited, parent)
+        with suppress(OSError):  # the child does the same: whoever is first
+            os.setpgid(self.pid, self.pid)
         theirs.close()
 
     def give(self, index: int) -> None:
@@ -193,31 +198,30 @@ class _Worker(Generic[Result]):
         return None
 
     def end(self, patience: float = 0.0) -> int:
-        """Ends the process, waits for it, and returns its status. `patience`: seconds that it has to end by itself."""
+        """Ends the process and all that it started, waits for it, and returns its status. `patience`: seconds that it
+        has to end by itself."""
         if self.ended:
             return 0
         self.ended = True
         note, seconds = self.note(), time.perf_counter() - self.since
-        status = _status(self.pid, patience)
-        if status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            status = os.waitpid(self.pid, 0)[1]
+        _wait_for_end(self.pid, patience)
+        with suppress(ProcessLookupError):
+            os.killpg(
+                self.pid, signal.SIGKILL
+            )  # an ended process keeps its number, and its group, until it is waited for
+        status = os.waitpid(self.pid, 0)[1]
         self.trace.seek(0)
-        self.last = (note, seconds, self.trace.read().decode("utf-8", "replace"))
+        trace = self.trace.read().decode("utf-8", "replace").rpartition("Fatal Python error")[2]  # not one it started
+        self.last = (note, seconds, trace)
         for part in (self.connection, self.memory, self.trace):
             part.close()
         return status
 
 
-def _status(pid: int, patience: float) -> int | None:
-    """The status of an ended child; None where it still runs after so many seconds."""
+def _wait_for_end(pid: int, patience: float) -> None:
+    """Waits until a child has ended, or for so many seconds."""
     until = time.perf_counter() + patience
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return status
-        if time.perf_counter() >= until:
-            return None
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.perf_counter() < until:
         time.sleep(0.005)
 
 
@@ -247,6 +251,8 @@ def _settle(inherited: Sequence[Connection], trace: int, parent: int) -> None:
     """Leaves the parent's pipes, its standard output and its Ctrl-C to the parent, and ends when it ends."""
     import resource  # not on every system
 
+    with suppress(OSError):
+        os.setpgid(0, 0)  # what it starts ends with it
     die_with_parent(parent)
     for connection in inherited:
         connection.close()  # or a sibling's pipe would stay open when the parent dies
@@ -255,6 +261,7 @@ def _settle(inherited: Sequence[Connection], trace: int, parent: int) -> None:
     faulthandler.enable(trace, all_threads=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # what the operator prints, in whatever language, is no result
     sys.stdout = sys.stderr
     torch = sys.modules.get("torch")

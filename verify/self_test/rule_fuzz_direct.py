@@ -1,5 +1,5 @@
 """Direct calls of ATen operators for `rule_fuzz`: of those that have a rule and that no traced sample reaches, and such
-arguments of others as samples have not. Every size is a symbol; one that occurs twice is one symbol."""
+arguments of others as samples have not. Every size of 5 or more is a symbol; one that occurs twice is one symbol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from verify.op_proofs.symbolic import World
 from verify.op_proofs.trace import flat
 from verify.self_test.rule_fuzz_calls import DrawnCall, Values
 
+LEAST = 5  # smaller sizes are numbers
 _C = SampleTensor((6, 12), "complex")
+
+_NAMES = "var std rad2deg positive lift lift_fresh special_expit alias detach".split()
 
 ROWS: tuple[Sample, ...] = (
     S("linear", F(6, 12, 18), F(24, 18), F(24)),
@@ -33,7 +36,10 @@ ROWS: tuple[Sample, ...] = (
     S("addr", F(6, 12), F(6), F(12), alpha=2),
     S("addmm", F(18), F(12, 24), F(24, 18), beta=0),
     S("_fused_rms_norm", F(6, 12, 18), [18], F(18), 1e-6),
-    S("_fused_rms_norm_backward", F(6, 12, 18), F(6, 12, 18), [18], P(6, 12, 1), F(18), [True, True]),
+    S("_safe_softmax", F(6, 12), 1),
+    S("native_group_norm", F(18, 12, 24), F(12), F(12), 18, 12, 24, 3, 1e-5),
+    S("native_group_norm_backward", *(F(18, 12, 24),) * 2, F(18, 3), P(18, 3), F(12), 18, 12, 24, 3, [True] * 3),
+    S("native_group_norm_backward", *(F(18, 12, 24),) * 2, F(18, 12), P(18, 12), None, 18, 12, 24, 12, [True] * 3),
     S("native_dropout_backward", F(6, 12), B(6, 12), 2.0),
     *(S(f"{name}", F(6, 12), 1) for name in ("cummax", "cummin", "logcumsumexp", "argsort", "mode", "nanmedian.dim")),
     S("argsort.stable", F(6, 12), stable=True, dim=0),
@@ -42,7 +48,7 @@ ROWS: tuple[Sample, ...] = (
     S("nansum", F(6, 12), [1], True),
     S("sum", F(6, 12)),
     S("norm.ScalarOpt_dim_dtype", F(6, 12), 2, [1], False, dtype=torch.float64),
-    *(S(f"{name}", F(6, 12)) for name in ("var", "std", "rad2deg", "positive", "lift", "lift_fresh", "special_expit")),
+    *(S(f"{name}", F(6, 12)) for name in _NAMES),
     *(S(f"{name}.dim", F(6, 12), [0]) for name in ("var", "std")),
     *(S(f"{name}", _C) for name in ("conj_physical", "_conj_physical", "resolve_conj", "angle", "real", "imag")),
     S("complex", F(6, 12), F(6, 12)),
@@ -86,14 +92,16 @@ ROWS: tuple[Sample, ...] = (
     S("binary_cross_entropy", U(6, 12), U(6, 12), None, 2),
 )
 
-_SIZES: Mapping[str, str] = MappingProxyType(
+_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "aten.reshape.default": "shape",
-        "aten._reshape_copy.default": "size",
-        "aten._fused_rms_norm.default": "normalized_shape",
-        "aten._fused_rms_norm_backward.default": "normalized_shape",
+        "aten.reshape.default": ("shape",),
+        "aten._reshape_copy.default": ("size",),
+        "aten._fused_rms_norm.default": ("normalized_shape",),
+        "aten.native_group_norm.default": ("N", "C", "HxW"),
+        "aten.native_group_norm_backward.default": ("N", "C", "HxW"),
     }
 )
+_UNCHECKED = ("pad", "group_norm")  # kernels that take sizes that do not fit
 
 
 def direct_calls(rows: Sequence[Sample] = ROWS) -> list[DrawnCall]:
@@ -110,8 +118,8 @@ def _direct(row: Sample) -> DrawnCall:
     integers_of: list[Values] = []
 
     def symbol(size: int) -> Any:
-        if size == 1:
-            return 1
+        if size < LEAST:
+            return size
         if size not in integers:
             integers[size] = world.symbol(f"n{size}", size)
         return integers[size]
@@ -123,9 +131,10 @@ def _direct(row: Sample) -> DrawnCall:
         return world.tensor([symbol(size) for size in wanted.shape], dtype, False)
 
     given = arguments_of(overload, tuple(replace_tensors(a, make) for a in row.args), row.kwargs)
-    sized = _SIZES.get(row.operator)
-    if sized is not None:
-        given = {**given, sized: [integers.get(size, size) for size in given[sized]]}
+    for sized in _SIZES.get(row.operator, ()):
+        value = given[sized]
+        found = [integers.get(size, size) for size in value] if isinstance(value, list) else integers.get(value, value)
+        given = {**given, sized: found}
     args = [given[p.name] for p in overload._schema.arguments if not p.kwarg_only]
     kwargs = {p.name: given[p.name] for p in overload._schema.arguments if p.kwarg_only}
     symbols = {size: size_of(value) for size, value in integers.items()}
@@ -145,5 +154,6 @@ def _direct(row: Sample) -> DrawnCall:
 
     arguments = {name: convert(value) for name, value in given.items()}
     values = {name: tuple(integers_of) for name in given if integers_of}
-    found = tuple(convert(o) if isinstance(o, Tensor) else None for o in outputs)
-    return DrawnCall(overload, arguments, found, hints, guards, values, f"direct {row}", "pad" in row.operator)
+    results = tuple(convert(o) if isinstance(o, Tensor) else None for o in outputs)
+    unchecked = any(name in row.operator for name in _UNCHECKED)
+    return DrawnCall(overload, arguments, results, hints, guards, values, f"direct {row}", unchecked)

@@ -56,7 +56,7 @@ class RulesReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every rule was tried enough, nothing is wrong, and what was planted was found. No rules are no pass."""
+        """Whether every rule was tried enough, nothing is wrong, and what was planted was found. Nothing tried: no."""
         tried = bool(self.results) and not self.short and not self.unreached
         return tried and not self.unsound and self.planted > 0 and not self.missed
 
@@ -66,8 +66,8 @@ class RulesReport:
         asked = sum(result.asked for result in self.results.values())
         found = self.planted - len(self.missed)
         text = [
-            f"{len(self.results)} transfer rules, asked {asked} times: {compared} claims compared with torch, "
-            f"{len(self.unsound)} wrong",
+            f"{len(self.results)} transfer rules, asked {asked} times",
+            f"{compared} claims compared with torch, {len(self.unsound)} wrong",
             f"planted wrong rules: {found} of {self.planted} found",
         ]
         text += [f"not found: {mistake}" for mistake in self.missed]

@@ -131,7 +131,7 @@ def direct(*rows: str) -> list[DrawnCall]:
 def test_a_died_process_is_unsound_and_the_others_go_on() -> None:
     def dying(call: RuleCall) -> tuple[State, ...]:
         if "nansum" in str(call.overload):
-            os.abort()
+            os._exit(9)
         return conclude(call)
 
     names = ["aten.linear.default", "aten.nansum.default", "aten.outer.default"]

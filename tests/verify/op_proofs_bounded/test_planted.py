@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +15,23 @@ from op_registry.call import Call
 from op_registry.expression import Expression, index
 from op_registry.spec import OperatorSpec
 
+from nnscaler.ir.layout import Partial, State
 from tests.verify.op_proofs_bounded.operators import (
     call_of,
     floats,
     function_spec,
+    proofs_of,
     prove,
     prove_function,
     sample_call,
     spec_of,
 )
 from verify.op_checks.concrete import ConcreteCall
+from verify.op_proofs.bounded import claims, layout
+from verify.op_proofs.bounded.algebra import Numbers
+from verify.op_proofs.bounded.layout import Pairs
 from verify.op_proofs.bounded.prove import BoundedProof
+from verify.op_proofs.bounded.rule import Array
 from verify.op_proofs.bounded.solve import Limits
 
 Hook = Callable[[Call, Mapping[str, Any]], Call]
@@ -266,3 +272,25 @@ def test_mean_without_the_hook() -> None:
 
     sample = samples_of("aten.mse_loss.default")[0]
     refuted(prove(replace(spec_of("aten.mse_loss.default"), localize=None), sample_call(sample), "a"))
+
+
+ROTATED = [
+    *("aten.slice.Tensor", "aten.conv1d.padding", "aten.arange.start", "nnscaler.ce_pick", "aten.mean.dim"),
+    *("aten.split.Tensor", "aten.slice_scatter.default", "aten.unflatten.int", "aten.l1_loss.default"),
+]
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_no_proof_is_vacuous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every rank's result taken for the next one's, and one term of every sum left out, nothing is proved."""
+
+    def wrong(algebra: Numbers, whole: Array, ranks: Sequence[Array], state: State) -> Pairs | None:
+        last = layout.zeros(ranks[0].shape) if isinstance(state, Partial) else ranks[0]
+        return equations(algebra, whole, [*ranks[1:], last], state)
+
+    equations = layout.equations
+    monkeypatch.setattr(claims, "equations", wrong)
+    proofs = {key: proof for key, proof in proofs_of(name).items() if isinstance(key[1], str)}
+    assert proofs
+    assert not [key for key, proof in proofs.items() if proof.proved]
+    assert all(proof.counter_example for proof in proofs.values())

@@ -111,6 +111,29 @@ def test_a_hang_is_killed_and_the_others_go_on() -> None:
     assert time.perf_counter() - started < 20
 
 
+@pytest.mark.parametrize("then", ["hangs", "aborts", "returns"])
+def test_what_a_task_has_started_ends_with_it(then: str, tmp_path: Path) -> None:
+    def starts(note: Note) -> int:
+        started = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "pid").write_text(str(started.pid))
+        if then == "hangs":
+            time.sleep(600)
+        if then == "aborts":
+            os.abort()
+        return 0
+
+    list(run_forked([starts], 1, 1.5))
+    pid = int((tmp_path / "pid").read_text())
+    until = time.perf_counter() + 10
+    while alive(pid) and time.perf_counter() < until:
+        time.sleep(0.02)
+    assert not alive(pid)
+
+
+def test_nothing_can_be_read_from_the_keyboard() -> None:
+    assert [e.result for e in run_forked([lambda note: os.read(0, 1)], 1, 30.0) if isinstance(e, Done)] == [b""]
+
+
 def test_time_counts_from_the_start_of_a_task() -> None:
     """One that waits for its turn is not late."""
 

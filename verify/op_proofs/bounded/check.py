@@ -24,13 +24,15 @@ _CLOSE = 1e-9  # numbers that went through exp and the like
 
 @dataclass(frozen=True)
 class Outcome:
-    """`gradients`: "computed", "by theorem" or "none". `depends_on_rank`: the rewritten call does."""
+    """`gradients`: "computed", "by theorem" or "none". `depends_on_rank`: the rewritten call does. `constant`: no
+    output depends on an input, so that little is proved."""
 
     proved: bool
     reason: str = ""
     counter_example: Mapping[str, str] | None = None
     gradients: str = "none"
     depends_on_rank: bool = False
+    constant: bool = False
 
 
 def check(traced: Traced, choice: Choice, parts: int, limits: Limits, deadline: float) -> Outcome:
@@ -51,20 +53,25 @@ def check(traced: Traced, choice: Choice, parts: int, limits: Limits, deadline: 
         verdict = prover.equal(pairs)
         if not verdict.proved:
             return _refused(problem, what, verdict)
-    return Outcome(True, gradients=found.gradients, depends_on_rank=problem.depends_on_rank)
+    outputs = [a for what, pairs in found.equal if what.startswith("output") for a, _ in pairs]
+    constant = bool(traced.trace.inputs) and not any(terms.symbolic(a) for a in outputs)
+    return Outcome(True, "", None, found.gradients, problem.depends_on_rank, constant)
 
 
 def _refused(problem: Problem, what: str, verdict: Verdict) -> Outcome:
-    example = confirm(problem, verdict.model) if verdict.model is not None else None
+    """Where the solver does not know, random values may."""
+    example = confirm(problem, verdict.model or {})
+    if example is not None:
+        return Outcome(False, f"{what}: differs", example)
     if verdict.model is not None and example is None:
         return Outcome(False, f"{what}: differs only if functions such as exp are taken for any function")
-    return Outcome(False, f"{what}: {verdict.reason}", example)
+    return Outcome(False, f"{what}: {verdict.reason}")
 
 
 def confirm(problem: Problem, model: Mapping[str, Element]) -> Mapping[str, str] | None:
     """Values on which the shards really do not make up the whole: the solver's, or random ones. None if none do."""
     for draw in range(-1, DRAWS):
-        symbol = _chosen(model) if draw < 0 else _drawn(random.Random(draw), problem)
+        symbol = _chosen(model) if draw < 0 else _drawn(random.Random(draw), problem, positive=draw % 2 == 1)
         try:
             difference = _difference(claims(problem, Numbers(), symbol))
         except ShardRaises as raised:
@@ -85,13 +92,14 @@ def _chosen(model: Mapping[str, Element]) -> Symbol:
     return symbol
 
 
-def _drawn(generator: random.Random, problem: Problem) -> Symbol:
-    """Small numbers; an element's value is drawn when it is first asked for."""
+def _drawn(generator: random.Random, problem: Problem, positive: bool) -> Symbol:
+    """Small numbers; an element's value is drawn when it is first asked for. `positive`: between 0 and 1, where
+    logarithms are defined."""
     largest = max((size for p in problem.traced.trace.inputs for size in p.shape), default=2)
     draw: dict[Kind, Callable[[], Element]] = {
         "bool": lambda: generator.random() < 0.5,
         "int": lambda: generator.randrange(largest),
-        "float": lambda: Fraction(generator.randint(-6, 6), 2),
+        "float": lambda: Fraction(generator.randint(1, 9), 10) if positive else Fraction(generator.randint(-6, 6), 2),
     }
     known: dict[str, Element] = {}
 

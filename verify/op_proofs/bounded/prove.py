@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from op_registry.bind_call import bind_call, linear_sets
-from op_registry.call import Call
+from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
@@ -116,7 +116,7 @@ class _OperatorProver:
     ) -> tuple[BoundedProof, bool]:
         """One choice in all these numbers of parts, on the first small call that it can be made on; and whether the
         rewritten call depends on the rank."""
-        reason = ""
+        reason, weak = "", None
         for call in variants(self.spec, self.signature, sizes):
             traced = self._trace(call)
             if isinstance(traced, Exception):
@@ -127,35 +127,36 @@ class _OperatorProver:
                 reason = reason or explain_illegal_choice(traced.signature, choice, parts[0]) or "shards are too small"
                 continue
             try:
-                return self._all_parts(traced, choice, legal, deadline)
+                proof, outcome = self._all_parts(traced, choice, legal, deadline)
             except NoCall as error:
                 reason = reason or str(error)
+                continue
+            if not proof.proved or not outcome.constant:
+                return proof, outcome.depends_on_rank
+            weak = weak or proof  # other sizes may show more
+        if weak is not None:
+            return weak, False
         raise Unsupported(reason or "no small call was found")
 
     def _all_parts(
         self, traced: Traced, choice: Choice, parts: Sequence[int], deadline: float
-    ) -> tuple[BoundedProof, bool]:
+    ) -> tuple[BoundedProof, Outcome]:
+        """The weakest outcome of all numbers of parts."""
         bound = traced.signature.bound
         assert bound is not None
         found: list[Outcome] = []
         for count in parts:
             if time.thread_time() > deadline:
                 raise Unsupported("it takes too long")
-            try:
-                found.append(check(traced, choice, count, self.limits, deadline))
-            except NoCall:
-                raise
-            except (Refusal, Unsupported) as reason:
-                found.append(Outcome(False, str(reason)))
-            except Exception as error:  # noqa: BLE001 - whatever a shard raises, it is not proved
-                found.append(Outcome(False, f"a shard raises {_first_line(error)}"))
+            found.append(_checked(traced, choice, count, self.limits, deadline))
             if not found[-1].proved:
-                return _proof(found[-1], dict(bound.sizes), ""), False
-        dependent = any(outcome.depends_on_rank for outcome in found)
-        if dependent and max(parts) < 3:
-            return BoundedProof(False, "the call depends on the rank, which two shards do not show"), dependent
-        gradients = "by theorem" if any(o.gradients == "by theorem" for o in found) else found[0].gradients
-        return _proof(found[0], dict(bound.sizes), gradients), dependent
+                break
+        last = found[-1]
+        if last.proved and last.depends_on_rank and max(parts) < 3:
+            last = Outcome(False, "the call depends on the rank, which two shards do not show")
+        gradients = "by theorem" if any(o.gradients == "by theorem" for o in found) else last.gradients
+        shown = gradients if last.proved else ""
+        return BoundedProof(last.proved, last.reason, dict(bound.sizes), 0.0, last.counter_example, shown), last
 
     def _trace(self, call: Call) -> Traced | Exception:
         """The whole operator on this call, and its annotation bound again; or why it is no call of the same kind."""
@@ -173,14 +174,29 @@ class _OperatorProver:
         whole = trace_whole(self.spec, call, self.concrete)
         bound = bind_call(self.spec, whole.call)
         assert self.signature.bound is not None
+        before = self.signature.call.outputs
+        if any(_emptied(old, new) for old, new in zip(before, whole.call.outputs, strict=True)):
+            raise Unsupported("at small sizes it gives nothing")
         if not same_kind(self.signature.bound, bound):
             raise Unsupported("at small sizes its annotation is another one")
         sets = tuple(frozenset(s) for s in linear_sets(self.spec, whole.call))
         return replace(whole, signature=Signature(whole.call, self.spec, bound, sets))
 
 
-def _proof(outcome: Outcome, sizes: Mapping[str, int], gradients: str) -> BoundedProof:
-    return BoundedProof(outcome.proved, outcome.reason, sizes, 0.0, outcome.counter_example, gradients)
+def _checked(traced: Traced, choice: Choice, parts: int, limits: Limits, deadline: float) -> Outcome:
+    """`check`, with the reason where it raises. Raises NoCall."""
+    try:
+        return check(traced, choice, parts, limits, deadline)
+    except NoCall:
+        raise
+    except (Refusal, Unsupported) as reason:
+        return Outcome(False, str(reason))
+    except Exception as error:  # noqa: BLE001 - whatever a shard raises, it is not proved
+        return Outcome(False, f"a shard raises {_first_line(error)}")
+
+
+def _emptied(old: TensorArgument | None, new: TensorArgument | None) -> bool:
+    return old is not None and new is not None and 0 in new.shape and 0 not in old.shape
 
 
 def _two_each(signature: Signature, choice: Choice, parts: Sequence[int]) -> bool:

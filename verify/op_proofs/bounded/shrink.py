@@ -30,7 +30,7 @@ def variants(spec: OperatorSpec, signature: Signature, wanted: Mapping[str, int]
     assert bound is not None
     seen: list[Call] = []
     for sizes in _tables(bound, wanted):
-        for follow in ("first", "numbers", "last", ""):
+        for follow in ("numbers", "first", "last", ""):
             call = _resized(spec, signature.call, bound, sizes, follow)
             if call is not None and call not in seen:
                 seen.append(call)

@@ -62,8 +62,8 @@ def _mask(call: RuleCall) -> tuple[int, Operand] | None:
 def _index_by_mask(call: RuleCall) -> tuple[State, ...]:
     """`x[:, mask]`: the mask and the dims that it covers are read whole."""
     found = _mask(call)
-    if found is None:
-        return unknown(call, "a mask among other indices")
+    if found is None:  # everything is read whole
+        return labelled(call, Labelled({}, [[]], (), [["self"]]))
     at, mask = found
     labels = letters(call.tensor("self").ndim, range(at, at + mask.ndim))
     out = [*labels[:at], None, *labels[at + mask.ndim :]]
@@ -101,8 +101,8 @@ def _spread(call: RuleCall, state: State) -> State:
 def _put_by_mask(call: RuleCall) -> tuple[State, ...]:
     """`x[:, mask] = values`: values are taken in order, so the mask is read whole; one value serves every place."""
     found = _mask(call)
-    if found is None:
-        return unknown(call, "a mask among other indices")
+    if found is None:  # everything is read whole
+        return labelled(call, Labelled({}, [[]], (), [["self", "values"]]))
     at, mask = found
     values, ndim = call.tensor("values"), call.tensor("self").ndim
     one = all(size == 1 for size in values.sizes) and not call["accumulate"]

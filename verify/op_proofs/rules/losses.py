@@ -66,13 +66,11 @@ def _nll_backward(call: RuleCall) -> tuple[State, ...]:
     return labelled(replace(call, arguments=given), Labelled(inputs, [x], (), [["grad_output"]]))
 
 
-_ENTRYWISE = """
-    mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
-""".split()
+_ENTRYWISE = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy".split()
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **{f"aten.{name}.default": _entrywise for name in _ENTRYWISE},
+        **{f"aten.{name}.default": _entrywise for name in (*_ENTRYWISE, "binary_cross_entropy_with_logits")},
         **{f"aten.{name}_backward.default": _entrywise_backward for name in _ENTRYWISE},
         "aten.nll_loss_forward.default": _nll,
         "aten.nll_loss2d_forward.default": _nll,

@@ -92,7 +92,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.native_layer_norm.default": _layer_norm,
         "aten.native_layer_norm_backward.default": _layer_norm_backward,
         "aten._fused_rms_norm.default": _layer_norm,
-        "aten._fused_rms_norm_backward.default": _layer_norm_backward,
         "aten.native_group_norm.default": _group_norm,
         "aten.native_group_norm_backward.default": _group_norm_backward,
         "aten.native_batch_norm.default": _batch_norm,

@@ -170,7 +170,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "aten.cat.default": _cat,
         "aten.stack.default": _stack,
-        **{f"aten.{n}": _cut for n in ("split.Tensor", "split_with_sizes.default", "split_with_sizes_copy.default")},
+        **{f"aten.{name}": _cut for name in ("split.Tensor", "split_with_sizes.default")},
         "aten.slice_scatter.default": _slice_scatter,
         "aten.select_scatter.default": _select_scatter,
         "aten.diagonal.default": _diagonal,

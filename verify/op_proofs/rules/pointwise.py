@@ -159,7 +159,7 @@ _LINEAR: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Pointwise, though torch does not tag them.
 _UNTAGGED = """
     hardswish.default rsub.Tensor true_divide.Scalar floor_divide.default floor_divide.Scalar remainder.Scalar
-    bucketize.Tensor_ bitwise_and.Scalar __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor
+    bitwise_and.Scalar __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor
     special_expit.default polar.default complex.default where.Scalar masked_fill.Tensor nan_to_num.default
     log_sigmoid_forward.default arctan2.default greater.Tensor less.Tensor float_power.Tensor_Scalar
     special_xlogy.default hardtanh.default imag.default real.default angle.default

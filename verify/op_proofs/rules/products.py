@@ -64,7 +64,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.linear.default": _linear,
         "aten.addmm.default": _plus_product("mk", "kn", "mn", ("mat1", "mat2")),
         "aten.baddbmm.default": _plus_product("bmk", "bkn", "bmn", ("batch1", "batch2")),
-        "aten.addbmm.default": _plus_product("bmk", "bkn", "mn", ("batch1", "batch2")),
         "aten.addmv.default": _plus_product("mk", "k", "m", ("mat", "vec")),
         "aten.addr.default": _plus_product("m", "n", "mn", ("vec1", "vec2")),
     }
