@@ -196,4 +196,4 @@ def test_an_operator_that_ends_the_process() -> None:
     report = verify.verify_op(aborts, annotation="a b -> a b")
     finding = next(f for f in report.findings if f.code == "operator_died")
     assert not report.verdict.passes
-    assert "6" in str(finding.counter_example)
+    assert "split a in 2" in str(finding.counter_example)

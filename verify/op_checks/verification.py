@@ -15,6 +15,7 @@ from verify.op_checks.audit import audit
 from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
 from verify.op_checks.derivative import check_derivative
+from verify.op_checks.derived import derived_linear, wider
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases
 from verify.op_checks.findings import survived, unusable, wrong_linear, wrong_split
 from verify.op_checks.opcheck import opcheck
@@ -100,10 +101,21 @@ class Verification:
             step(found)
             if self.findings and self.options.fail_fast:
                 break
+        if not self.findings and self.spec.target is not None:
+            self.advise(found)
         strengths = self.proofs(found)
         for claim in self.claims:
             wanted = [strengths[key] for key in claim.needs if key in strengths]
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, weakest(wanted)))
+
+    def advise(self, found: list[Base]) -> None:
+        """What a user's operator could do and does not claim."""
+        if self.options.explain and self.options.cases is None and not any(base.linear for base in found):
+            check, notes = derived_linear(self.runner, found[0])
+            self.checks += [check] if check is not None else []
+            self.notes.update(dict.fromkeys(notes))
+        if self.options.suggest:
+            self.notes.update(dict.fromkeys(wider(self.runner)))
 
     def bases(self) -> list[Base]:
         """Where cases start from. An operator that cannot be run is audited all the same: that it changes its inputs

@@ -231,3 +231,26 @@ def test_an_operator_that_keeps_tensors_between_calls() -> None:
     report = verify_spec(OperatorSpec("rotate", "a b^ -> a b^", target=rotate), OpOptions(prove=False))
     assert report.exit_code == 0, report.to_json()
     assert all(table.device.type == "cpu" for table in tables.values())
+
+
+def test_partial_sums_that_pass_through_are_derived_and_tested() -> None:
+    def mix(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return (x + y) * w
+
+    def shift(x: Tensor) -> Tensor:
+        return x + 1
+
+    report = verify_spec(OperatorSpec("mix", "a b, a b, b -> a b", target=mix), OpOptions(prove=False))
+    assert any("inputs [0, 1]" in note for note in report.notes), report.notes
+    assert any("inputs [2]" in note for note in report.notes), report.notes
+    report = verify_spec(OperatorSpec("shift", "a b -> a b", target=shift), OpOptions(prove=False))
+    assert not any("partial sums" in note for note in report.notes)
+
+
+def test_frozen_identifiers_that_could_be_split_are_said() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    report = verify_spec(OperatorSpec("double", "a b^ -> a b^", target=double), OpOptions(prove=False, suggest=True))
+    assert report.exit_code == 0
+    assert any('"a b -> a b" holds (tested)' in note for note in report.notes), report.notes
