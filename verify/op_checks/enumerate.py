@@ -42,6 +42,13 @@ class Base:
     linear: tuple[frozenset[int], ...]
     style: Style = "distinct"
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Everything that is claimed of it."""
+        found: list[Target] = [*self.leaders]
+        found += self.linear
+        return tuple(found)
+
 
 def leaders_of(signature: Signature, claimed: frozenset[str] | None = None) -> tuple[str, ...]:
     """Identifiers that may be split, one of each set that is split together. `claimed`: those that a sample's own sizes
@@ -221,12 +228,11 @@ def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Ite
     runner = Runner(spec, options or OpOptions())
     for base in bases(runner):
         enumerator = Enumerator(runner, base)
-        targets: list[Target] = [*base.leaders, *base.linear]
-        for target in targets:
+        for target in base.targets:
             for case in enumerator.singles(target):
                 yield runner, case
         if runner.options.safeguards.pairs:
-            for _, case in enumerator.pairs(targets):
+            for _, case in enumerator.pairs(base.targets):
                 yield runner, case
 
 

@@ -43,7 +43,7 @@ def prove_base(
     runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
 ) -> Mapping[Target, Strength]:
     """How strong each claim about one sample call is. `skip`: claims that failed. Never raises."""
-    targets: list[Target] = [t for t in (*base.leaders, *base.linear) if t not in skip]
+    targets: list[Target] = [t for t in base.targets if t not in skip]
     if time.monotonic() > deadline:
         return {t: Strength(Verdict.TESTED_EXACT, "the time for proofs was spent") for t in targets}
     try:

@@ -231,14 +231,13 @@ class Verification:
         started = time.perf_counter()
         outcome = Outcome()
         for base in found:
-            targets: list[Target] = [*base.leaders, *base.linear]
             enumerator = Enumerator(self.runner, base)
-            run_cases(self.runner, (case for _, case in enumerator.pairs(targets)), outcome)
+            run_cases(self.runner, (case for _, case in enumerator.pairs(base.targets)), outcome)
             if outcome.failures:
                 break
         if outcome.cases:
             # a split that is right for all sizes is right on the shards of another one
-            needs: list[tuple[int, Target]] = [(i, t) for i, b in enumerate(found) for t in (*b.leaders, *b.linear)]
+            needs: list[tuple[int, Target]] = [(i, t) for i, b in enumerate(found) for t in b.targets]
             self.conclude("two axes", "a mesh of two axes", outcome, started, needs)
 
     def conclude(

@@ -192,14 +192,16 @@ class _Worker(Generic[Result]):
             status = self.end(patience=1.0)  # a pipe closes before its process is gone
             return Died(index, status, *self.last)
         if seconds > timeout:
-            os.kill(self.pid, signal.SIGABRT)  # it writes its stack
-            self.end(patience=1.0)
+            before = os.fstat(self.trace.fileno()).st_size
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGABRT)  # it, and what it has forked, write their stacks
+            self.end(patience=1.0, trace_from=before)
             return TimedOut(index, *self.last)
         return None
 
-    def end(self, patience: float = 0.0) -> int:
+    def end(self, patience: float = 0.0, trace_from: int | None = None) -> int:
         """Ends the process and all that it started, waits for it, and returns its status. `patience`: seconds that it
-        has to end by itself."""
+        has to end by itself. `trace_from`: where in the file its stack starts; None: with the last one that is there."""
         if self.ended:
             return 0
         self.ended = True
@@ -210,8 +212,10 @@ class _Worker(Generic[Result]):
                 self.pid, signal.SIGKILL
             )  # an ended process keeps its number, and its group, until it is waited for
         status = os.waitpid(self.pid, 0)[1]
-        self.trace.seek(0)
-        trace = self.trace.read().decode("utf-8", "replace").rpartition("Fatal Python error")[2]  # not one it started
+        self.trace.seek(trace_from or 0)
+        trace = self.trace.read().decode("utf-8", "replace")
+        if trace_from is None:
+            trace = trace.rpartition("Fatal Python error")[2]  # what it had forked may have died before
         self.last = (note, seconds, trace)
         for part in (self.connection, self.memory, self.trace):
             part.close()

@@ -64,10 +64,11 @@ class RulesReport:
         """The report for people; what is wrong comes last."""
         compared = sum(result.verified for result in self.results.values())
         asked = sum(result.asked for result in self.results.values())
+        strong = sum(result.strong for result in self.results.values())
         found = self.planted - len(self.missed)
         text = [
             f"{len(self.results)} transfer rules, asked {asked} times",
-            f"{compared} claims compared with torch, {len(self.unsound)} wrong",
+            f"{compared} claims compared with torch ({strong} of shards and partial results), {len(self.unsound)} wrong",
             f"planted wrong rules: {found} of {self.planted} found",
         ]
         text += [f"not found: {mistake}" for mistake in self.missed]
@@ -100,7 +101,7 @@ def missed_plants(
         left = [p for p in left if p is not now[p.overload]]
         wrong = replaced({name: p.rule for name, p in now.items()})
         chosen = {name: calls[name] for name in now}
-        results = fuzz_in_children(chosen, wrong, seed, Effort(unsound=1), workers)
+        results = fuzz_in_children(chosen, wrong, seed, Effort(least=2000, unsound=1), workers)
         missed += [p for name, p in now.items() if not results[name].unsound]
     return missed
 

@@ -30,7 +30,7 @@ def draw_split(call: DrawnCall, random: Random) -> Symbols:
 
 def draw_states(operands: Sequence[Operand], split: Symbols, random: Random) -> list[State]:
     """A state for every tensor that a tensor of its sizes can be in; most draws are such that rules may say much."""
-    style = random.choice(("shards", "shards", "sums", "any"))
+    style = random.choice(("shards", "shards", "sums", "sums", "any"))
     strict = random.random() < 0.7
     if style == "shards":
         outers = random.random()
