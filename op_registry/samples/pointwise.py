@@ -30,6 +30,10 @@ _UNARY: tuple[Sample, ...] = (
         S(f"nnscaler.{name}", F(6, 12), 0.0, splits="*0 *1")
         for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
     ),
+    *(
+        S(f"nnscaler.{name}", F(6, 12, 24), 0.4, splits="*0 *1 *2")
+        for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    ),
 )
 
 _FLOAT_PAIRS = "copysign.Tensor fmax fmin hypot logaddexp maximum minimum atan2 max.other min.other".split()

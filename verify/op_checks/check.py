@@ -40,7 +40,7 @@ def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = N
 def as_check(name: str, outcome: Outcome, seconds: float, strength: Strength = TESTED) -> Check:
     """The check of one target. Nothing compared is open; so is what a wrong variant survives. A proof strengthens only
     what has passed its tests."""
-    refuted = len(outcome.failures)
+    refuted = len(outcome.failures) or int(strength.verdict is Verdict.REFUTED)
     details: list[str] = []
     if refuted:
         verdict = Verdict.REFUTED

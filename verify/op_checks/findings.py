@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
@@ -90,6 +92,13 @@ def _cause(result: CaseResult) -> str | None:
     if bound.marks.get(name) == "+":
         return f"`{name}` is marked as a reduction, but shards of it do not add up to the whole"
     return f"`{name}` has no mark, but what a shard computes depends on the other shards"
+
+
+def refuted_by_proof(spec: OperatorSpec, claim: str, text: str, example: Mapping[str, str]) -> Finding:
+    """Values that no draw had hit, found by the attempt at a proof."""
+    message = f"`{spec.name}` is wrong under `{claim}` for some values, as the attempt to prove `{text}` shows"
+    help = "the values are exact: call the operator on them, whole and split"
+    return Finding("annotation_wrong", message, spec.where, example, help=help)
 
 
 def unusable(spec: OperatorSpec, problem: Unusable) -> Finding:

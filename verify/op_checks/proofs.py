@@ -24,14 +24,19 @@ TOTAL_SECONDS = 12.0  # for one operator; what is left is tested only
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof."""
+    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof.
+
+    `counter_example`: values for which the claim fails, found by Z3 and confirmed by exact arithmetic, which no draw
+    had hit; the claim is then REFUTED.
+    """
 
     verdict: Verdict
     blocker: str = ""
+    counter_example: Mapping[str, str] | None = None
 
 
 TESTED = Strength(Verdict.TESTED_EXACT)
-_ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT)
+_ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT, Verdict.REFUTED)
 
 
 def weakest(strengths: Sequence[Strength]) -> Strength:
@@ -72,5 +77,7 @@ def prove_base(
             bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], seconds=BOUNDED_SECONDS)
             if target in bounded and bounded[target].proved:
                 strength = Strength(Verdict.PROVED_BOUNDED, strength.blocker)
+            elif target in bounded and bounded[target].counter_example:
+                strength = Strength(Verdict.REFUTED, strength.blocker, bounded[target].counter_example)
         found[target] = strength
     return found

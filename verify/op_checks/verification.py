@@ -17,7 +17,7 @@ from verify.op_checks.check import as_check, check_target, run_cases
 from verify.op_checks.derivative import check_derivative
 from verify.op_checks.derived import derived_linear, wider
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases
-from verify.op_checks.findings import survived, unusable, wrong_linear, wrong_split
+from verify.op_checks.findings import refuted_by_proof, survived, unusable, wrong_linear, wrong_split
 from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
@@ -106,7 +106,10 @@ class Verification:
         strengths = self.proofs(found)
         for claim in self.claims:
             wanted = [strengths[key] for key in claim.needs if key in strengths]
-            self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, weakest(wanted)))
+            strength = weakest(wanted)
+            if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
+                self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
+            self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
 
     def advise(self, found: list[Base]) -> None:
         """What a user's operator could do and does not claim."""

@@ -201,7 +201,7 @@ class _Worker(Generic[Result]):
 
     def end(self, patience: float = 0.0, trace_from: int | None = None) -> int:
         """Ends the process and all that it started, waits for it, and returns its status. `patience`: seconds that it
-        has to end by itself. `trace_from`: where in the file its stack starts; None: with the last one that is there."""
+        has to end by itself. `trace_from`: where in the file its stack starts; None: the last one there."""
         if self.ended:
             return 0
         self.ended = True

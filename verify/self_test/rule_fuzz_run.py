@@ -68,7 +68,7 @@ class RulesReport:
         found = self.planted - len(self.missed)
         text = [
             f"{len(self.results)} transfer rules, asked {asked} times",
-            f"{compared} claims compared with torch ({strong} of shards and partial results), {len(self.unsound)} wrong",
+            f"{compared} claims compared with torch ({strong} of shards and partial sums), {len(self.unsound)} wrong",
             f"planted wrong rules: {found} of {self.planted} found",
         ]
         text += [f"not found: {mistake}" for mistake in self.missed]

@@ -254,3 +254,13 @@ def test_frozen_identifiers_that_could_be_split_are_said() -> None:
     report = verify_spec(OperatorSpec("double", "a b^ -> a b^", target=double), OpOptions(prove=False, suggest=True))
     assert report.exit_code == 0
     assert any('"a b -> a b" holds (tested)' in note for note in report.notes), report.notes
+
+
+def test_values_that_no_draw_hits_are_found_by_the_attempt_at_a_proof() -> None:
+    def rare(x: Tensor) -> Tensor:
+        """The first element of a shard counts twice, if it is 41.5."""
+        return torch.where((x == 41.5) & (torch.arange(x.shape[1]) == 0), 2 * x, x)
+
+    report = verify_spec(OperatorSpec("rare", "a^ b -> a^ b", target=rare))
+    assert report.exit_code == 1, report.to_json()
+    assert "41.5" in str(report.findings[0].counter_example) or "83/2" in str(report.findings[0].counter_example)

@@ -60,6 +60,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "infinity": (lambda x: torch.where(x > 0, x, float("inf")), "inf"),
     "another dtype's view": (lambda x: x.view(torch.int64).view(torch.float64) * 1.0, "another dtype"),
     "complex numbers": (lambda x: torch.view_as_real(torch.complex(x, x)).sum(-1), "complex"),
+    "a view that negates": (lambda x: torch._neg_view(x) * 1.0, "negates"),
+    "short integers": (lambda x: (x > 0).to(torch.uint8).sum(1, keepdim=True) + x, "uint8"),
     "a write to a captured tensor": (_remembers, "not an argument"),
     "a hook": (_hooked, "register_hook"),
     "a detached factor": (lambda x: torch.nn.functional.softplus(x) + x.detach().sum(0) * 0, "detach"),

@@ -228,6 +228,8 @@ class _Recorder(TorchDispatchMode):
         that are so short that they overflow."""
         if tensor.layout is not torch.strided or dtype_name(tensor.dtype) not in _DTYPES:
             raise Unsupported(f"a tensor of {dtype_name(tensor.dtype)}, {str(tensor.layout).removeprefix('torch.')}")
+        if tensor.is_neg():
+            raise Unsupported("a view that negates")
         key = _identity(tensor)
         if key not in self._store.number:
             number = len(self._store.number)
