@@ -14,11 +14,12 @@ import pytest
 
 PACKAGES = ("op_registry", "nnscaler", "verify")
 
-# Imports each module given as an argument in a forked child of a process that holds torch and nothing of ours.
+# Imports each module given as an argument in a forked child of a process that holds torch, Z3 and nothing of ours.
 # A fork costs milliseconds where a new interpreter with torch costs seconds.
 IMPORT_ALONE = """
 import importlib, os, sys, traceback
-import torch
+import torch, torch._dynamo, torch.fx.experimental.symbolic_shapes, torch._subclasses.fake_tensor, torch.testing
+import numpy, sympy, z3
 
 ours = [name for name in sys.modules if name.split(".")[0] in ("op_registry", "nnscaler", "verify")]
 assert not ours, ours

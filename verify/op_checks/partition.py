@@ -309,7 +309,7 @@ class _Comparison:
             return
         if torch.equal(value, expected):
             self.exact += 1
-        elif not self.bound.agree(value, expected, scale):
+        elif not self.bound.agree(value, expected, scale, max(map(largest, pieces)) if _summed(lay) else 0.0):
             self.mismatches.append(Mismatch(what, difference(value, expected, scale), layout, _shown(value, expected)))
             return
         if self.mutants:
@@ -335,6 +335,11 @@ def _tells_nothing(whole: Whole, partition: Partition) -> bool:
         if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
             return True
     return False
+
+
+def _summed(lay: Lay) -> bool:
+    """Whether ranks hold terms of a sum."""
+    return any(h == "sum" for h in lay.held)
 
 
 def _real(tensor: Tensor) -> bool:

@@ -32,13 +32,15 @@ class Bound:
 
     relative: float
 
-    def agree(self, a: Tensor, b: Tensor, scale: float) -> bool:
-        """Whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal."""
+    def agree(self, a: Tensor, b: Tensor, scale: float, terms: float = 0.0) -> bool:
+        """Whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
+
+        `terms`: the largest value of the terms that were summed to `a`, which may cancel."""
         if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
             return torch.equal(a, b)
         gap = (a - b).abs()
         if bool(torch.isfinite(gap).all()):
-            reference = max(largest(b), FAMILY_SHARE * scale)
+            reference = max(largest(b), FAMILY_SHARE * scale, terms)
             return bool((gap <= self.relative * reference).all())
         return _agree_beyond(a, b, self.relative)
 

@@ -1,7 +1,7 @@
 """`nnscaler self-test ops`: does verify-op find what is wrong, and does each of its safeguards earn its place?
 
-Three tables: mutants of right annotations, wrong operators under right annotations, and both again with each safeguard
-switched off.
+Mutants of right annotations, wrong operators under right annotations, both again with each safeguard switched off, and
+the transfer rules of proofs, asked about arbitrary states.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from verify.self_test.annotation_run import AnnotationTable, AskedClaim, run_ann
 from verify.self_test.mutant import OperatorMutant
 from verify.self_test.operator_mutants import operator_mutants
 from verify.self_test.operator_run import OperatorTable, run_operators
+from verify.self_test.rule_fuzz_run import RulesReport, fuzz_rules
 from verify.self_test.subjects import builtin_subjects, composed_subjects
 
 QUICK_SAMPLES = 50  # every so many of the built-in operators' sample calls
@@ -34,12 +35,14 @@ class OpsSelfTest:
     equal: AnnotationTable
     operators: OperatorTable
     ablation: AblationTable
+    rules: RulesReport | None  # None in the quick test
     seconds: float
 
     @property
     def good(self) -> bool:
         """Whether every required rate holds."""
-        return self.distinct.good and self.equal.good and self.operators.good and self.ablation.good
+        tables = self.distinct.good and self.equal.good and self.operators.good and self.ablation.good
+        return tables and (self.rules is None or self.rules.passed)
 
 
 def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSelfTest:
@@ -57,7 +60,11 @@ def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSe
         progress,
         EARNERS if quick else None,
     )
-    return OpsSelfTest(distinct, equal, operators, ablation, time.perf_counter() - started)
+    rules = None
+    if not quick:
+        progress("the transfer rules of proofs, against torch")
+        rules = fuzz_rules()
+    return OpsSelfTest(distinct, equal, operators, ablation, rules, time.perf_counter() - started)
 
 
 def _annotations(progress: Callable[[str], None], quick: bool, equal: bool) -> AnnotationTable:

@@ -9,6 +9,7 @@ from verify.self_test.ablation import ANNOTATIONS, AblationTable
 from verify.self_test.annotation_run import STAGES, SURVIVORS, AnnotationTable
 from verify.self_test.operator_run import REQUIRED, OperatorTable
 from verify.self_test.ops import OpsSelfTest
+from verify.self_test.rule_fuzz_run import RulesReport
 
 SHOWN = 40  # names of survivors and of unclaimed truths
 _EXPLAINED = {
@@ -33,8 +34,16 @@ def self_test_lines(found: OpsSelfTest) -> list[Line]:
         plain(""),
         *_ablation(found.ablation),
         plain(""),
+        *_rules(found.rules),
         _last(found),
     ]
+
+
+def _rules(rules: RulesReport | None) -> Iterator[Line]:
+    if rules is not None:
+        yield _heading("transfer rules of proofs")
+        yield from (plain(f"  {line}") for line in rules.lines())
+        yield plain("")
 
 
 def _heading(text: str) -> Line:
@@ -122,6 +131,7 @@ def _last(found: OpsSelfTest) -> Line:
             ("annotation mutants (equal sizes)", found.equal.good),
             ("operator mutants", found.operators.good),
             ("safeguards", found.ablation.good),
+            ("transfer rules", found.rules is None or found.rules.passed),
         )
         if not good
     ]
