@@ -135,11 +135,11 @@ class StraightThrough(torch.autograd.Function):
     """Rounds, and passes the gradient on as if it had not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
         return torch.round(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

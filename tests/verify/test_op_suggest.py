@@ -15,7 +15,6 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
 from verify.op_advice import infer
 from verify.op_advice.infer import infer_annotation, suggest_annotation
-from verify.op_checks.kernels import checked_kernels
 from verify.op_advice.question import Question, make_question
 from verify.op_advice.sizes import resize
 from verify.op_advice.together import find_groups
@@ -23,6 +22,7 @@ from verify.op_advice.trial import read_state
 from verify.op_advice.truth_table import Fact, truth_table
 from verify.op_advice.widen import repair, widen
 from verify.op_checks.concrete import make_call
+from verify.op_checks.kernels import checked_kernels
 from verify.op_checks.target import find_operator, record_of
 from verify.report import Report
 from verify.verdict import Verdict

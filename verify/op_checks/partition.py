@@ -259,7 +259,7 @@ class _Comparison:
                     self.mismatches.append(Mismatch(f"output {index}", Difference(float("inf"), problem=problem)))
 
     def gradients(self, whole: Whole, partition: Partition, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        scale = max((largest(g) for g in whole.gradients if g is not None), default=0.0)
+        scale = whole.gradient_scale
         for index, (expected, lay) in enumerate(zip(whole.gradients, partition.input_gradients, strict=True)):
             tensor = whole.concrete.tensors[index]
             if not _real(tensor) or index in whole.without_gradient:
@@ -295,26 +295,31 @@ class _Comparison:
     ) -> None:
         """One tensor, from what every rank has of it."""
         self.count += 1
-        layout = ", ".join(str(s) for s in states)
         pieces = [piece.detach() for piece in column if piece is not None]
         problem = "not a tensor on every shard" if len(pieces) < len(column) else _wrong_shape(pieces, expected, lay)
         if problem:
-            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), layout))
+            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), _said(states)))
             return
         value = gather(pieces, lay, lambda a, b: torch.equal(a, b) or self.bound.agree(a, b, scale))
         if value is None:
             copies = difference(pieces[-1], pieces[0], scale)
             problem = copies.problem or f"copies on two ranks differ by {copies.absolute:.6g}"
-            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), layout))
+            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), _said(states)))
             return
         if torch.equal(value, expected):
             self.exact += 1
         elif not self.bound.agree(value, expected, scale, max(map(largest, pieces)) if _summed(lay) else 0.0):
-            self.mismatches.append(Mismatch(what, difference(value, expected, scale), layout, _shown(value, expected)))
+            self.mismatches.append(
+                Mismatch(what, difference(value, expected, scale), _said(states), _shown(value, expected))
+            )
             return
         if self.mutants:
             found = variants_of(what, pieces, expected, lay)
-            self.variants += [replace(v, void=v.void and not self.tells_nothing) for v in found]
+            self.variants += [replace(v, void=False) for v in found] if self.tells_nothing else found
+
+
+def _said(states: Sequence[State]) -> str:
+    return ", ".join(str(s) for s in states)
 
 
 def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequence[Sequence[Tensor | None]]) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verify.compare import is_finite
+from verify.compare import is_finite, largest
 from verify.op_checks.concrete import ConcreteCall, outputs_of, plain_of, with_tensors
 
 
@@ -37,6 +38,11 @@ class Whole:
     def finite(self) -> bool:
         """Whether no output and no gradient has NaN or infinity."""
         return all(is_finite(t) for t in (*self.outputs, *self.gradients) if t is not None and t.numel())
+
+    @cached_property
+    def gradient_scale(self) -> float:
+        """The largest absolute value in all gradients."""
+        return max((largest(g) for g in self.gradients if g is not None), default=0.0)
 
     @property
     def shows_something(self) -> bool:
@@ -80,7 +86,7 @@ _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 def _leaf(tensor: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
     floating = tensor.is_floating_point()
     to = dtype if floating else _COMPLEX.get(dtype, tensor.dtype) if tensor.is_complex() else tensor.dtype
-    copy = tensor.detach().to(to, memory_format=torch.contiguous_format, copy=True)
+    copy = tensor.to(to, memory_format=torch.contiguous_format, copy=True)
     return copy.requires_grad_() if wanted and (floating or tensor.is_complex()) else copy
 
 
