@@ -224,7 +224,11 @@ def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:
         found = []
     variadic = all(p.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for p in found)
     if spec.parameters and variadic:  # `apply` of an autograd.Function, an operator of torch.library
-        found = [inspect.Parameter(p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in spec.parameters]
+        found = [
+            inspect.Parameter(p.name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for p in spec.parameters
+            if p.tensor or p.default is None  # a backward has a gradient for what was given, and no more
+        ]
     return found or [inspect.Parameter(f"input_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(inputs)]
 
 

@@ -295,7 +295,7 @@ class _Comparison:
     ) -> None:
         """One tensor, from what every rank has of it."""
         self.count += 1
-        pieces = [piece.detach() for piece in column if piece is not None]
+        pieces = [piece.detach() if piece.requires_grad else piece for piece in column if piece is not None]
         problem = "not a tensor on every shard" if len(pieces) < len(column) else _wrong_shape(pieces, expected, lay)
         if problem:
             self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), _said(states)))

@@ -29,6 +29,11 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def _in_order(tensor: Tensor) -> bool:
+    """Integers of one dim that rise: offsets, whose order is their meaning."""
+    return tensor.dim() == 1 and tensor.dtype != torch.bool and bool((tensor[1:] > tensor[:-1]).all())
+
+
 def fill_whole_numbers(
     shape: Sequence[int], below: int, kind: Kind, generator: torch.Generator, low: int = 0
 ) -> Tensor:
@@ -58,7 +63,7 @@ def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     if tensor.is_complex():
         return torch.complex(fill(shape, kind, generator), fill(shape, kind, generator))
     flat = tensor.flatten()
-    if flat.numel() < 2:
+    if flat.numel() < 2 or _in_order(tensor):
         return tensor
     inner = flat
     if kind == "sparse" and tensor.dtype != torch.bool:  # the smallest and the largest occur once

@@ -49,8 +49,8 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
 def _of_cut(what: str, expected: Tensor, cut: Cut, single: bool) -> list[Variant]:
     if not single:  # `outer` is in local units on a mesh of two axes: single splits have shown it
         return []
-    shards = [take(expected, cut, rank) for rank in range(cut.parts)]
-    differ = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairwise(shards))
+    shards = (take(expected, cut, rank) for rank in range(cut.parts))
+    differ = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairwise(shards))  # the first two mostly do
     found = [Variant(what, "swapped", differ, True)]
     inner = expected.shape[cut.dim] // (cut.outer * cut.length)
     if inner > 1 and not cut.sections and cut.length == cut.parts:

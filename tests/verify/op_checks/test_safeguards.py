@@ -12,6 +12,8 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
+import nnscaler
+import verify
 from verify.finding import Finding
 from verify.op_checks.check import as_check
 from verify.op_checks.enumerate import enumerate_cases
@@ -264,3 +266,39 @@ def test_values_that_no_draw_hits_are_found_by_the_attempt_at_a_proof() -> None:
     report = verify_spec(OperatorSpec("rare", "a^ b -> a^ b", target=rare))
     assert report.exit_code == 1, report.to_json()
     assert "41.5" in str(report.findings[0].counter_example) or "83/2" in str(report.findings[0].counter_example)
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward has gradients for the tensors only, as is usual where the rest has defaults."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, factor: float = 2.0) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        return x * w * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient * w * ctx.factor, gradient * x * ctx.factor
+
+
+def test_arguments_of_an_autograd_function_that_have_defaults_are_left_out() -> None:
+    registered: Any = nnscaler.register_op("a b, a b -> a b", name="safeguards_scaled")(Scaled)
+    report = verify.verify_op(registered, isolate=False)
+    assert report.exit_code == 0, report.to_json()
+
+
+def test_offsets_keep_their_order() -> None:
+    def segments(x: Tensor, ends: Tensor) -> Tensor:
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        assert bool((ends > starts).all()), "offsets out of order"
+        return torch.stack([x[int(a) : int(b)].sum(0) for a, b in zip(starts, ends, strict=True)])
+
+    def sample() -> tuple[Tensor, Tensor]:
+        return torch.randn(12, 6, dtype=torch.float64), torch.tensor([3, 5, 12])
+
+    report = verify_spec(
+        OperatorSpec("segments", "n^ d, s^ -> s^ d", target=segments, sample_inputs=sample), OpOptions(prove=False)
+    )
+    assert report.exit_code == 0, report.to_json()
