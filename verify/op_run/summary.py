@@ -9,7 +9,7 @@ from verify.report import Report
 from verify.report_formats.line import Line, plain
 from verify.verdict import Verdict
 
-BLOCKED = "not proved: "  # in a check's detail, followed by what blocks its proof
+BLOCKED = "not proved for all sizes: "  # in a check's detail, followed by what blocks its proof
 VOID = "constant along the split: "  # in a check's detail: wrong variants that cannot differ from the right result
 OTHERS = 5  # names in one row of the table
 
