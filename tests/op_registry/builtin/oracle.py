@@ -202,8 +202,9 @@ def random_parts(t: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [*parts, t - sum(parts, torch.zeros_like(t))]
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to rounding; integers and bools exactly."""
+def close(actual: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Equal up to rounding, which is that of the `whole` tensor that the piece belongs to: the largest of its values
+    says how much was summed. Integers and bools exactly."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not differentiable(expected):
@@ -211,7 +212,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     if torch.equal(actual, expected) or not expected.numel():
         return True
     bound = 64 * torch.finfo(expected.dtype).eps
-    scale = float(expected.abs().max())
+    scale = float(whole.abs().max())
     if math.isfinite(scale):
         return float((actual - expected).abs().max()) <= bound * max(1.0, scale)
     same = (actual == expected) | (actual.isnan() & expected.isnan())
@@ -231,7 +232,7 @@ def _merge(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 def _compare(
     what: str,
     ranks: Sequence[tuple[Coordinates, torch.Tensor]],
-    expected: Callable[[Coordinates], torch.Tensor],
+    expected: _Expected,
     summed: Mapping[str, str],
 ) -> None:
     """Compare, after reducing over the axes in `summed`, what each group of ranks has with what it should have."""
@@ -242,7 +243,7 @@ def _compare(
     for key, members in groups.items():
         reduction = "max" if "max" in summed.values() else "sum"
         merged, wanted = _merge([v for _, v in members], reduction), expected(members[0][0])
-        if not close(merged, wanted):
+        if not close(merged, wanted, expected.value):
             raise Mismatch(
                 f"{what} at {dict(key)}: {tuple(merged.shape)} {merged} instead of {tuple(wanted.shape)} {wanted}"
             )

@@ -29,7 +29,7 @@ def _found(
     rows: tuple[Row, ...] = tuple(Row(name, Counter(reduction=1)) for name in EARNERS),
 ) -> OpsSelfTest:
     operators = OperatorTable(mutants or (KILL,), 1, twins, 0.5)
-    return OpsSelfTest(_Good(), _Good(), operators, AblationTable(Counter(reduction=1), rows), 1.0)
+    return OpsSelfTest(_Good(), _Good(), operators, AblationTable(Counter(reduction=1), rows), None, 1.0)
 
 
 def _text(found: OpsSelfTest) -> str:
