@@ -165,14 +165,21 @@ def test_the_worst_report_counts(verdicts: list[Verdict], code: int) -> None:
     assert worst([report_of(job_of("f"), verdict) for verdict in verdicts]) == code
 
 
+def blocked(reason: str) -> str:
+    """What a check's detail says of a proof that was not found."""
+    return f"not proved for all sizes: {reason}"
+
+
 def test_the_summary_of_proofs_void_variants_and_the_cache() -> None:
     tested = Verdict.TESTED_EXACT
     reports = [
-        report_of(job_of("one"), tested, detail="8 cases; not proved for all sizes: a guard on a size"),
-        report_of(job_of("two"), tested, detail="not proved for all sizes: a guard on a size; more"),
-        report_of(job_of("three"), tested, detail="constant along the split: sum dropped, output 0; not proved for all sizes: sort"),
+        report_of(job_of("one"), tested, detail="8 cases; " + blocked("a guard on a size")),
+        report_of(job_of("two"), tested, detail=blocked("a guard on a size") + "; more"),
+        report_of(
+            job_of("three"), tested, detail="constant along the split: sum dropped, output 0; " + blocked("sort")
+        ),
         report_of(job_of("four"), Verdict.PROVED_ALL_SIZES, notes=(CACHED,)),
-        report_of(job_of("five"), Verdict.REFUTED, detail="not proved for all sizes: it is wrong"),
+        report_of(job_of("five"), Verdict.REFUTED, detail=blocked("it is wrong")),
     ]
     text = [line.text for line in summary(reports)]
     assert "  a guard on a size  one, two" in text
