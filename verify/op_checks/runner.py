@@ -183,19 +183,17 @@ class Runner:
         """Whether shapes cannot be tried on the meta device, or need not be."""
         if self._untried is None:
             described = [(tuple(t.shape), t.dtype) for t in call.tensors]
-            self._untried = (
-                self.trusted
-                or self._checked(function, call)
-                or remembers(
-                    lambda: tried_on_meta(function, call.call, described, {}, {}),
-                    lambda: run_whole(function, call, torch.Generator()),
-                )
+            checked = True if self.trusted else self._checked(function, call)
+            # what takes long is run as it is: the time limit of the operator is for that
+            self._untried = checked is not False or remembers(
+                lambda: tried_on_meta(function, call.call, described, {}, {}),
+                lambda: run_whole(function, call, torch.Generator()),
             )
         return self._untried
 
-    def _checked(self, function: Callable[..., Any], call: ConcreteCall) -> bool:
+    def _checked(self, function: Callable[..., Any], call: ConcreteCall) -> bool | None:
         """Whether it runs nothing but kernels that check sizes themselves; asked in a process of its own, since these
-        shapes may be the wrong ones."""
+        shapes may be the wrong ones. None where that takes too long."""
         args, kwargs = with_tensors(call.call, call.tensors, {})
 
         def run() -> None:
