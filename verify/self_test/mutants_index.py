@@ -295,9 +295,6 @@ def _plain() -> Iterator[OperatorMutant]:
     yield make("lookup of sorted ids", "v^ d, t -> t d", lambda w, i: w[i.sort()[0]], lambda w, i: w[i], SHARDS, table)
     yield make("lookup of ranks of ids", "v^ d, t -> t d", _ranked, lambda w, i: w[i], SHARDS, table)
     yield make("counts repeats", "v^ d, t -> t d", _by_frequency, lambda w, i: w[i], SHARDS, table)
-    alike = lambda: (torch.randn(9, 5), torch.full((12,), 3))  # noqa: E731 - one use
-    reverse = "lookup in reverse, ids alike"
-    yield make(reverse, "v^ d, t -> t d", lambda w, i: w[i.flip(0)], lambda w, i: w[i], SHARDS, alike)
 
 
 def _table() -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ class Effort:
     wanted: int = 60
     least: int = 150
     each: int = 4
-    limit: int = 3000
+    limit: int = 9000
     unsound: int = 5
 
 

@@ -302,3 +302,20 @@ def test_offsets_keep_their_order() -> None:
         OperatorSpec("segments", "n^ d, s^ -> s^ d", target=segments, sample_inputs=sample), OpOptions(prove=False)
     )
     assert report.exit_code == 0, report.to_json()
+
+
+def test_ids_that_are_all_alike_show_nothing() -> None:
+    """Every wrong variant equals the right result, because the sample's ids are constant: that is no proof."""
+
+    def reverse(w: Tensor, ids: Tensor) -> Tensor:
+        return w[ids.flip(0)]
+
+    def sample() -> tuple[Tensor, Tensor]:
+        return torch.randn(9, 5, dtype=torch.float64), torch.full((12,), 3)
+
+    spec = OperatorSpec("reverse", "v^ d, t -> t d", target=reverse, sample_inputs=sample)
+    report = verify_spec(spec, OpOptions(prove=False))
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert [f.code for f in report.findings] == ["mutant_survived"]
+    without = OpOptions(prove=False, safeguards=Safeguards(mutants=False))
+    assert verify_spec(spec, without).exit_code == 0  # what the wrong variants are for
