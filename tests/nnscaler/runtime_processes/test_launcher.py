@@ -78,6 +78,8 @@ def test_the_first_failure_ends_the_job(
     assert failure is not None
     assert (outcome.end, failure.rank, failure.status, failure.error) == ("failed", 1, status, error)
     for other in (outcome[0], outcome[2]):
+        if other.status == "starting":  # the job ended before this rank came to its receive: a busy machine
+            continue
         assert other.status == "blocked" or other.secondary
         assert "recv float32[2] 1 -> " in other.waiting
     if how == "raise":
