@@ -78,7 +78,7 @@ def test_the_first_failure_ends_the_job(
     assert failure is not None
     assert (outcome.end, failure.rank, failure.status, failure.error) == ("failed", 1, status, error)
     for other in (outcome[0], outcome[2]):
-        if other.status == "starting":  # the job ended before this rank came to its receive: a busy machine
+        if other.status in ("starting", "running"):  # it had not come to its receive yet: a busy machine
             continue
         assert other.status == "blocked" or other.secondary
         assert "recv float32[2] 1 -> " in other.waiting
