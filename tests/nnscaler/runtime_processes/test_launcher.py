@@ -78,8 +78,8 @@ def test_the_first_failure_ends_the_job(
     assert failure is not None
     assert (outcome.end, failure.rank, failure.status, failure.error) == ("failed", 1, status, error)
     for other in (outcome[0], outcome[2]):
-        if other.status in ("starting", "running"):  # it had not come to its receive yet: a busy machine
-            continue
+        if other.status in ("starting", "running") or "connectFullMesh" in (other.error or ""):
+            continue  # it had not come to its receive yet: the failing rank was faster than the process group
         assert other.status == "blocked" or other.secondary
         assert "recv float32[2] 1 -> " in other.waiting
     if how == "raise":
