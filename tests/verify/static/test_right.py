@@ -1,0 +1,104 @@
+"""Right programs are proved, and the layouts that the text implies are those that the compiler meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from nnscaler.codegen.program import Program
+from nnscaler.compile import compile_traced
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.layout import Layout, State, parse_state
+from nnscaler.planning.random_plan import random_plan
+from nnscaler.tracing import Traced
+from nnscaler.transform.signature import signatures
+from verify.random_plans import MESHES, PIPELINES, UNLIKE
+from verify.static import StaticResult, check_program
+from verify.static.held import normal
+
+EXAMPLES = ("gpt", "llama_hf", "t5_hf", "vit_hf", "custom_op", "swin_hf")
+PLANS = (("dp=2", 1), ("tp=3", 1), ("dp=2,tp=2", 1), ("pp=2", 2), ("dp=3,pp=2", 2), ("dp=2,pp=2,tp=2", 2))
+
+
+def findings(result: StaticResult) -> list[str]:
+    return [f"{f.code} {f.message} ({f.cause}) {dict(f.counter_example)}" for o in result.outcomes for f in o.findings]
+
+
+def states_of(text: str) -> Mapping[str, State]:
+    parts = re.split(r",? ?(\w+): ", text)[1:]
+    return {name: parse_state(state) for name, state in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def check_layouts(program: Program, result: StaticResult) -> int:
+    """Every derived layout is the manifest's; how many there were."""
+    compared = 0
+    for stage, variables in program.manifest["tensors"].items():
+        for name, held in result.held[int(stage)].items():
+            tensor, text = variables[name]
+            assert held.tensor == tensor.removesuffix("_of_step")
+            told = states_of(text)
+            names = _names(program, int(stage))
+            layout: Layout = tuple(told.get(n, parse_state("Invariant")) for n, _ in names)
+            needs_grad = program.graph.tensors[held.tensor].needs_grad
+            assert held.layout == normal(layout, [s for _, s in names], needs_grad), name
+            compared += 1
+    return compared
+
+
+def _names(program: Program, stage: int) -> list[tuple[str, int]]:
+    role = next(r for r in program.manifest["roles"] if stage in r["stages"])
+    text = program.sources[role["file"]]
+    found = re.search(rf"class Stage{stage}\(Stage\):.*?axes = \{{(.*?)\}}", text, re.DOTALL)
+    assert found is not None
+    axes = [(n, int(s)) for n, s in re.findall(r'"(\w+)": (\d+)', found[1])]
+    return [*axes, ("micro", program.manifest["micro_batches"])]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_policy_plans_are_proved(name: str, compile_example: Callable[..., Program]) -> None:
+    tried = 0
+    for plan, micro_batches in PLANS:
+        try:
+            program = compile_example(name, plan, micro_batches)
+        except NnscalerError:
+            continue
+        result = check_program(program.sources, program.graph)
+        assert not findings(result), plan
+        assert result.proved
+        assert len(result.order) == 2 * micro_batches * len(result.held)
+        assert 0 < len(result.obligations) < result.statements
+        assert check_layouts(program, result) > 10
+        tried += 1
+    assert tried >= 3
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama_hf", "t5_hf"])
+def test_random_plans_are_proved(name: str, traced_example: Callable[[str], Traced]) -> None:
+    traced = traced_example(name)
+    known = signatures(traced.graph)
+    proved = 0
+    meshes = MESHES + PIPELINES + UNLIKE
+    for seed in range(100, 100 + 2 * len(meshes)):
+        mesh = meshes[seed % len(meshes)]
+        try:
+            plan = random_plan(
+                traced.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
+            )
+            program = compile_traced(traced, ranks=plan.ranks, plan=plan, model={"name": name})
+        except NnscalerError:
+            continue
+        result = check_program(program.sources, program.graph)
+        assert not findings(result), (seed, mesh)
+        assert check_layouts(program, result) > 10
+        proved += 1
+    assert proved >= 12
+
+
+def test_repeated_layers_and_ranks_cost_nothing(compile_example: Callable[..., Program]) -> None:
+    small = compile_example("gpt", "tp=2")
+    large = compile_example("gpt", "dp=8,tp=2")
+    counts = [len(check_program(p.sources, p.graph).obligations) for p in (small, large)]
+    assert counts[0] == counts[1]  # four blocks are one class of each line, whatever the number of ranks
+    assert counts[0] * 3 < check_program(small.sources, small.graph).statements

@@ -1,0 +1,100 @@
+"""Whether a line calls what one shard's call must be: the operator, and every argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from op_registry.call import Call, DType, TensorArgument
+from op_registry.expression import Expression
+
+from verify.static.text import Line, Mark, Variable
+
+
+def variables(value: Any) -> Iterator[Variable]:
+    """Every tensor in an argument, left to right."""
+    if isinstance(value, Variable):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from variables(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from variables(item)
+
+
+@cache
+def _only_overload(packet: str) -> bool:
+    namespace, _, name = packet.partition(".")
+    found = getattr(getattr(torch.ops, namespace), name, None)
+    return found is not None and [o for o in found.overloads() if not o.endswith("out")] == ["default"]
+
+
+def calls(function: str, operator: str, user: Mapping[str, str]) -> bool:
+    """Whether the text `function` names the operator."""
+    namespace, _, rest = function.partition(".")
+    if namespace == "ops":
+        return operator == f"nnscaler.{rest}"
+    if namespace == "user":
+        return user.get(rest) == operator
+    if namespace != "aten":
+        return False
+    return operator == function or (operator == f"{function}.default" and _only_overload(function))
+
+
+def difference(expected: Call, line: Line, args: Sequence[Any]) -> str:
+    """How the arguments differ from those of one shard's call; empty where they do not. Tensors are compared by the
+    order in which they stand. `args`: the positional arguments without those that stand for the run."""
+    given = list(variables((tuple(args), dict(line.kwargs))))
+    order = iter(range(len(given)))
+    if len(args) != len(expected.args):
+        return f"{len(args)} arguments stand where the model's line has {len(expected.args)}"
+    for position, (wanted, found) in enumerate(zip(expected.args, args, strict=True)):
+        if not _same(wanted, found, order):
+            return f"argument {position} is {_text(found)}, and one shard's is {_text(wanted)}"
+    named = {k: v for k, v in line.kwargs.items() if v is not Mark.DEVICE}
+    if set(named) != set(expected.kwargs):
+        return f"keyword arguments are {sorted(named)}, and the model's line has {sorted(expected.kwargs)}"
+    for name, found in named.items():
+        if not _same(expected.kwargs[name], found, order):
+            return f"`{name}` is {_text(found)}, and one shard's is {_text(expected.kwargs[name])}"
+    return ""
+
+
+def _same(wanted: Any, found: Any, order: Iterator[int]) -> bool:
+    if isinstance(wanted, TensorArgument):
+        return isinstance(found, Variable) and wanted.index == next(order)
+    if isinstance(wanted, list | tuple):
+        same = isinstance(found, list | tuple) and len(found) == len(wanted)
+        return same and all(_same(w, f, order) for w, f in zip(wanted, found, strict=True))
+    if isinstance(wanted, Expression) or isinstance(found, Expression):
+        return bool(_expression(wanted) == _expression(found))
+    if isinstance(wanted, float) and isinstance(found, float) and math.isnan(wanted):
+        return math.isnan(found)
+    return type(wanted) is type(found) and bool(wanted == found)
+
+
+def _expression(value: Any) -> Any:
+    if isinstance(value, Expression):
+        terms = tuple(sorted((a, c) for a, c in value.terms if c))
+        return (value.constant, terms)
+    return (value, ()) if isinstance(value, int) else None
+
+
+def _text(value: Any) -> str:
+    match value:
+        case Variable(name=name):
+            return f"`{name}`"
+        case TensorArgument():
+            return "a tensor"
+        case DType(name=name):
+            return name
+        case Expression(constant=constant, terms=terms):
+            return " + ".join([str(constant), *(f"{c} * index of {a}" for a, c in terms)])
+        case list() | tuple():
+            return "[" + ", ".join(_text(v) for v in value) + "]"
+    return repr(value)

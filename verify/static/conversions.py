@@ -1,0 +1,186 @@
+"""The rows of the communication table on what variables hold: from one layout to another, or a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from nnscaler.ir.conversion import ROWS, Row
+from nnscaler.ir.layout import (
+    INVARIANT,
+    REPLICATED,
+    Invariant,
+    Layout,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    explain_illegal,
+    intervals_nest,
+    local_outer,
+)
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.tensor import LogicalTensor
+from verify.static.causes import converted, disagreement
+from verify.static.held import Axes, Held, Mistake, normal
+from verify.static.text import Line, Variable
+
+_BY_FUNCTION: Mapping[str, tuple[type, type, Row]] = {
+    row.function: (before, after, row) for (before, after), row in ROWS.items()
+}
+_CUT = ("dim", "outer", "sections")
+_EXCHANGE = ("from_dim", "to_dim", "from_outer", "to_outer")
+
+
+def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor) -> Held:
+    """What the line's target holds. Raises Mistake."""
+    name = line.function.removeprefix("comm.")
+    if name not in _BY_FUNCTION:
+        raise Mistake("program_unreadable", f"`{line.function}` is no row of the communication table")
+    before, after, row = _BY_FUNCTION[name]
+    axis, rest = _axis(line, axes)
+    parts, have = axes.sizes[axis], held.layout[axis]
+    given = _given(line, rest, name)
+    if parts == 1 and axes.names[axis] != MICRO:
+        return held
+    _check_direction(line, row, axes.names[axis], parts, tensor)
+    if not _starts_from(have, before, tensor.needs_grad):
+        raise Mistake(
+            "layouts_disagree",
+            f"`{line.function}` of `{tensor.name}` over {axes.names[axis]} starts from {before.__name__}, and it is "
+            f"{_word(have)} there",
+            converted(have, before.__name__, name, axes.names[axis], parts),
+            tensor.name,
+        )
+    _check_source(line, held, axis, axes, given, tensor)
+    state = _target(line, held, axis, axes, given, after, tensor)
+    layout = (*held.layout[:axis], state, *held.layout[axis + 1 :])
+    reason = explain_illegal(layout, axes.sizes, tensor.shape)
+    if reason:
+        raise Mistake("layouts_disagree", f"`{line.text}` leads to no layout of `{tensor.name}`: {reason}")
+    return Held(held.tensor, normal(layout, axes.sizes, tensor.needs_grad))
+
+
+def _axis(line: Line, axes: Axes) -> tuple[int, tuple[Any, ...]]:
+    if len(line.args) < 2 or not isinstance(line.args[1], Variable) or not line.args[1].stored:
+        raise Mistake("program_unreadable", f"`{line.text}` names no axis")
+    name = line.args[1].name
+    if name not in axes.names:
+        raise Mistake(
+            "communication_mismatch", f"`{line.text}` communicates over {name!r}, and the axes are {list(axes.names)}"
+        )
+    return axes.names.index(name), line.args[2:]
+
+
+def _given(line: Line, rest: tuple[Any, ...], name: str) -> dict[str, Any]:
+    """The arguments after the axis, by name, with their defaults."""
+    names = ("reduction",) if name == "all_reduce" else _EXCHANGE if name == "all_to_all" else _CUT
+    defaults = {"outer": 1, "sections": (), "from_outer": 1, "to_outer": 1, "reduction": "sum"}
+    if len(rest) > len(names) or set(line.kwargs) - set(names):
+        raise Mistake("program_unreadable", f"`{line.text}` has arguments that the row does not take")
+    return {**defaults, **dict(zip(names, rest, strict=False)), **line.kwargs}
+
+
+def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: LogicalTensor) -> None:
+    """Gradients are recorded where there are any, and micro-batches exchange nothing: they run one after another."""
+    if tensor.needs_grad and not line.region.grad_enabled:
+        message = f"`{line.text}` runs without recording gradients, and `{tensor.name}` needs one"
+        raise Mistake("layouts_disagree", message, "the gradient is cut off at this line", tensor.name)
+    if axis == MICRO and parts == 1:
+        raise Mistake("communication_mismatch", f"`{line.text}`: there are no micro-batches to tell apart here")
+    if axis == MICRO and (row.forward or (row.backward and tensor.needs_grad)):
+        message = f"`{line.text}` would communicate between micro-batches, which run one after another"
+        raise Mistake("communication_mismatch", message, tensor=tensor.name)
+
+
+def _starts_from(have: State, before: type, needs_grad: bool) -> bool:
+    if not needs_grad and isinstance(have, Invariant | Replicated):
+        return before in (Invariant, Replicated)
+    return isinstance(have, before)
+
+
+def _check_source(
+    line: Line, held: Held, axis: int, axes: Axes, given: Mapping[str, Any], tensor: LogicalTensor
+) -> None:
+    have = held.layout[axis]
+    if isinstance(have, Partial):
+        wanted = given.get("reduction", "sum")
+        if have.reduction != wanted:
+            cause = disagreement(have, Partial(wanted), axes.names[axis], axes.sizes[axis])
+            message = f"`{line.text}` takes a {wanted} of `{tensor.name}`, whose parts are those of a {have.reduction}"
+            raise Mistake("layouts_disagree", message, cause, tensor.name)
+        if wanted == "max" and tensor.needs_grad:
+            raise Mistake("layouts_disagree", f"a maximum of `{tensor.name}` has no gradient", tensor=tensor.name)
+    if not isinstance(have, Sharded):
+        return
+    exchange = line.function == "comm.all_to_all"
+    dim, outer = (given.get("from_dim"), given["from_outer"]) if exchange else (given.get("dim"), given["outer"])
+    sections = () if exchange else tuple(given["sections"])
+    right = local_outer(held.layout, axes.sizes, axis)
+    if (dim, outer, sections) != (have.dim, right, have.sections):
+        told = _cut_text(dim, outer, sections)
+        raise Mistake(
+            "layouts_disagree",
+            f"`{line.function}` of `{tensor.name}` over {axes.names[axis]} is told {told}, and it lies "
+            f"{_cut_text(have.dim, right, have.sections)} (of what one rank has)",
+            "the pieces are joined in the wrong order or along the wrong dim: a permutation of the elements",
+            tensor.name,
+        )
+
+
+def _target(
+    line: Line,
+    held: Held,
+    axis: int,
+    axes: Axes,
+    given: Mapping[str, Any],
+    after: type,
+    tensor: LogicalTensor,
+) -> State:
+    if after is Invariant:
+        return INVARIANT
+    if after is Replicated:
+        return REPLICATED
+    if after is Partial:
+        return Partial()
+    exchange = line.function == "comm.all_to_all"
+    dim, outer = (given.get("to_dim"), given["to_outer"]) if exchange else (given.get("dim"), given["outer"])
+    sections = () if exchange else tuple(given["sections"])
+    if not isinstance(dim, int) or not isinstance(outer, int) or not 0 <= dim < len(tensor.shape) or outer < 1:
+        raise Mistake("layouts_disagree", f"`{line.text}`: `{tensor.name}` has {len(tensor.shape)} dims")
+    if sections:
+        return Sharded(dim, 1, sections)
+    found = logical_outer(held.layout, axes.sizes, axis, dim, outer)
+    if found is None:
+        raise Mistake(
+            "layouts_disagree",
+            f"`{line.text}` cuts dim {dim} of `{tensor.name}` where other axes already cut it ({outer=})",
+            tensor=tensor.name,
+        )
+    return Sharded(dim, found)
+
+
+def logical_outer(layout: Layout, sizes: tuple[int, ...], axis: int, dim: int, outer: int) -> int | None:
+    """The `outer` in the logical dim of a cut whose outer in the local dim is `outer`: what the other axes own of the
+    dim above it is taken away there. None where no digit of the dim is meant."""
+    others = sorted(
+        (state.outer, parts)
+        for other, (state, parts) in enumerate(zip(layout, sizes, strict=True))
+        if other != axis and isinstance(state, Sharded) and state.dim == dim
+    )
+    for above in range(len(others) + 1):
+        found = outer * prod(parts for _, parts in others[:above])
+        outside = all(other < found for other, _ in others[:above]) and all(o >= found for o, _ in others[above:])
+        nests = all(intervals_nest(other, parts, found, sizes[axis]) for other, parts in others)
+        if outside and nests:
+            return found
+    return None
+
+
+def _cut_text(dim: Any, outer: Any, sections: Any) -> str:
+    return f"dim={dim}" + (f", sections={sections}" if sections else f", outer={outer}")
+
+
+def _word(state: State) -> str:
+    return str(state)

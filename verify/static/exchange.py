@@ -1,0 +1,157 @@
+"""Transfers between meshes of different shape: the listed pieces, judged element by element.
+
+The layout of the producer is known; that of the consumer follows from the pieces. Per dim, the logical indices of a
+rank's shard are written out, so that a piece is right iff both ends name the same indices. A layout is looked for whose
+shards are what arrives; the backward pieces then have to bring every producer the gradient of its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, State, explain_illegal, local_shape
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.runtime.shards import unravel
+from verify.static.held import Axes, Held, Mistake, axes_of
+from verify.static.text import ExchangeText, Piece, StageText
+
+Indices = npt.NDArray[np.int64]
+_LARGEST = 1 << 26  # elements of a local tensor whose pieces are checked one by one
+
+
+def exchanged(
+    source: StageText,
+    send: ExchangeText,
+    stage: StageText,
+    receive: ExchangeText,
+    held: Held,
+    tensor: LogicalTensor,
+) -> Held:
+    """What the consumer holds. Raises Mistake."""
+    if send.messages != receive.messages or send.backward != receive.backward:
+        raise Mistake(
+            "communication_mismatch",
+            f"the two sides of `{receive.key}` list different messages",
+            "a send has no receive, or a receive no send",
+            tensor.name,
+        )
+    there, here = axes_of(source.axes, source.micro_batches), axes_of(stage.axes, stage.micro_batches)
+    if there.sizes[-1] != here.sizes[-1]:
+        raise Mistake("communication_mismatch", f"stages {source.index} and {stage.index} count other micro-batches")
+    if any(not isinstance(s, Sharded | Invariant) for s in held.layout[:-1]):
+        message = (
+            f"`{tensor.name}` is sent as {[str(s) for s in held.layout]}, and only whole or sharded tensors can be"
+        )
+        raise Mistake("layouts_disagree", message, "a sum has to be taken before it is sent", tensor.name)
+    given = local_shape(held.layout, there.sizes, tensor.shape)
+    if tuple(send.shape) != given:
+        raise Mistake("communication_mismatch", f"`{tensor.name}` is sent as {send.shape} and is {given}")
+    for layout in _candidates(held, here, receive.shape, tensor):
+        if _carries(receive.messages, source, held.layout, stage, layout, tensor.shape):
+            if _carries(receive.backward, stage, layout, source, held.layout, tensor.shape):
+                return Held(tensor.name, layout)
+            raise Mistake(
+                "communication_mismatch",
+                f"the gradient of `{tensor.name}` does not come back to where it is needed",
+                "the pieces of the backward messages are not the shards of the producers",
+                tensor.name,
+            )
+    raise Mistake(
+        "communication_mismatch",
+        f"what arrives of `{tensor.name}` at stage {stage.index} is no layout of it: pieces are missing or wrong",
+        "source or destination ranks, or slices, of the messages are wrong",
+        tensor.name,
+    )
+
+
+def _candidates(held: Held, here: Axes, shape: Sequence[int], tensor: LogicalTensor) -> Iterator[Layout]:
+    """Layouts on the consumer's mesh with that local shape. Micro-batches stay as they are."""
+    micro = held.layout[-1]
+    options: list[list[State]] = []
+    mesh = here.sizes[:-1]
+    outers = sorted({prod(o) for r in range(len(here.sizes) + 1) for o in product(here.sizes, repeat=min(r, 2))})
+    for parts in mesh:
+        states: list[State] = [INVARIANT]
+        if parts > 1:
+            states += [Sharded(d, o) for d, n in enumerate(tensor.shape) for o in outers if n % (o * parts) == 0]
+        options.append(states)
+    for states_of in product(*options):
+        layout = (*states_of, micro)
+        if local_shape(layout, here.sizes, tensor.shape) != tuple(shape):
+            continue
+        if explain_illegal(layout, here.sizes, tensor.shape) is None:
+            yield layout
+
+
+def _carries(
+    pieces: Sequence[Piece],
+    source: StageText,
+    source_layout: Layout,
+    target: StageText,
+    target_layout: Layout,
+    shape: Sequence[int],
+) -> bool:
+    """Whether every target rank gets each element of its shard exactly once, from where the source has it."""
+    there = _owned(source, source_layout, shape)
+    here = _owned(target, target_layout, shape)
+    got: Mapping[int, list[Piece]] = {rank: [p for p in pieces if p[1] == rank] for rank in here}
+    if len(pieces) != sum(map(len, got.values())) or any(p[0] not in there for p in pieces):
+        return False
+    for rank, indices in here.items():
+        if prod(len(i) for i in indices) > _LARGEST:
+            return False
+        seen = np.zeros([len(i) for i in indices], dtype=np.int8)
+        for origin, _, from_slices, to_slices in got[rank]:
+            if len(from_slices) != len(shape) or len(to_slices) != len(shape):
+                return False
+            for dim in range(len(shape)):
+                a = there[origin][dim][slice(*from_slices[dim])]
+                if not np.array_equal(a, indices[dim][slice(*to_slices[dim])]):
+                    return False
+            seen[tuple(slice(*s) for s in to_slices)] += 1
+        if not (seen == 1).all():
+            return False
+    return True
+
+
+def _owned(stage: StageText, layout: Layout, shape: Sequence[int]) -> dict[int, list[Indices]]:
+    """rank -> per dim the logical indices of its shard, of the first micro-batch."""
+    axes = axes_of(stage.axes, stage.micro_batches)
+    result: dict[int, list[Indices]] = {}
+    for position, rank in enumerate(stage.ranks):
+        place = {**unravel(position, stage.axes), MICRO: 0}
+        result[rank] = [
+            owned_indices(
+                size,
+                [
+                    (s, parts, place[name])
+                    for s, parts, name in zip(layout, axes.sizes, axes.names, strict=True)
+                    if isinstance(s, Sharded) and s.dim == dim
+                ],
+            )
+            for dim, size in enumerate(shape)
+        ]
+    return result
+
+
+def owned_indices(size: int, digits: Sequence[tuple[Sharded, int, int]]) -> Indices:
+    """The logical indices of a dim that a rank holds, in its local order. `digits`: (state, parts, coordinate) of each
+    axis that cuts the dim."""
+    index = np.arange(size)
+    keep = np.ones(size, dtype=bool)
+    for state, parts, coordinate in digits:
+        if state.sections:
+            starts = np.cumsum((0, *state.sections))
+            which = np.searchsorted(starts, index, side="right") - 1
+            width = np.array(state.sections)[which] // parts
+            keep &= (index - starts[which]) // width == coordinate
+        else:
+            inner = size // (state.outer * parts)
+            keep &= (index // inner) % parts == coordinate
+    return index[keep]

@@ -1,0 +1,369 @@
+"""One line that computes: which operation of the model it is, under which choices it is that operation on shards, and
+in which layouts its results arise.
+
+A line is identified by what it reads: the model has an operation on the same logical tensors whose call, rewritten
+for the shards at hand, is the line's. Names are only used to say what a line that is none was probably meant to be.
+Repeated layers are typed once: a typing depends on the call, on the operands' layouts and on the line's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from op_registry.call import AxisShard, Call
+from op_registry.localize import localise
+from op_registry.spec import Refusal
+
+from nnscaler.codegen.layout_text import layout_text
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import (
+    Invariant,
+    Layout,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    explain_illegal,
+    local_shape,
+)
+from nnscaler.ir.mesh import Axis
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.transform.signature import Signature
+from verify.static.arguments import calls, difference, variables
+from verify.static.causes import disagreement
+from verify.static.choices import every_split, input_states, legal_choices, matches, output_states, whole_choices
+from verify.static.held import Axes, Held, Mistake, normal
+from verify.static.random_numbers import draws_numbers, explain_draw
+from verify.static.text import Line, Mark
+
+_MANY = 256  # combinations of choices over the axes that are looked through
+
+
+@dataclass(frozen=True, slots=True)
+class Typing:
+    """`choices`: one per axis. `outputs`: normal layouts, None for a result that is no tensor or never used."""
+
+    choices: tuple[Choice, ...]
+    outputs: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A line with its operation and its typing."""
+
+    operation: Operation
+    signature: Signature
+    typing: Typing
+
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class Typer:
+    """Types the lines of all roles of one program. `classes`: distinct typings -> how many lines have it."""
+
+    graph: Graph
+    signatures: Mapping[str, Signature]
+    user: Mapping[str, str] = field(default_factory=dict)
+    classes: dict[Key, tuple[Typed, Axes, int]] = field(default_factory=dict)
+    _memo: dict[Key, Typing | None] = field(default_factory=dict)
+    _by_inputs: dict[tuple[str, ...], list[Operation]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.graph.operations:
+            self._by_inputs.setdefault(op.inputs, []).append(op)
+
+    def type_line(self, line: Line, operands: Sequence[Held], axes: Axes) -> Typed:
+        """Raises Mistake when the line is no operation of the model on these shards."""
+        names = tuple(held.tensor for held in operands)
+        candidates = sorted(self._by_inputs.get(names, ()), key=lambda op: not _named(op, line))
+        layouts = tuple(held.layout for held in operands)
+        for op in candidates:
+            typing = self._typing(op, line, layouts, axes)
+            if typing is not None:
+                return self._counted(op, typing, axes)
+        raise self._explain(line, operands, candidates, axes)
+
+    def _counted(self, op: Operation, typing: Typing, axes: Axes) -> Typed:
+        signature = self.signatures[op.name]
+        typed = Typed(op, signature, typing)
+        key: Key = (id(signature), typing.choices, axes.pairs)
+        first, _, count = self.classes.get(key, (typed, axes, 0))
+        self.classes[key] = (first, axes, count + 1)
+        return typed
+
+    def _typing(self, op: Operation, line: Line, layouts: tuple[Layout, ...], axes: Axes) -> Typing | None:
+        if line.region != op.region or not _random_fits(op, line):
+            return None
+        signature = self.signatures[op.name]
+        grads = tuple(self.graph.tensors[name].needs_grad for name in op.inputs)
+        made = tuple(None if name is None else self.graph.tensors[name].needs_grad for name in op.outputs)
+        drawn = line.args[-2] if draws_numbers(line.function) else None
+        arguments = repr((self._plain_arguments(line), line.kwargs)) if not operands_only(line) else ""
+        key: Key = (id(signature), layouts, grads, made, axes.pairs, line.function, arguments, line.hint, repr(drawn))
+        if key not in self._memo:
+            self._memo[key] = next(self._typings(op, line, layouts, axes), None)
+        typing = self._memo[key]
+        return None if typing is None or len(line.targets) != len(op.outputs) else typing
+
+    def _plain_arguments(self, line: Line) -> tuple[Any, ...]:
+        """Arguments with tensors as their numbers, so that repeated layers have one key."""
+        numbers = {v: i for i, v in reversed(list(enumerate(variables((line.args, dict(line.kwargs))))))}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [plain(v) for v in value]
+            return numbers.get(value, value) if not isinstance(value, dict | float | complex) else repr(value)
+
+        return tuple(plain(a) for a in self._arguments(line)), tuple(sorted(line.kwargs))
+
+    def _arguments(self, line: Line) -> tuple[Any, ...]:
+        return line.args[:-4] if draws_numbers(line.function) else line.args
+
+    def _typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
+        """Legal typings, the one that the line's comment tells first."""
+        found = list(self._all_typings(op, line, layouts, axes))
+        if len(found) > 1:
+            mesh = tuple(Axis(n, s) for n, s in axes.pairs)
+            shapes = [None if n is None else self.graph.tensors[n].shape for n in op.outputs]
+            found.sort(key=lambda typing: _told(typing, shapes, mesh) != line.hint)
+        yield from found
+
+    def _all_typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
+        per_axis = [self._fitting(op, layouts, axes, axis) for axis in range(len(axes.names))]
+        for number, choices in enumerate(product(*per_axis)):
+            if number >= _MANY:
+                return
+            try:
+                yield self.check_choices(op, line, choices, axes)
+            except Mistake:
+                continue
+
+    def _fitting(self, op: Operation, layouts: Sequence[Layout], axes: Axes, axis: int) -> list[Choice]:
+        """The choices for one axis under which every operand is as it has to be."""
+        parts, signature = axes.sizes[axis], self.signatures[op.name]
+        if parts == 1:
+            return [RunInvariant()]
+        states = [layout[axis] for layout in layouts]
+        grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
+        return [
+            choice
+            for choice in legal_choices(signature, states, parts, _outers(axes, axis))
+            if all(map(matches, input_states(signature, choice), states, grads))
+        ]
+
+    def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
+        """The typing with these choices. Raises Mistake when they do not go together or the line calls otherwise."""
+        signature = self.signatures[op.name]
+        states = [output_states(signature, choice, len(op.outputs)) for choice in choices]
+        outputs: list[Layout | None] = []
+        for position, name in enumerate(op.outputs):
+            if name is None:
+                outputs.append(None)
+                continue
+            tensor = self.graph.tensors[name]
+            layout = normal([s[position] for s in states], axes.sizes, tensor.needs_grad)
+            reason = explain_illegal(layout, axes.sizes, tensor.shape)
+            if reason:
+                raise Mistake("layouts_disagree", f"`{name}` would lie illegally: {reason}")
+            if tensor.needs_grad and any(isinstance(s, Partial) and s.reduction != "sum" for s in layout):
+                raise Mistake("layouts_disagree", f"`{name}` would be terms of a maximum, which has no gradient")
+            outputs.append(layout)
+        expected = self._expected(op, choices, outputs, axes)
+        if not calls(line.function, expected.operator, self.user):
+            message = f"`{line.function}` is called where one shard's call is `{expected.operator}`"
+            raise Mistake("operation_differs", message, tensor=op.outputs[0])
+        told = difference(expected, line, self._arguments(line))
+        if told:
+            raise Mistake("operation_differs", told, tensor=op.outputs[0])
+        if draws_numbers(line.function):
+            first = outputs[0]
+            assert first is not None and op.outputs[0] is not None
+            told = explain_draw(line, op, first, axes, self.graph.tensors[op.outputs[0]].shape)
+            if told:
+                cause = "ranks draw the same numbers for different elements, or different ones for the same element"
+                raise Mistake("random_numbers_differ", told, cause, op.outputs[0])
+        return Typing(choices, tuple(outputs))
+
+    def _expected(self, op: Operation, choices: Sequence[Choice], outputs: Sequence[Layout | None], axes: Axes) -> Call:
+        """The call that one shard makes."""
+        signature = self.signatures[op.name]
+        if signature.spec is None or signature.bound is None:
+            return signature.call
+        shards: dict[str, tuple[AxisShard, ...]] = {}
+        for choice, (axis, parts) in zip(choices, axes.pairs, strict=True):
+            if isinstance(choice, Split):
+                for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
+                    shards[identifier] = (*shards.get(identifier, ()), AxisShard(axis, parts, choice.outer))
+        shapes = [
+            None if name is None or layout is None else local_shape(layout, axes.sizes, self.graph.tensors[name].shape)
+            for name, layout in zip(op.outputs, outputs, strict=True)
+        ]
+        try:
+            return localise(signature.spec, signature.call, shards, shapes)
+        except Refusal as error:
+            raise Mistake("layouts_disagree", f"`{op.operator}` cannot run so: {error}") from error
+
+    # -- what is wrong with a line that is no operation on these shards -----------------------------------------------
+
+    def _explain(self, line: Line, operands: Sequence[Held], candidates: Sequence[Operation], axes: Axes) -> Mistake:
+        layouts = [held.layout for held in operands]
+        for op in candidates:
+            if line.region != op.region:
+                return _region_differs(line, op)
+            if not _random_fits(op, line) or len(line.targets) != len(op.outputs):
+                continue
+            found = self._best(op, line, layouts, axes)
+            if found.code != "operation_differs" or _named(op, line) or len(candidates) == 1:
+                return found
+        meant = next((op for op in self.graph.operations if _named(op, line)), None)
+        if meant is None:
+            return Mistake("operation_differs", f"`{line.text}` computes what no line of the model computes")
+        return _reads_other(line, operands, meant)
+
+    def _best(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
+        """The mistake under the choices that fit most operands, and then the line's comment, best."""
+        chosen: list[Choice] = []
+        wrong: list[tuple[int, int, State, State]] = []
+        for axis, parts in enumerate(axes.sizes):
+            fitting = self._fitting(op, layouts, axes, axis)
+            if fitting or parts == 1:
+                chosen.append((fitting or [RunInvariant()])[0])
+                continue
+            choice, bad = self._nearest(op, line, layouts, axes, axis)
+            chosen.append(choice)
+            wrong += [(axis, slot, have, need) for slot, have, need in bad]
+        if not wrong:
+            return self._combined(op, line, layouts, axes)
+        axis, slot, have, need = wrong[0]
+        name = axes.names[axis]
+        return Mistake(
+            "layouts_disagree",
+            f"`{op.operator}` that makes `{op.outputs[0]}` needs `{op.inputs[slot]}` {need} over {name} "
+            f"({chosen[axis]}), and it is {have} there",
+            disagreement(have, need, name, axes.sizes[axis]),
+            op.inputs[slot],
+        )
+
+    def _combined(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
+        """Each axis fits by itself: what is wrong with all of them together, or with the arguments."""
+        problems: list[Mistake] = []
+        per_axis = [self._fitting(op, layouts, axes, axis) for axis in range(len(axes.names))]
+        for choices in product(*per_axis):
+            try:
+                self.check_choices(op, line, choices, axes)
+            except Mistake as mistake:
+                problems.append(mistake)
+            if len(problems) >= _MANY:
+                break
+        problems.sort(key=lambda m: ("random_numbers_differ", "operation_differs").count(m.code) == 0)
+        first = problems[0] if problems else Mistake("operation_differs", "it cannot be typed")
+        message = f"`{line.text}` is not the model's `{op.operator}` on these shards: {first.message}"
+        return Mistake(first.code, message, first.cause or _argument_cause(first.message), first.tensor)
+
+    def _nearest(
+        self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes, axis: int
+    ) -> tuple[Choice, list[tuple[int, State, State]]]:
+        signature, parts = self.signatures[op.name], axes.sizes[axis]
+        states = [layout[axis] for layout in layouts]
+        outers = _outers(axes, axis)
+        legal = legal_choices(signature, states, parts, outers)
+        options = dict.fromkeys((*legal, *whole_choices(signature), *every_split(signature, outers)))
+        name = axes.names[axis]
+        ranked: list[tuple[tuple[bool, int, bool, bool], int, Choice, list[tuple[int, State, State]]]] = []
+        for number, choice in enumerate(options):
+            needs = input_states(signature, choice)
+            bad = [
+                (slot, have, need)
+                for slot, (have, need) in enumerate(zip(states, needs, strict=True))
+                if not matches(need, have, self.graph.tensors[op.inputs[slot]].needs_grad)
+            ]
+            made = output_states(signature, choice, len(op.outputs))
+            told = self._hints(op, made, name, line.hint)
+            rank = (not told, len(bad), choice not in legal, not isinstance(choice, Split))
+            ranked.append((rank, number, choice, bad))
+        _, _, choice, bad = min(ranked, key=lambda entry: entry[:2])
+        return choice, bad
+
+    def _hints(self, op: Operation, made: Sequence[State], axis: str, hint: str) -> bool:
+        """Whether the line's comment speaks of results in these states over the axis."""
+        for state, name in zip(made, op.outputs, strict=True):
+            if name is None or (isinstance(state, Replicated) and not self.graph.tensors[name].needs_grad):
+                continue
+            cut = f"/{axis}" in hint or f"*{axis}" in hint
+            before, _, deferred = hint.partition("gradient: ")
+            summed = f" {axis}" in before.partition(" over ")[2]
+            right = {
+                Sharded: cut,
+                Partial: summed and not cut,
+                Replicated: f" {axis}" in deferred and not cut and not summed,
+                Invariant: not cut and not summed and f" {axis}" not in deferred,
+            }
+            return right[type(state)]
+        return False
+
+
+def operands_only(line: Line) -> bool:
+    """Whether a line has no argument besides tensors that each stand once: then its arguments need no key."""
+    given = list(variables(line.args))
+    return not line.kwargs and len(given) == len(line.args) == len(set(given))
+
+
+def _outers(axes: Axes, axis: int) -> tuple[int, ...]:
+    """What the other axes may leave above a split: products of their sizes."""
+    others = [size for i, size in enumerate(axes.sizes) if i != axis and size > 1]
+    found = {
+        prod(s for s, taken in zip(others, mask, strict=True) if taken) for mask in product((0, 1), repeat=len(others))
+    }
+    return tuple(sorted(found))
+
+
+def _named(op: Operation, line: Line) -> bool:
+    return any(name is not None and name in (t.removesuffix("_of_step") for t in line.targets) for name in op.outputs)
+
+
+def _random_fits(op: Operation, line: Line) -> bool:
+    return not draws_numbers(line.function) or (
+        len(line.args) >= 4 and line.args[-4] is Mark.STAGE and line.args[-3] in (op.name, f"{op.name}_of_step")
+    )
+
+
+def _told(typing: Typing, shapes: Sequence[tuple[int, ...] | None], axes: Sequence[Axis]) -> str:
+    texts = [
+        layout_text(shape, layout, axes)
+        for shape, layout in zip(shapes, typing.outputs, strict=True)
+        if shape is not None and layout is not None
+    ]
+    return " | ".join(dict.fromkeys(texts))
+
+
+def _region_differs(line: Line, op: Operation) -> Mistake:
+    if line.region.grad_enabled != op.region.grad_enabled:
+        word = "records" if line.region.grad_enabled else "does not record"
+        cause = "the gradient is cut off at this line" if not line.region.grad_enabled else None
+        return Mistake("operation_differs", f"`{line.text}` {word} gradients, unlike the model", cause, op.outputs[0])
+    message = f"`{line.text}` runs under autocast {line.region.autocast}, and the model under {op.region.autocast}"
+    return Mistake("operation_differs", message, "the dtype of the computation differs", op.outputs[0])
+
+
+def _reads_other(line: Line, operands: Sequence[Held], meant: Operation) -> Mistake:
+    names = [held.tensor for held in operands]
+    other = [(a, b) for a, b in zip(names, meant.inputs, strict=False) if a != b]
+    if not other:
+        message = f"`{line.text}` reads {len(names)} tensors, and the model's `{meant.operator}` {len(meant.inputs)}"
+        return Mistake("operation_differs", message, "an operand is missing or too many", meant.outputs[0])
+    read, wanted = other[0]
+    message = f"`{line.text}` reads `{read}` where the model's `{meant.operator}` reads `{wanted}`"
+    swapped = sorted(names) == sorted(meant.inputs)
+    cause = "operands or outputs are swapped" if swapped else "a line is left out, or the wrong tensor is used"
+    return Mistake("operation_differs", message, cause, meant.outputs[0])
+
+
+def _argument_cause(message: str) -> str | None:
+    return "a constant, or a size or offset of the shard, is wrong" if "one shard's is" in message else None

@@ -1,0 +1,50 @@
+"""Random numbers: a draw is keyed by its operation and by the place of the element in the logical tensor, so the line
+has to state the layout that its result really has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nnscaler.ir.layout import Layout, Sharded
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.operation import Operation
+from verify.static.held import Axes
+from verify.static.text import Line, Mark
+
+_DRAWING = frozenset(
+    f"ops.{name}"
+    for name in (
+        "dropout",
+        "feature_dropout",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "random_uniform",
+        "random_normal",
+    )
+)
+
+
+def draws_numbers(function: str) -> bool:
+    return function in _DRAWING
+
+
+def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: Sequence[int]) -> str:
+    """Why the line's draws are not those of its elements; empty where they are."""
+    stage, name, states, told = line.args[-4:]
+    if stage is not Mark.STAGE or not isinstance(states, dict):
+        return f"`{line.text}` does not say where its numbers lie"
+    if name not in (op.name, f"{op.name}_of_step"):
+        return f"`{line.text}` draws the numbers of `{name}`, and is `{op.name}`"
+    if tuple(told) != tuple(shape):
+        return f"`{line.text}` draws for a tensor of shape {tuple(told)}, and the whole has {tuple(shape)}"
+    for axis, parts, state in zip(axes.names, axes.sizes, layout, strict=True):
+        given = states.get(axis)
+        drawn = given if isinstance(given, Sharded) else None
+        right = state if isinstance(state, Sharded) else None
+        if drawn != right and (parts > 1 or axis == MICRO):
+            return (
+                f"`{line.text}` draws over {axis} as if its result were {given or 'whole'}, and it is "
+                f"{right or 'whole'} there"
+            )
+    unknown = set(states) - set(axes.names)
+    return f"`{line.text}` names the axes {sorted(unknown)}, which the stage does not have" if unknown else ""

@@ -1,0 +1,227 @@
+"""Reads the text of a role program into data, with `ast`: nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnscaler.ir.layout import State
+from verify.static.bodies import read_body
+from verify.static.text import (
+    Body,
+    ExchangeText,
+    InputText,
+    MessageText,
+    Problem,
+    RoleText,
+    StageText,
+    StoredText,
+)
+from verify.static.values import Unreadable, read_value
+
+_KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
+_CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
+
+
+def read_role(file: str, text: str) -> RoleText:
+    """A role. Raises Unreadable for a text that has no stages, ranks or schedule, or is no Python."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        place = ast.Pass(lineno=error.lineno or 0, col_offset=0)
+        raise Unreadable(place, f"is no Python: {error.msg}") from error
+    source = text.splitlines()
+    stages: list[StageText] = []
+    values: dict[str, tuple[int, Any]] = {}
+    user: dict[str, str] = {}
+    problems: list[Problem] = []
+    for node in tree.body:
+        match node:
+            case ast.ClassDef():
+                stages.append(_stage(file, node, source))
+            case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
+                user = {k.arg: read_value(k.value)[0] for k in call.keywords if k.arg}
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
+                values[name] = (node.lineno, read_value(node.value))
+            case ast.Assign(targets=[ast.Name(id="aten")]) if ast.unparse(node.value) == "torch.ops.aten":
+                pass
+            case ast.Import(names=[ast.alias(name="torch", asname=None)]):
+                pass
+            case ast.ImportFrom(module="nnscaler.runtime") if all(a.asname is None for a in node.names):
+                pass
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                line = ast.unparse(node).partition("\n")[0]
+                problems.append(Problem(node.lineno, f"`{line}` is no part of a rank program"))
+    missing = {"STAGES", "RANKS", "SCHEDULE"} - set(values)
+    if missing:
+        raise Unreadable(tree, f"has no {', '.join(sorted(missing))}")
+    declared = [v.name for v in values["STAGES"][1]]
+    if declared != [f"Stage{s.index}" for s in stages]:
+        problems.append(Problem(values["STAGES"][0], f"STAGES is {declared}, and the classes are otherwise"))
+    return RoleText(
+        file,
+        tuple(values["RANKS"][1]),
+        tuple(values["SCHEDULE"][1].split()),
+        values["SCHEDULE"][0],
+        tuple(stages),
+        user,
+        tuple(problems),
+    )
+
+
+def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
+    found: dict[str, tuple[ast.expr, int]] = {}
+    bodies: dict[str, Body] = {}
+    if [ast.unparse(b) for b in node.bases] != ["Stage"] or node.decorator_list:
+        raise Unreadable(node, f"`class {node.name}` is no stage")
+    for member in node.body:
+        match member:
+            case ast.FunctionDef(name="forward" | "prepare"):
+                bodies[member.name] = read_body(member, source)
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                found[name] = (member.value, member.lineno)
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
+    unknown = set(found) - {*_KINDS, "index", "ranks", "axes", "micro_batches", "inputs", "prepare_inputs"}
+    unknown -= {"receives", "sends", "loss", "updates"}
+    if unknown or "forward" not in bodies:
+        raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
+    fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
+    if len(fixed) < 4:
+        raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
+    return StageText(
+        file,
+        node.lineno,
+        fixed["index"],
+        fixed["ranks"],
+        fixed["axes"],
+        fixed["micro_batches"],
+        tuple(s for name in _KINDS for s in _stored(name, found)),
+        tuple(_inputs("inputs", found)),
+        tuple(_inputs("prepare_inputs", found)),
+        tuple(_message(call, v) for v, call in _entries(found, "receives")),
+        tuple(_message(call, "") for call in _items(found, "sends")),
+        _loss(found),
+        read_value(found["updates"][0]) if "updates" in found else {},
+        bodies.get("prepare"),
+        bodies["forward"],
+        tuple(source),
+    )
+
+
+def _entries(found: Mapping[str, tuple[ast.expr, int]], name: str) -> list[tuple[str, ast.Call]]:
+    if name not in found:
+        return []
+    node = found[name][0]
+    if not isinstance(node, ast.Dict):
+        raise Unreadable(node, f"`{name}` is no dict")
+    entries: list[tuple[str, ast.Call]] = []
+    for key, value in zip(node.keys, node.values, strict=True):
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str) or not isinstance(value, ast.Call):
+            raise Unreadable(value, f"`{ast.unparse(value)}` declares nothing in `{name}`")
+        if any(key.value == other for other, _ in entries):
+            raise Unreadable(key, f"{key.value!r} is declared twice in `{name}`")
+        entries.append((key.value, value))
+    return entries
+
+
+def _items(found: Mapping[str, tuple[ast.expr, int]], name: str) -> list[ast.Call]:
+    if name not in found:
+        return []
+    node = found[name][0]
+    if not isinstance(node, ast.Tuple) or not all(isinstance(e, ast.Call) for e in node.elts):
+        raise Unreadable(node, f"`{name}` is no tuple of declarations")
+    return [e for e in node.elts if isinstance(e, ast.Call)]
+
+
+def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The class that is called, and its arguments by name."""
+    if len(call.args) > len(names):
+        raise Unreadable(call, f"`{ast.unparse(call)}` has too many arguments")
+    given = dict(zip(names, (read_value(a) for a in call.args), strict=False))
+    given.update({k.arg: read_value(k.value) for k in call.keywords if k.arg})
+    unknown = set(given) - set(names)
+    if unknown:
+        raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {sorted(unknown)[0]!r}")
+    return ast.unparse(call.func), given
+
+
+def _states(call: ast.Call, value: Any) -> dict[str, State]:
+    if not isinstance(value, dict):
+        raise Unreadable(call, f"`{ast.unparse(call)}`: the layout is no dict of states by axis")
+    return value
+
+
+def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
+    result: list[StoredText] = []
+    for variable, call in _entries(found, group):
+        kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", "reduce", "copies", "used"))
+        if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
+            raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
+        result.append(
+            StoredText(
+                call.lineno,
+                _KINDS[group],
+                variable,
+                given["fqn"],
+                tuple(given["shape"]),
+                given["dtype"],
+                _states(call, given.get("states", {})),
+                tuple(given.get("reduce", ())),
+                tuple(given.get("copies", ())),
+                given.get("used", True),
+            )
+        )
+    return result
+
+
+def _inputs(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[InputText]:
+    result: list[InputText] = []
+    for variable, call in _entries(found, group):
+        kind, given = _arguments(call, ("name", "states"))
+        if kind != "Input" or "name" not in given:
+            raise Unreadable(call, f"`{ast.unparse(call)}` is no input")
+        result.append(InputText(call.lineno, variable, given["name"], _states(call, given.get("states", {}))))
+    return result
+
+
+def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
+    kind = ast.unparse(call.func)
+    if kind == "Exchange":
+        _, given = _arguments(call, ("key", "stage", "messages", "backward", "shape", "dtype", "needs_grad"))
+        needs_grad = given.get("needs_grad", True)
+        dtype = given.get("dtype", "float32")
+        sides = (tuple(given["messages"]), tuple(given["backward"]))
+        shape = tuple(given["shape"])
+        return ExchangeText(call.lineno, given["key"], given["stage"], *sides, shape, dtype, needs_grad, variable)
+    if kind == "Receive" and variable:
+        _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"))
+    elif kind == "Send" and not variable:
+        _, given = _arguments(call, ("key", "stage", "peers", "needs_grad"))
+    else:
+        raise Unreadable(call, f"`{ast.unparse(call)}` is no message")
+    return MessageText(
+        call.lineno,
+        given["key"],
+        given["stage"],
+        tuple(given["peers"]),
+        given.get("needs_grad", True),
+        variable,
+        tuple(given.get("shape", ())),
+        given.get("dtype", ""),
+    )
+
+
+def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:
+    if "loss" not in found:
+        return None
+    node = found["loss"][0]
+    if not isinstance(node, ast.Call):
+        raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
+    _, given = _arguments(node, ("states",))
+    return _states(node, given.get("states", {}))

@@ -1,0 +1,35 @@
+"""Names that a rank program must not assign: the text would no longer mean what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nnscaler.runtime.role import Stage
+from verify.static.text import Line, Recomputed, StageText
+
+_MODULES = frozenset({"aten", "comm", "dtypes", "ops", "recompute", "self", "torch", "user", "float", "complex"})
+
+
+def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
+    """(line, name) of every variable named like a module of the program, and every stored tensor named like an axis or
+    like an attribute that stages have anyway."""
+    taken = {*stage.axes, "micro", "rank", "device", "context", "prepare", "forward", *dir(Stage)}
+    seen: set[str] = set()
+    for stored in stage.stored:
+        if stored.variable in taken or stored.variable in seen:
+            yield stored.number, stored.variable
+        seen.add(stored.variable)
+    for axis in stage.axes:
+        if axis in {*dir(Stage), "rank", "device", "context", "micro"}:
+            yield stage.number, axis
+    for body in (stage.prepare, stage.forward):
+        if body is None:
+            continue
+        for name in _MODULES.intersection(body.arguments):
+            yield body.number, name
+        for statement in body.statements:
+            lines = (statement, *statement.lines) if isinstance(statement, Recomputed) else (statement,)
+            for line in lines:
+                if isinstance(line, Line | Recomputed):
+                    for name in _MODULES.intersection(line.targets):
+                        yield line.number, name

@@ -1,0 +1,225 @@
+"""Interprets one stage over what its variables hold: stored tensors, inputs and messages in, lines, results out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.tensor import LogicalTensor
+from verify.static.arguments import variables
+from verify.static.conversions import convert
+from verify.static.held import Axes, Held, Mistake, axes_of, normal
+from verify.static.operations import Typer
+from verify.static.shadowing import shadowing
+from verify.static.text import ALIAS, Body, InputText, Line, Problem, Recomputed, StageText, StoredText, Variable
+
+Scope = dict[Variable, Held | None]  # None: something was wrong before, so that nothing can be said
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A mistake, and the line of the text where it is."""
+
+    stage: StageText
+    number: int
+    mistake: Mistake
+
+
+@dataclass
+class Reading:
+    """What is found out about one stage."""
+
+    stage: StageText
+    axes: Axes
+    mistakes: list[Noted] = field(default_factory=list)
+    computed: int = 0
+    converted: int = 0
+    drawn: dict[str, set[str]] = field(default_factory=dict)  # operation -> names it draws numbers under
+    read: set[str] = field(default_factory=set)  # stored variables that some line reads
+    returned: dict[str, Held | None] = field(default_factory=dict)
+    made: dict[str, Held] = field(default_factory=dict)
+
+    def note(self, number: int, mistake: Mistake) -> None:
+        self.mistakes.append(Noted(self.stage, number, mistake))
+
+
+def read_stage(
+    stage: StageText,
+    graph: Graph,
+    stored: Mapping[str, LogicalTensor],
+    received: Mapping[str, Held | None],
+    typer: Typer,
+) -> Reading:
+    """Interprets `prepare` and `forward`. `stored`: fqn -> tensor; `received`: what arrives, by variable."""
+    reading = Reading(stage, axes_of(stage.axes, stage.micro_batches))
+    for number, name in shadowing(stage):
+        message = f"`{name}` is assigned, and means something else in a rank program"
+        reading.note(number, Mistake("program_unreadable", message))
+    base = _stored_scope(reading, stored)
+    prepared: dict[str, Held | None] = {}
+    if stage.prepare is not None:
+        scope = base | _fed(reading, stage.prepare_inputs, graph, in_time=False)
+        scope = _arguments(reading, stage.prepare, scope)
+        whole = replace(reading, axes=axes_of(stage.axes, 1))  # `prepare` sees all micro-batches as one
+        _walk(whole, stage.prepare.statements, scope, graph, typer)
+        reading.computed, reading.converted = whole.computed, whole.converted
+        prepared = {n: _prepared(reading, v, scope, graph) for n, v in stage.prepare.returned.items()}
+    scope = base | _fed(reading, stage.inputs, graph, in_time=True)
+    scope |= {Variable(name): held for name, held in received.items()}
+    scope |= {Variable(name): held for name, held in prepared.items()}
+    scope = _arguments(reading, stage.forward, scope)
+    _walk(reading, stage.forward.statements, scope, graph, typer)
+    reading.returned = {n: h for n, h in prepared.items() if n.startswith("new ")}
+    for name, variable in stage.forward.returned.items():
+        reading.returned[name] = _look_up(reading, stage.forward.number, variable, scope)
+    return reading
+
+
+def _prepared(reading: Reading, variable: Variable, scope: Scope, graph: Graph) -> Held | None:
+    """A result of `prepare`, which records no gradients."""
+    assert reading.stage.prepare is not None
+    held = _look_up(reading, reading.stage.prepare.number, variable, scope)
+    if held is not None and graph.tensors[held.tensor].needs_grad:
+        message = f"`{held.tensor}` is computed in `prepare`, which records no gradients, and needs one"
+        mistake = Mistake("layouts_disagree", message, "the gradient is cut off there", held.tensor)
+        reading.note(reading.stage.prepare.number, mistake)
+    return held
+
+
+def leaf_layout(stored: StoredText, axes: Axes, tensor: LogicalTensor) -> Layout:
+    """How the autograd leaf lies: at rest, and `Replicated` where its gradient is summed at the end of the step."""
+    states = list(axes.layout(stored.states))
+    if stored.kind == "parameter":
+        for axis, name in enumerate(axes.names):
+            if (name in stored.reduce or name == MICRO) and states[axis] == INVARIANT:
+                states[axis] = REPLICATED
+    return normal(states, axes.sizes, tensor.needs_grad)
+
+
+def _stored_scope(reading: Reading, known: Mapping[str, LogicalTensor]) -> Scope:
+    scope: Scope = {}
+    for stored in reading.stage.stored:
+        variable = Variable(stored.variable, stored=True)
+        tensor = known.get(stored.fqn)
+        scope[variable] = None
+        try:
+            if tensor is None:
+                message = f"the model has no `{stored.fqn}`, which stage {reading.stage.index} holds"
+                raise Mistake("not_covered", message)
+            layout = leaf_layout(stored, reading.axes, tensor)
+            at_rest = reading.axes.layout(stored.states)
+            wrong = explain_illegal(at_rest, reading.axes.sizes, tensor.shape)
+            if any(isinstance(s, Partial | Replicated) for s in at_rest):
+                wrong = "a stored tensor is whole or sharded at rest"
+            if wrong:
+                raise Mistake("not_covered", f"`{stored.fqn}` cannot lie so: {wrong}", tensor=tensor.name)
+            scope[variable] = Held(tensor.name, layout)
+        except Mistake as mistake:
+            reading.note(stored.number, mistake)
+    return scope
+
+
+def _fed(reading: Reading, inputs: Sequence[InputText], graph: Graph, in_time: bool) -> Scope:
+    """The pieces of the model's inputs; only `forward` sees micro-batches."""
+    scope: Scope = {}
+    for declared in inputs:
+        scope[Variable(declared.variable)] = None
+        try:
+            tensor = graph.tensors.get(declared.name)
+            if tensor is None or tensor.role != "input":
+                raise Mistake("not_covered", f"the model has no input `{declared.name}`")
+            layout = reading.axes.layout(declared.states)
+            problem = explain_illegal(layout, reading.axes.sizes, tensor.shape)
+            if any(not isinstance(s, Sharded) and s != INVARIANT for s in layout):
+                problem = "an input is cut or whole"
+            if not in_time and MICRO in declared.states:
+                problem = "`prepare` sees the whole step, not a micro-batch"
+            if problem:
+                raise Mistake("not_covered", f"input `{declared.name}` cannot be cut so: {problem}", tensor=tensor.name)
+            held = Held(tensor.name, normal(layout, reading.axes.sizes, tensor.needs_grad))
+            scope[Variable(declared.variable)] = held
+        except Mistake as mistake:
+            reading.note(declared.number, mistake)
+    return scope
+
+
+def _arguments(reading: Reading, body: Body, scope: Scope) -> Scope:
+    """Only what the function is given by name, and the stage's attributes."""
+    visible: Scope = {v: held for v, held in scope.items() if v.stored}
+    for name in body.arguments:
+        if Variable(name) not in scope:
+            message = f"`{name}` is an argument, and nothing gives it: no input, message or result of `prepare`"
+            reading.note(body.number, Mistake("program_unreadable", message))
+        visible[Variable(name)] = scope.get(Variable(name))
+    given = [v.name for v in scope if not v.stored and not v.name.startswith("new ")]
+    for name in given:
+        if name not in body.arguments:
+            message = f"`{name}` is given to the stage, and its function does not take it"
+            reading.note(body.number, Mistake("program_unreadable", message))
+    return visible
+
+
+def _look_up(reading: Reading, number: int, variable: Variable, scope: Scope) -> Held | None:
+    if variable not in scope:
+        reading.note(number, Mistake("program_unreadable", f"`{variable.name}` is read before it is made"))
+        return None
+    if variable.stored:
+        reading.read.add(variable.name)
+    return scope[variable]
+
+
+def _walk(
+    reading: Reading, statements: Sequence[Line | Recomputed | Problem], scope: Scope, graph: Graph, typer: Typer
+) -> None:
+    for statement in statements:
+        if isinstance(statement, Problem):
+            reading.note(statement.line, Mistake("program_unreadable", statement.why))
+        elif isinstance(statement, Line):
+            _line(reading, statement, scope, graph, typer)
+        else:
+            inner: Scope = {v: held for v, held in scope.items() if v.stored}
+            for name, given in statement.bound:
+                inner[Variable(name)] = _look_up(reading, statement.number, given, scope)
+            _walk(reading, statement.lines, inner, graph, typer)
+            for target, result in zip(statement.targets, statement.results, strict=True):
+                scope[Variable(target)] = _look_up(reading, statement.number, result, inner)
+
+
+def _line(reading: Reading, line: Line, scope: Scope, graph: Graph, typer: Typer) -> None:
+    used = list(variables((line.args, dict(line.kwargs))))
+    if line.is_conversion:
+        used = used[:1]
+    operands = [_look_up(reading, line.number, v, scope) for v in used]
+    for target in line.targets:
+        if target != "_":
+            scope[Variable(target)] = None
+    held = [h for h in operands if h is not None]
+    if len(held) < len(operands):
+        return
+    try:
+        results: list[Held | None]
+        if line.function == ALIAS:
+            results = [*held]
+        elif line.is_conversion:
+            if not held or len(line.targets) != 1:
+                raise Mistake("program_unreadable", f"`{line.text}` converts nothing into one variable")
+            results = [convert(line, held[0], reading.axes, graph.tensors[held[0].tensor])]
+            reading.converted += 1
+        else:
+            typed = typer.type_line(line, held, reading.axes)
+            made = zip(typed.operation.outputs, typed.typing.outputs, strict=True)
+            results = [None if n is None or layout is None else Held(n, layout) for n, layout in made]
+            reading.computed += 1
+            if line.function.startswith("ops.") and len(line.args) >= 4 and isinstance(line.args[-3], str):
+                reading.drawn.setdefault(typed.operation.name, set()).add(line.args[-3])
+    except Mistake as mistake:
+        reading.note(line.number, mistake)
+        return
+    for target, result in zip(line.targets, results, strict=True):
+        if target != "_":
+            scope[Variable(target)] = result
+            if result is not None:
+                reading.made[target] = result

@@ -1,0 +1,90 @@
+"""Arguments of the text as values: literals, dtypes, layouts, affine expressions of coordinates, and variables."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from typing import Any
+
+from op_registry.call import DType
+from op_registry.expression import Expression, index
+
+from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
+from verify.static.text import Mark, Variable
+
+_STATES: dict[str, type] = {"Sharded": Sharded, "Partial": Partial, "Replicated": Replicated, "Invariant": Invariant}
+
+
+class Unreadable(Exception):
+    """The text is not what a rank program may say. `args[0]` is why."""
+
+    def __init__(self, node: ast.AST, why: str) -> None:
+        super().__init__(why)
+        self.line: int = getattr(node, "lineno", 0)
+
+
+def read_value(node: ast.expr) -> Any:
+    """The value of an argument. Raises Unreadable for what depends on the rank in any other way than affinely."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return Mark.STAGE if name == "self" else Variable(name)
+        case ast.Attribute():
+            return _attribute(node)
+        case ast.List(elts=items):
+            return [read_value(i) for i in items]
+        case ast.Tuple(elts=items):
+            return tuple(read_value(i) for i in items)
+        case ast.Dict(keys=keys, values=values):
+            return {read_value(k): read_value(v) for k, v in zip(keys, values, strict=True) if k is not None}
+        case ast.Call():
+            return _call(node)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _arithmetic(node, operator.mul, -1, read_value(operand))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _arithmetic(node, operator.add, read_value(left), read_value(right))
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _arithmetic(node, operator.mul, read_value(left), read_value(right))
+        case ast.IfExp() | ast.Compare() | ast.BoolOp():
+            raise Unreadable(node, f"`{ast.unparse(node)}` makes ranks or runs do different things")
+    raise Unreadable(node, f"`{ast.unparse(node)}` is no argument that a rank program has")
+
+
+def _attribute(node: ast.Attribute) -> Any:
+    match node:
+        case ast.Attribute(value=ast.Name(id="dtypes"), attr=name):
+            return DType(name)
+        case ast.Attribute(value=ast.Name(id="self"), attr="device"):
+            return Mark.DEVICE
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return Variable(name, stored=True)
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr=axis), attr="index"):
+            return index(axis)
+    raise Unreadable(node, f"`{ast.unparse(node)}` is no argument that a rank program has")
+
+
+def _call(node: ast.Call) -> Any:
+    given = [read_value(a) for a in node.args]
+    named = {k.arg: read_value(k.value) for k in node.keywords if k.arg}
+    match node.func:
+        case ast.Name(id=name) if name in _STATES:
+            try:
+                return _STATES[name](*given, **named)
+            except TypeError as error:
+                raise Unreadable(node, f"`{ast.unparse(node)}`: {error}") from error
+        case ast.Name(id="float") if len(given) == 1 and not named:
+            return float(given[0])
+        case ast.Name(id="complex") if not named:
+            return complex(*given)
+    raise Unreadable(node, f"`{ast.unparse(node)}` stands inside of another call")
+
+
+def _arithmetic(node: ast.expr, function: Any, left: Any, right: Any) -> Any:
+    numbers = (int, float, complex)
+    plain = isinstance(left, numbers) and isinstance(right, numbers)
+    affine = isinstance(left, int | Expression) and isinstance(right, int | Expression)
+    both = isinstance(left, Expression) and isinstance(right, Expression)
+    if plain or (affine and not (both and function is operator.mul)):
+        return function(left, right)
+    raise Unreadable(node, f"`{ast.unparse(node)}` is arithmetic that a rank program does not have")
