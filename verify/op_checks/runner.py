@@ -16,7 +16,7 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.ir.layout import explain_illegal
-from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.placement import Choice, Split
 from nnscaler.transform.rules import explain_illegal_choice
 from nnscaler.transform.signature import Signature
 from verify.op_checks.cases import Case, Inputs, uneven_bounds
@@ -334,8 +334,3 @@ def _said(case: Case) -> str:
 def run_case(spec: OperatorSpec, case: Case, options: OpOptions | None = None) -> CaseResult:
     """Replays exactly one case. Raises WholeRaised and AnnotationError."""
     return Runner(spec, options or OpOptions()).run(case)
-
-
-def linear_choice(slots: frozenset[int]) -> Choice:
-    """Partial sums in all tensors of the set."""
-    return RunPartial(slots)

@@ -30,7 +30,7 @@ def test_every_mutant_of_the_text_is_refuted(name: str, plan: str, compile_examp
             proved = check_program({**program.sources, file: mutant.text}, program.graph).proved
             assert not proved or equivalent(mutant), (file, mutant.line, mutant.kind, mutant.after)
             count += 1
-    assert count > 100
+    assert count > 60
 
 
 CASES = [
