@@ -14,12 +14,19 @@ from op_registry.registry import default_registry
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.codegen.origins import operator_origins
 from nnscaler.codegen.program import Program
+from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
+from nnscaler.communication.profile import communication_profile
+from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.policies import choose_sizes, make_plan, parse_spec
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import get_schedule
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.timeline import simulate
+from nnscaler.scheduling.timeline_rows import timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
@@ -106,7 +113,27 @@ def compile_traced(
     sources = generate(communicated, order, chosen, model.get("name", traced.graph.name), origins)
     described = manifest(communicated, order, chosen, sources, planned.signatures, model, origins)
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
+    start = time.perf_counter()
+    described.update(profiles(communicated, order, planned.signatures))
+    classes = len(described["communication_profile"]["classes"])
+    report("profile", time.perf_counter() - start, f"{classes} classes of communication")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)
+
+
+def profiles(communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature]) -> dict[str, Any]:
+    """What a step communicates, holds in memory, and when its passes run: entries of the manifest."""
+    work = stage_work(communicated, signatures)
+    timeline = simulate(order, communicated.edges, [w.forward for w in work], [w.backward for w in work])
+    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
+    unit = max(w.forward for w in work)
+    rows = timeline_rows(
+        timeline, [ranks[d] for d in range(len(order.orders))], unit, "forward passes of the slowest stage"
+    )
+    return {
+        "communication_profile": communication_profile(communicated, order).as_dict(),
+        "timeline": rows.as_dict(),
+        "memory": [m.as_dict() for m in stage_memory(communicated, order)],
+    }
 
 
 def make(

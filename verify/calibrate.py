@@ -21,7 +21,8 @@ def measure_tolerance(
     """The tolerance for a run in `dtype`: fixed for float64, else measured by a run of the eager model in it."""
     if dtype == torch.float64:
         return exact_tolerance()
-    low = run_reference(model, sample, steps=steps, dtype=dtype, learning_rate=reference.learning_rate)
+    rate, settings = reference.learning_rate, reference.settings
+    low = run_reference(model, sample, steps=steps, dtype=dtype, learning_rate=rate, settings=settings)
     return calibrated_tolerance(noise_between(low, reference), torch.finfo(dtype).eps)
 
 
@@ -38,7 +39,8 @@ def measure_condition(
             if parameter.is_floating_point():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
-    run = run_reference(moved, sample, steps=steps, learning_rate=reference.learning_rate)
+    rate, settings = reference.learning_rate, reference.settings
+    run = run_reference(moved, sample, steps=steps, learning_rate=rate, settings=settings)
     return exact_tolerance(noise_between(run, reference))
 
 
@@ -51,6 +53,8 @@ def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
     for step, (found, right) in enumerate(zip(one.gradients, exact.gradients, strict=True)):
         _family(noise, "gradient", step, found, right)
     last = len(exact.losses) - 1
+    if one.norm is not None and exact.norm is not None:
+        noise["norm", last, ""] = difference(one.norm, exact.norm).relative
     _family(noise, "parameter", last, one.parameters, exact.parameters)
     floating = {n: b for n, b in exact.buffers.items() if b.is_floating_point()}
     _family(noise, "buffer", last, one.buffers, floating)

@@ -1,12 +1,25 @@
-"""Every finding code with the sentence that explains it. A finding with another code is a bug of ours (tested)."""
+"""Every finding code with the sentence that explains it. A finding with another code is a bug of ours (tested).
+
+Each has a page too, `verify/explanations/<code>.md`: `# <code>`, the sentence, what it means, an example, what to do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
+
+PAGES = Path(__file__).parent / "explanations"
 
 CODES: Mapping[str, str] = MappingProxyType(
     {
+        # verify-plan: the text of the program
+        "layouts_disagree": "An operation or a message of the program is given a layout that it does not take.",
+        "operation_differs": "A line of the program computes something else than the model's line.",
+        "gradient_reduced_wrongly": "A gradient is not summed exactly once over exactly the copies of its parameter.",
+        "not_covered": "Part of a tensor is held or computed by no rank, or by more ranks than it should be.",
+        "random_numbers_differ": "Ranks that must draw the same random numbers do not, or ranks that must not do.",
+        "program_unreadable": "The program has a line that a rank program never has, so nothing can be proved of it.",
         # verify-plan: values
         "loss_differs": "The program's loss is not the model's.",
         "gradient_differs": "The gradient of a parameter, put together from its shards, is not the model's.",
@@ -19,6 +32,10 @@ CODES: Mapping[str, str] = MappingProxyType(
         "parameter_unknown": "The program holds a parameter that the model does not have.",
         "not_finite": "The program computes NaN or infinity where the model does not.",
         "loss_missing": "No rank of the program returns a loss.",
+        "gradient_norm_differs": "The norm of all gradients, to which they are clipped, is not the model's.",
+        "loss_scale_matters": "A gradient is not the same once the scale of the loss is divided out.",
+        "evaluation_differs": "In evaluation mode the program's loss is not the model's.",
+        "checkpoint_differs": "A checkpoint lacks a tensor, or training that goes on from it computes something else.",
         "tensor_differs": "The first tensor of the program that differs from the model's while its inputs agree.",
         "tensor_gradient_differs": "The last tensor of the program whose gradient differs while later gradients agree.",
         # verify-plan: behaviour
@@ -29,6 +46,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "timed_out": "Ranks were still computing when the time was up.",
         "reference_not_finite": "The model itself computes NaN or infinity on the sample: nothing can be compared.",
         "near_threshold": "The difference is neither clearly rounding nor clearly an error.",
+        "random_numbers_unmatched": "The model's random draws are not those of its graph, one to one.",
         "nothing_checked": "There was nothing to compare.",
         # verify-op
         "annotation_wrong": "Shards computed as the annotation says do not make up what the whole operator computes.",
@@ -53,3 +71,17 @@ CODES: Mapping[str, str] = MappingProxyType(
 def explain(code: str) -> str:
     """The sentence for `code`. Raises KeyError on a code that is not listed."""
     return CODES[code]
+
+
+def page(code: str) -> str:
+    """The page for `code`, in Markdown. Raises KeyError on a code that is not listed."""
+    assert (PAGES / f"{code}.md").is_file() or code not in CODES, f"{code} has no page"
+    if code not in CODES:
+        raise KeyError(code)
+    return (PAGES / f"{code}.md").read_text(encoding="utf-8")
+
+
+def section(code: str, title: str) -> str:
+    """What stands on the page for `code` under `## <title>`; empty where it has no such heading."""
+    _, found, rest = page(code).partition(f"\n## {title}\n")
+    return rest.partition("\n## ")[0].strip() if found else ""

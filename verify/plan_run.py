@@ -1,196 +1,110 @@
-"""The phases of verifying a plan: build, trace and compile, reference, run, compare, localise."""
+"""The phases of verifying a plan: prepare, reference, run, compare, localise, report.
+
+prepare     plan_prepare   the model with random parameters, its trace, the program, matched random draws
+prove       plan_proof     the text of the program, read and not run, and the lemmas that its proof relies on
+reference   reference      the eager model's trajectory
+plan        trials, evaluation   what is run beside the trajectory, each with a reference of its own
+run         backends       one run of all ranks, which does all of it
+compare     plan_checks    the trajectory first; what comes beside it repeats its findings and only adds others
+report      plan_report
+"""
 
 from __future__ import annotations
 
-import copy
-import json
-import shutil
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from op_registry.spec import SourceLocation
-
-import nnscaler
-from nnscaler.compile import PlanSource, Progress, parallelize
-from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
+from nnscaler.runtime.checkpoint import load_checkpoint
 from nnscaler.runtime.loader import load_role
-from nnscaler.tracing import trace
-from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
+from nnscaler.tracing.program_draws import UnmatchedDraws
 from verify.backends import run_program
 from verify.calibrate import measure_condition, measure_tolerance
 from verify.compare import is_finite
-from verify.environment import environment
+from verify.evaluation import Evaluation, plan_evaluation
 from verify.failure import Failure, finding_of
 from verify.finding import Finding
 from verify.localise import localise
+from verify.other_plan import check_other_plan
 from verify.places import Places
-from verify.plan_checks import run_checks
+from verify.plan_checks import evaluation as evaluation_check
+from verify.plan_checks import resume, run_checks, timed
+from verify.plan_checks import trials as trial_check
 from verify.plan_checks.context import Comparison, Outcome
 from verify.plan_checks.logical import holdings_of
-from verify.program_directory import ProgramDirectory, open_program
-from verify.randomise import logical_state, randomise_parameters
+from verify.plan_prepare import Prepared, prepare
+from verify.plan_proof import Proof, combine, prove_program
+from verify.plan_report import keep_program, make_report
+from verify.plan_request import BACKENDS, DTYPES, PlanRequest, check_request
+from verify.randomise import logical_state
 from verify.rank_program import RankResult, Task
-from verify.reference import Trajectory, names_of, run_reference
+from verify.reference import Settings, Trajectory, names_of, run_reference
 from verify.report import Check, Report
+from verify.trials import Trial, plan_trials
 from verify.verdict import Verdict
 
-if TYPE_CHECKING:
-    from nnscaler.runtime.launcher import ForkServer
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-BACKENDS = ("simulator", "gloo", "nccl")
+__all__ = ["BACKENDS", "DTYPES", "Beside", "PlanRequest", "Prepared", "run_and_compare", "verify_request"]
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """What is to be verified. `program`: an already generated program, instead of generating one."""
+class Beside:
+    """What is run beside the trajectory; `notes` on what could not be."""
 
-    module_or_factory: nn.Module | Callable[[], nn.Module]
-    sample_inputs: Mapping[str, Any] | Sequence[Any]
-    ranks: int
-    plan: PlanSource = None
-    schedule: str | None = None
-    micro_batches: int | None = 1
-    replicate: Sequence[str] = ()
-    specialise: bool = False
-    backend: str = "simulator"
-    steps: int = 2
-    seed: int = 0
-    dtype: torch.dtype = torch.float64
-    timeout: float = 120.0
-    program: Path | None = None
-    model: Mapping[str, str] = field(default_factory=dict)
-    reproduce: str | None = None
-    server: ForkServer | None = None
-    progress: Progress = lambda phase, seconds, text: None
-    detail: Callable[[str], None] = lambda text: None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The model with its random parameters, and the program."""
-
-    model: nn.Module
-    sample: SampleInputs
-    program: ProgramDirectory
-    graph: Graph
-    notes: tuple[str, ...]
+    trials: tuple[Trial, ...] = ()
+    evaluation: Evaluation | None = None
+    checkpoint: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def verify_request(request: PlanRequest) -> Report:
     """Runs all phases. Raises NnscalerError for what could not be run at all."""
     started = time.perf_counter()
-    _check_request(request)
+    check_request(request)
     with tempfile.TemporaryDirectory(prefix="nnscaler-verify-") as folder:
         work = Path(folder)
-        prepared = _prepare(request, work / "program")
-        reference = _reference(request, prepared)
-        broken = _not_finite(reference)
-        if broken is not None:
-            outcomes = [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (broken,))]
-        else:
-            outcomes = run_and_compare(request, prepared, reference, work)
-        report = _report(request, prepared, reference, outcomes, time.perf_counter() - started)
-        return report if report.verdict.passes else _keep_program(report, prepared.program.path, request)
+        prepared = prepare(request, work / "program")
+        proof = None if request.level == "run" else _prove(request, prepared)
+        reference: Trajectory | None = None
+        outcomes: Sequence[Outcome] = ()
+        if prepared.runs and request.level != "static":
+            prepared, reference, outcomes = _run(request, prepared, work)
+        outcomes = outcomes if proof is None else combine(proof, outcomes)
+        report = make_report(request, prepared, reference, outcomes, proof, time.perf_counter() - started)
+        return report if report.verdict.passes else keep_program(report, prepared.program.path, request)
 
 
-def _check_request(request: PlanRequest) -> None:
-    if request.backend not in BACKENDS:
-        raise NnscalerError("usage", f"backend {request.backend!r} is none of {', '.join(BACKENDS)}")
-    if request.backend == "nccl" and (gpus := torch.cuda.device_count()) < request.ranks:
-        message = f"backend nccl needs a GPU for each rank: there are {gpus}, and {request.ranks} ranks"
-        raise NnscalerError("usage", message, help="--backend gloo runs the ranks on what there is")
-    if request.dtype not in DTYPES.values():
-        raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(DTYPES)}")
-    if request.steps < 1:
-        raise NnscalerError("usage", "at least one step is needed")
+def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
+    folder = prepared.program.path
+    sources = {file: (folder / file).read_text(encoding="utf-8") for file in prepared.program.role_files}
+    return prove_program(sources, prepared.graph, folder=str(folder), seed=request.seed, progress=request.progress)
 
 
-def _prepare(request: PlanRequest, folder: Path) -> Prepared:
-    given = request.module_or_factory
-    model = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
-    if not isinstance(model, nn.Module):
-        raise NnscalerError("not_a_module", f"the factory returned {type(model).__name__}, not an nn.Module")
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise NnscalerError("meta_model", "the model has parameters without data, so it cannot be run and compared")
-    sample = flatten_inputs(model, request.sample_inputs)
-    randomise_parameters(model, request.seed)
-    if request.dtype != torch.float64:
-        _round_parameters(model, request.dtype)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        graph, program = _compile(request, model, folder)
-    notes = tuple(dict.fromkeys(str(w.message) for w in caught if _is_note(w)))
-    _check_inputs(program, sample)
-    for line in program.details:
-        request.detail(line)
-    return Prepared(model, sample, program, graph, notes)
+def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory, Sequence[Outcome]]:
+    """The reference, the program on every rank, and what comes out of both."""
+    prepared, reference = _reference(request, prepared)
+    broken = _not_finite(reference)
+    if broken is not None:
+        return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (broken,))]
+    beside = _beside(request, prepared, reference, work)
+    prepared = replace(prepared, notes=(*prepared.notes, *beside.notes))
+    return prepared, reference, run_and_compare(request, prepared, reference, work, beside)
 
 
-def _is_note(warning: warnings.WarningMessage) -> bool:
-    """Whether it is the compiler that says something, and not torch or the interpreter."""
-    ours = str(Path(nnscaler.__file__).parent)
-    return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
-
-
-def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Graph, ProgramDirectory]:
-    if request.program is not None:
-        started = time.perf_counter()
-        opened = open_program(request.program)
-        if opened.ranks != request.ranks:
-            message = f"{request.program} is a program for {opened.ranks} ranks, not {request.ranks}"
-            raise NnscalerError("plan_illegal", message, help=f"use --ranks {opened.ranks}")
-        graph = trace(model, request.sample_inputs, specialise=request.specialise).graph
-        request.progress("trace", time.perf_counter() - started, f"{len(graph.operations)} operations")
-        return graph, opened
-    compiled = parallelize(
-        model,
-        request.sample_inputs,
-        ranks=request.ranks,
-        plan=request.plan,
-        schedule=request.schedule,
-        micro_batches=request.micro_batches,
-        replicate=request.replicate,
-        specialise=request.specialise,
-        model=request.model or None,
-        progress=request.progress,
-    )
-    return compiled.graph, open_program(compiled.save(folder))
-
-
-def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Both sides start from the same values, so they must be values of the dtype."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.copy_(parameter.to(dtype))
-
-
-def _check_inputs(program: ProgramDirectory, sample: SampleInputs) -> None:
-    for name, shape in program.inputs.items():
-        given = sample.tensors.get(name)
-        if given is None or tuple(given.shape) != shape:
-            found = "missing" if given is None else f"of shape {tuple(given.shape)}"
-            raise NnscalerError(
-                "inputs_differ",
-                f"the program was compiled for an input `{name}` of shape {shape}, which is {found} in the sample",
-                help="compile the model again",
-            )
-
-
-def _reference(request: PlanRequest, prepared: Prepared) -> Trajectory:
-    reference = run_reference(prepared.model, prepared.sample, steps=request.steps)
+def _reference(request: PlanRequest, prepared: Prepared) -> tuple[Prepared, Trajectory]:
+    settings = Settings(clip=True, draws=prepared.draws, seed=request.seed)
+    try:
+        reference = run_reference(prepared.model, prepared.sample, steps=request.steps, settings=settings)
+    except UnmatchedDraws as error:
+        prepared = replace(prepared, draws=None, unmatched=str(error))
+        settings = replace(settings, draws=None)
+        reference = run_reference(prepared.model, prepared.sample, steps=request.steps, settings=settings)
     request.progress("reference", reference.seconds, f"eager model, float64, {request.steps} steps of SGD")
-    return reference
+    return prepared, reference
 
 
 def _not_finite(reference: Trajectory) -> Finding | None:
@@ -205,58 +119,68 @@ def _not_finite(reference: Trajectory) -> Finding | None:
     return Finding("reference_not_finite", message, help="its parameters were disturbed at random: try another --seed")
 
 
-def run_and_compare(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> list[Outcome]:
-    task = _task(request, prepared, reference, work)
+def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> Beside:
+    trials, notes = plan_trials(request, prepared, reference)
+    evaluation, note = plan_evaluation(request, prepared, work / "evaluation")
+    more = () if note is None else (note,)
+    return Beside(trials, evaluation, request.depth != "quick" and request.exact, (*notes, *more))
+
+
+def run_and_compare(
+    request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
+) -> list[Outcome]:
+    """Runs the program on all ranks and compares everything that comes out."""
+    extra = beside or Beside()
+    task = make_task(request, prepared, reference, work, extra)
     started = time.perf_counter()
     outcome = run_program(task, request.ranks, request.backend, request.timeout, request.server)
     seconds = time.perf_counter() - started
     if isinstance(outcome, Failure):
         request.progress("run", seconds, "did not end")
-        return [_failed(outcome, prepared, seconds)]
+        return [*_random_numbers(prepared), _failed(outcome, prepared, seconds)]
     request.progress("run", seconds, f"{request.ranks} ranks on {request.backend}, {request.steps} steps")
-    comparison = _comparison(request, prepared, reference, outcome)
+    comparison = make_comparison(request, prepared, reference, outcome)
     ran = Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, request.ranks, 0, seconds))
-    outcomes = [ran, *_compare(request, prepared, comparison)]
+    comparison, compared = _compare(request, prepared, comparison)
+    others = _compare_beside(comparison, task, extra)
+    if request.depth == "deep" and task.checkpoint is not None:
+        others += [check_other_plan(request, prepared, comparison, task, work / "other")]
+    if any(o.check.verdict is Verdict.REFUTED for o in compared):
+        others = [replace(o, findings=()) for o in others]  # they say the same again
+    outcomes = [*_random_numbers(prepared), ran, *compared, *others]
     if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
-        started = time.perf_counter()
-        found = localise(task, prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
-        request.progress(
-            "localise", time.perf_counter() - started, "first tensor that differs" if found else "nothing more"
-        )
-        if found is not None:
-            outcomes.insert(0, Outcome(Check("", Verdict.REFUTED, 0), (found,)))
+        outcomes[:0] = _localised(request, prepared, task)
     return outcomes
 
 
-def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> list[Outcome]:
-    reference = comparison.reference
-    buffers = {name: tensor for name, tensor in logical_state(prepared.model).items() if name in reference.buffers}
-    outcomes = run_checks(comparison, buffers)
-    if all(o.check.verdict.passes for o in outcomes):
-        return outcomes
-    # is the model so ill-conditioned that rounding explains it? asked only now, for it costs another reference run
-    condition = measure_condition(prepared.model, prepared.sample, reference, comparison.tolerance, request.steps)
-    return run_checks(replace(comparison, tolerance=condition), buffers)
-
-
-def _task(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> Task:
+def make_task(
+    request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
+) -> Task:
+    """What the ranks run; its files are written to `work`."""
+    extra = beside or Beside()
     state = {**prepared.program.state(), **logical_state(prepared.model)}
     torch.save(state, work / "state.pt")
     torch.save(dict(prepared.sample.tensors), work / "batch.pt")
-    name = next(n for n, dtype in DTYPES.items() if dtype == request.dtype)
     return Task(
         str(prepared.program.path),
         str(work / "state.pt"),
         str(work / "batch.pt"),
         request.steps,
         reference.learning_rate,
-        name,
+        next(n for n, dtype in DTYPES.items() if dtype == request.dtype),
+        draws=reference.settings.draws is not None,
+        seed=reference.settings.seed,
+        max_norm=reference.settings.max_norm,
+        trials=tuple(trial.task(work) for trial in extra.trials),
+        evaluation=None if extra.evaluation is None else str(extra.evaluation.program),
+        checkpoint=str(work / "checkpoint") if extra.checkpoint else None,
     )
 
 
-def _comparison(
+def make_comparison(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, results: tuple[RankResult, ...]
 ) -> Comparison:
+    """What the checks are given."""
     modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
     parameters, buffers = holdings_of(modules)
     tolerance = measure_tolerance(prepared.model, prepared.sample, reference, request.dtype, request.steps)
@@ -268,80 +192,49 @@ def _comparison(
     )
 
 
+def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> tuple[Comparison, list[Outcome]]:
+    """The checks of the trajectory, and the comparison with the tolerance that they were made with in the end."""
+    reference = comparison.reference
+    buffers = {name: tensor for name, tensor in logical_state(prepared.model).items() if name in reference.buffers}
+    outcomes = run_checks(comparison, buffers)
+    if all(o.check.verdict.passes for o in outcomes):
+        return comparison, outcomes
+    # is the model so ill-conditioned that rounding explains it? asked only now, for it costs another reference run
+    condition = measure_condition(prepared.model, prepared.sample, reference, comparison.tolerance, request.steps)
+    comparison = replace(comparison, tolerance=condition)
+    return comparison, run_checks(comparison, buffers)
+
+
+def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[Outcome]:
+    checks: list[Callable[[], Outcome]] = [partial(trial_check.check, comparison, trial) for trial in beside.trials]
+    evaluation = beside.evaluation
+    if evaluation is not None:
+        checks.append(lambda: evaluation_check.check(comparison, evaluation.loss, own=evaluation.own))
+    if task.checkpoint is not None:
+        folder = task.checkpoint
+        checks.append(lambda: resume.check(comparison, load_checkpoint(folder).state))
+    return timed(checks)
+
+
+def _random_numbers(prepared: Prepared) -> Sequence[Outcome]:
+    """That the random numbers of model and program could not be matched leaves something open."""
+    if prepared.unmatched is None:
+        return ()
+    message = f"random numbers were switched off on both sides, and are not compared: {prepared.unmatched}"
+    return (Outcome(Check("random numbers", Verdict.INCONCLUSIVE, 0), (Finding("random_numbers_unmatched", message),)),)
+
+
+def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Outcome]:
+    """The first tensor that differs, in a run where nothing is dropped."""
+    started = time.perf_counter()
+    found = localise(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
+    request.progress(
+        "localise", time.perf_counter() - started, "first tensor that differs" if found else "nothing more"
+    )
+    return [] if found is None else [Outcome(Check("", Verdict.REFUTED, 0), (found,))]
+
+
 def _failed(failure: Failure, prepared: Prepared, seconds: float) -> Outcome:
     refuted = int(failure.verdict is Verdict.REFUTED)
     check = Check("program ran on every rank", failure.verdict, refuted, refuted, seconds)
     return Outcome(check, (finding_of(failure, prepared.program.path, Places(prepared.graph)),))
-
-
-def _report(
-    request: PlanRequest, prepared: Prepared, reference: Trajectory, outcomes: Sequence[Outcome], seconds: float
-) -> Report:
-    program = prepared.program
-    notes = [*prepared.notes, *program.changes]
-    if _has_dropout(prepared.graph):
-        notes.append("dropout was switched off on both sides: a program draws its own random numbers")
-    if any(op.operator.startswith("nnscaler.random_") for op in prepared.graph.operations):
-        notes.append("other random numbers were the same on both sides: a function of their place in the tensor")
-    if program.unannotated:
-        names = ", ".join(program.unannotated)
-        notes.append(f"without annotation, so run whole on every rank: {names} (register_op gives one)")
-    if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
-        outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (_nothing(),))]
-    findings = sorted((f for outcome in outcomes for f in outcome.findings), key=_urgency)
-    checks = tuple(outcome.check for outcome in outcomes if outcome.check.name)
-    name = request.model.get("name") or type(prepared.model).__name__
-    return Report(
-        "verify-plan",
-        name,
-        f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({program.summary})" if program.summary else ""),
-        request.seed,
-        checks,
-        tuple(f.with_reproduce(request.reproduce) for f in findings),
-        tuple(dict.fromkeys(notes)),
-        {
-            **environment(),
-            "backend": request.backend,
-            "dtype": str(request.dtype).removeprefix("torch."),
-            "steps": str(request.steps),
-            "learning_rate": f"{reference.learning_rate:g}",
-            "plan": json.dumps(program.axes),
-        },
-        seconds,
-    )
-
-
-def _nothing() -> Finding:
-    return Finding("nothing_checked", "there was nothing to compare")
-
-
-def _urgency(finding: Finding) -> tuple[bool, int]:
-    """Where it goes wrong first, then what differs at the first step: the rest follows from it."""
-    return not finding.code.startswith("tensor_"), int(finding.counter_example.get("step", "0"))
-
-
-def _has_dropout(graph: Graph) -> bool:
-    attention = "aten.scaled_dot_product_attention.default"
-    return any(
-        "dropout" in op.operator or (op.operator == attention and len(op.args) > 4 and bool(op.args[4]))
-        for op in graph.operations
-    )
-
-
-def _keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
-    """Moves the program out of the temporary folder, for findings name its lines."""
-    if request.program is not None or not report.findings:
-        return report
-    kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-"))
-    shutil.copytree(program, kept, dirs_exist_ok=True)
-
-    def moved(finding: Finding) -> Finding:
-        related = tuple((what, _moved(place, program, kept)) for what, place in finding.related)
-        return replace(finding, related=related)
-
-    findings = tuple(moved(f) for f in report.findings)
-    return replace(report, findings=findings, notes=(*report.notes, f"the program is kept in {kept}"))
-
-
-def _moved(place: SourceLocation, old: Path, new: Path) -> SourceLocation:
-    return replace(place, file=place.file.replace(str(old), str(new)))

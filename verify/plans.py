@@ -1,7 +1,7 @@
 """`verify_plan`: does the compiled program equal the model?
 
 The program for every rank is generated, run for a few steps of SGD on the sample batch, and everything that comes out
-is compared with the eager model: losses, every logical gradient, parameters and buffers, and copies bitwise.
+is compared with the eager model: losses, all logical gradients and their norm, parameters, buffers, and copies bitwise.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verify.plan_request import Depth, Level
 from verify.plan_run import PlanRequest, verify_request
 from verify.report import Report
 
@@ -30,13 +31,17 @@ def verify_plan(
     steps: int = 2,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    depth: Depth = "default",
+    level: Level = "all",
 ) -> Report:
     """Compiles a model for `ranks` ranks and compares the program with the model.
 
     `module_or_factory`: a module whose forward returns a scalar loss, or a function without arguments that makes one;
     it is not changed. `sample_inputs`: one global batch, a dict of keyword arguments or a tuple. `plan`: as for
     `nnscaler.parallelize`. `backend`: "simulator" (threads), "gloo" or "nccl" (processes). `dtype` float64 compares
-    up to float64 rounding; float32 and bfloat16 compare up to the model's own rounding noise.
+    up to float64 rounding; float32 and bfloat16 compare up to the model's own rounding noise. `depth`: "quick" trains
+    only; "default" also runs other loss scales, unequal labels, evaluation and a checkpoint; "deep" does more of these.
+    `level`: "static" proves the program's text and runs nothing, "run" only runs it.
     Raises NnscalerError for what could not be run: a model that does not trace, an illegal plan.
     """
     request = PlanRequest(
@@ -50,5 +55,7 @@ def verify_plan(
         steps=steps,
         seed=seed,
         dtype=dtype,
+        depth=depth,
+        level=level,
     )
     return verify_request(request)

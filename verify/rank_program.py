@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.communicator import Communicator
 from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.loader import load_role
@@ -26,8 +27,23 @@ Entry = tuple[int, str, str, Tensor | None]  # (stage, attribute, name in the mo
 
 
 @dataclass(frozen=True)
+class TrialTask:
+    """One more step from the initial state. `batch`: a file."""
+
+    name: str
+    batch: str
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Task:
-    """`program`: its directory. `state` and `batch`: files with the logical tensors. `precision`: a dtype's name."""
+    """`program`: its directory. `state` and `batch`: files with the logical tensors. `precision`: a dtype's name.
+
+    `draws`: whether random numbers are drawn by (seed, operation, step); without, nothing is dropped. `max_norm`: to
+    which the gradients of the last step are clipped. `trials` come after the steps. `evaluation`: the directory of a
+    program whose loss is computed forward only. `checkpoint`: a folder to which the state before the last step is
+    written, from which a new executor then makes the last step. `first_step`: number of the first step, for draws.
+    """
 
     program: str
     state: str
@@ -35,17 +51,40 @@ class Task:
     steps: int
     learning_rate: float
     precision: str
+    draws: bool = False
+    seed: int = 0
+    max_norm: float | None = None
+    trials: tuple[TrialTask, ...] = ()
+    evaluation: str | None = None
+    checkpoint: str | None = None
+    first_step: int = 0
+
+    def plain(self) -> Task:
+        """The steps alone: nothing dropped, nothing clipped, nothing afterwards."""
+        return replace(self, draws=False, max_norm=None, trials=(), evaluation=None, checkpoint=None)
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    loss: Tensor | None
+    gradients: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """`losses`: None where the rank does not know the loss. Shards are on the CPU."""
+    """`losses`: None where the rank does not know the loss. Shards are on the CPU. `norm`: of the gradients of the last
+    step, where they were clipped. `evaluated`: the loss without training, None where the rank does not know it.
+    `resumed`: parameters and buffers after the last step, made from the checkpoint."""
 
     rank: int
     losses: tuple[Tensor | None, ...]
     gradients: tuple[tuple[Entry, ...], ...]
     parameters: tuple[Entry, ...]
     buffers: tuple[Entry, ...]
+    norm: Tensor | None = None
+    trials: Mapping[str, TrialResult] = field(default_factory=dict)
+    evaluated: Tensor | None = None
+    resumed: tuple[Entry, ...] = ()
 
 
 def role_file(program: str | Path, rank: int) -> Path:
@@ -58,37 +97,99 @@ def role_file(program: str | Path, rank: int) -> Path:
 
 
 def run_rank(communicator: Communicator, task: Task, observe: Callable[..., None] | None = None) -> RankResult:
-    """Trains this rank's part for `task.steps` steps of SGD."""
-    module = load_role(role_file(task.program, communicator.rank))
+    """Trains this rank's part for `task.steps` steps of SGD, and does what else the task asks for."""
     state = torch.load(task.state, mmap=True, weights_only=True)
     batch = torch.load(task.batch, mmap=True, weights_only=True)
+    executor = _executor(communicator, task, state, first_step=task.first_step, observe=observe)
+    losses: list[Tensor | None] = []
+    gradients: list[tuple[Entry, ...]] = []
+    norm = None
+    for step in range(task.steps):
+        last = step == task.steps - 1
+        if last and task.checkpoint is not None:
+            save_checkpoint(executor, task.checkpoint)
+        loss, found, norm = _step(executor, batch, task, clip=last)
+        losses.append(loss)
+        gradients.append(found)
+    parameters, buffers = _entries(executor, "parameter"), _entries(executor, "buffer")
+    trials = {trial.name: _trial(communicator, task, state, trial) for trial in task.trials}
+    evaluated = None if task.evaluation is None else _evaluate(communicator, task, state, batch)
+    resumed = () if task.checkpoint is None else _resume(communicator, task, state, batch)
+    return RankResult(
+        communicator.rank, tuple(losses), tuple(gradients), parameters, buffers, norm, trials, evaluated, resumed
+    )
+
+
+def _executor(
+    communicator: Communicator,
+    task: Task,
+    state: Mapping[str, Tensor],
+    *,
+    loss_scale: float = 1.0,
+    first_step: int = 0,
+    program: str | None = None,
+    observe: Callable[..., None] | None = None,
+) -> RankExecutor:
+    module = load_role(role_file(program or task.program, communicator.rank))
     with _BUILDING:
-        executor = RankExecutor(
+        return RankExecutor(
             module,
             communicator.rank,
             communicator,
             state,
             precision=task.precision,
             device=getattr(communicator, "device", "cpu"),
-            dropout=False,
+            dropout=task.draws,
+            seed=task.seed,
+            first_step=first_step,
+            loss_scale=loss_scale,
             observe=observe,
         )
-    parameters = list({id(p): p for p in executor.parameters.values()}.values())  # a tied one may be there twice
-    losses: list[Tensor | None] = []
-    gradients: list[tuple[Entry, ...]] = []
-    for _ in range(task.steps):
-        executor.zero_grad()
-        loss = executor.step(batch)
-        losses.append(None if loss is None else loss.detach().cpu().clone())
-        gradients.append(_entries(executor, "gradient"))
-        _descend(parameters, task.learning_rate)
-    return RankResult(
-        communicator.rank,
-        tuple(losses),
-        tuple(gradients),
-        _entries(executor, "parameter"),
-        _entries(executor, "buffer"),
-    )
+
+
+def _step(
+    executor: RankExecutor, batch: Mapping[str, Tensor], task: Task, *, clip: bool
+) -> tuple[Tensor | None, tuple[Entry, ...], Tensor | None]:
+    """One step of SGD: the loss, the gradients before clipping, and their norm where they are clipped."""
+    executor.zero_grad()
+    loss = _kept(executor.step(batch))
+    gradients = _entries(executor, "gradient")
+    norm = executor.clip_grad_norm(task.max_norm).cpu() if clip and task.max_norm is not None else None
+    parameters = {id(p): p for p in executor.parameters.values()}  # a tied one may be there twice
+    _descend(list(parameters.values()), task.learning_rate)
+    return loss, gradients, norm
+
+
+def _trial(communicator: Communicator, task: Task, state: Mapping[str, Tensor], trial: TrialTask) -> TrialResult:
+    executor = _executor(communicator, task, state, loss_scale=trial.loss_scale)
+    loss = _kept(executor.step(torch.load(trial.batch, mmap=True, weights_only=True)))
+    return TrialResult(loss, _entries(executor, "gradient"))
+
+
+def _evaluate(
+    communicator: Communicator, task: Task, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> Tensor | None:
+    program = str(task.evaluation)
+    # constants of the two programs may have the same names
+    own = {name: value for name, value in _stored(program).items() if name.startswith("_constants.")}
+    executor = _executor(communicator, replace(task, draws=False), {**state, **own}, program=program)
+    return _kept(executor.evaluate(batch))
+
+
+def _resume(
+    communicator: Communicator, task: Task, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+) -> tuple[Entry, ...]:
+    """Parameters and buffers after the last step, which starts from the checkpoint."""
+    communicator.barrier(range(communicator.world_size))
+    checkpoint = load_checkpoint(str(task.checkpoint))
+    executor = _executor(communicator, task, {**state, **checkpoint.state}, first_step=checkpoint.step)
+    _step(executor, batch, task, clip=True)
+    return (*_entries(executor, "parameter"), *_entries(executor, "buffer"))
+
+
+def _stored(program: str) -> dict[str, Tensor]:
+    file = Path(program) / "state.pt"
+    return torch.load(file, mmap=True, weights_only=True) if file.is_file() else {}
 
 
 def _descend(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> None:
@@ -100,7 +201,8 @@ def _descend(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> 
 
 
 def _entries(executor: RankExecutor, kind: str) -> tuple[Entry, ...]:
-    return tuple(
-        (stage, attribute, name, None if tensor is None else tensor.detach().cpu().clone())
-        for stage, attribute, name, tensor in executor.local_tensors(kind)
-    )
+    return tuple((stage, attribute, name, _kept(t)) for stage, attribute, name, t in executor.local_tensors(kind))
+
+
+def _kept(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu().clone()

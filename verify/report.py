@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,10 @@ class Report:
     setting      how: "on 8 ranks (dp=2 tp=2 pp=2, 1F1B, 4 micro-batches)"; may be empty
     notes        what the reader must know: dropout was off, an operator was replicated
     environment  versions, backend, dtype, tolerance
+    attachments  what else was measured, as JSON values, by name; any of them may be absent:
+                 "tensors"                rows of kind, step, name, error, allowed, verdict: every tensor compared
+                 "timeline", "communication_profile", "memory"   of the program's manifest
+                 "lemmas", "certificate"  what a static proof stands on
     """
 
     tool: str
@@ -50,6 +55,7 @@ class Report:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    attachments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -89,11 +95,23 @@ class Report:
             "counts": {"checks": self.total, "refuted": self.refuted},
             "checks": [_check(check) for check in self.checks],
             "findings": [_finding(finding) for finding in self.findings],
+            "attachments": plain_json(dict(self.attachments)),
         }
 
     def to_json(self) -> str:
         """The report as a JSON text."""
         return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+
+
+def plain_json(value: Any) -> Any:
+    """The value made of what JSON has: NaN and infinity, which it lacks, are the texts "nan", "inf" and "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _check(check: Check) -> dict[str, Any]:
@@ -104,6 +122,7 @@ def _check(check: Check) -> dict[str, Any]:
         "refuted": check.refuted,
         "seconds": round(check.seconds, 3),
         "detail": check.detail,
+        "supporting": check.supporting,
     }
 
 

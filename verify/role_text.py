@@ -37,11 +37,11 @@ def assignments_of(file: str) -> tuple[Assignment, ...]:
     except (OSError, SyntaxError, UnicodeDecodeError):
         return ()
     lines = source.splitlines()
-    models = _model_lines(lines)
+    models = model_lines(lines)
     found: list[Assignment] = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            stage = _index_of(node)
+            stage = index_of_stage(node)
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name in ("prepare", "forward"):
                     found += _assignments(method, stage, file, lines, models)
@@ -83,7 +83,8 @@ def _reads(value: ast.expr) -> list[str]:
     return names
 
 
-def _index_of(node: ast.ClassDef) -> int:
+def index_of_stage(node: ast.ClassDef) -> int:
+    """The stage that a class of a role is; -1 for another class."""
     for statement in node.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
             target = statement.targets[0]
@@ -92,7 +93,7 @@ def _index_of(node: ast.ClassDef) -> int:
     return -1
 
 
-def _model_lines(lines: list[str]) -> list[ModelLine | None]:
+def model_lines(lines: list[str]) -> list[ModelLine | None]:
     """For each line of the file, the model's line in the nearest comment above it."""
     current: ModelLine | None = None
     found: list[ModelLine | None] = []

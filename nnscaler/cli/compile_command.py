@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.comm_profile import add_option, show_profile, total_lines
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_verbosity
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ EPILOG = """examples:
   nnscaler compile gpt.py --ranks 4 --plan dp=2,tp=2 --out build/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch build/ --steps 3      train it
   nnscaler verify-plan gpt.py --program build/                                  check it
+  nnscaler compile gpt.py --ranks 8 --out build/ --comm-profile json=profile.json
 """
 
 
@@ -33,7 +35,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     add_plan_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the program")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
-    add_verbosity(parser.add_argument_group("output"))
+    output = parser.add_argument_group("output")
+    add_option(output)
+    add_verbosity(output)
     parser.set_defaults(command=run)
 
 
@@ -63,13 +67,20 @@ def run(options: argparse.Namespace) -> int:
     )
     path = program.save(options.out)
     _warn(program, console)
+    if options.comm_profile is None and console.verbosity >= 1:
+        for line in total_lines(program.manifest["communication_profile"]):
+            console.result(line)
+    show_profile(program.manifest["communication_profile"], options.comm_profile, console)
     if console.verbosity >= 2:
         for line in open_program(path).details:
             console.result(line)
     roles = program.manifest["roles"]
     names = ", ".join(role["file"] for role in roles)
     console.result(f"wrote {path}: {program.manifest['plan']}, {len(roles)} role{'s' * (len(roles) != 1)} ({names})")
-    console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {path}")
+    if any(tensor.is_meta for tensor in program.state.values()):
+        console.result("the model has no data (meta device): the program has no state.pt, and cannot run without one")
+    else:
+        console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {path}")
     return 0
 
 

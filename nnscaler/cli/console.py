@@ -6,7 +6,10 @@ terminal and TERM is not `dumb`.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.markdown import Markdown
 
     from verify.report_formats.line import Line
 
@@ -61,6 +65,24 @@ class Console:
         self._out.write(text + "\n")
         self._out.flush()
 
+    def markdown(self, text: str) -> None:
+        """A page in Markdown, to stdout, at most 100 columns wide."""
+        from rich.console import Console as RichConsole
+
+        colored = wants_color(self.color, os.environ, self._out)
+        columns = min(100, shutil.get_terminal_size((100, 24)).columns)
+        rich = RichConsole(file=io.StringIO(), force_terminal=colored, no_color=not colored, width=columns)
+        rich.print(_page(text))
+        lines = rich.file.getvalue().split("\n")  # type: ignore[attr-defined]  # the StringIO above
+        self.result("\n".join(line.rstrip() for line in lines).strip("\n"))
+
+    def abandon(self) -> None:
+        """Writes no more to stdout: what its buffer still holds would fail again when the process ends."""
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._out.fileno())
+            os.close(null)
+
     def progress(self, text: str) -> None:
         """What is being done, to stderr, with the time since the start; silent under -q."""
         if self.verbosity >= 1:
@@ -95,3 +117,19 @@ def _rich(stream: TextIO) -> RichConsole:
     from rich.console import Console as RichConsole
 
     return RichConsole(file=stream, force_terminal=True, highlight=False, soft_wrap=True)
+
+
+def _page(text: str) -> Markdown:
+    """The page with its headings at the left, which rich centres."""
+    from rich import markdown
+    from rich.console import ConsoleOptions, RenderResult
+
+    class Heading(markdown.Heading):
+        def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+            self.text.justify = "left"
+            yield self.text
+
+    class Page(markdown.Markdown):
+        elements = {**markdown.Markdown.elements, "heading_open": Heading}  # noqa: RUF012 - as rich declares it
+
+    return Page(text)

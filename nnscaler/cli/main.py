@@ -27,7 +27,9 @@ EPILOG = f"""examples:
   nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
   nnscaler verify-op my_ops.py::my_op                           is the annotation true?
-  nnscaler reproduce nns1:...                                   replay a finding of verify-op
+  nnscaler gate                                                 all that pyproject.toml lists
+  nnscaler reproduce nns1:...                                   replay a finding
+  nnscaler explain gradient_differs                             what a finding's code means, and what to do
   nnscaler list plans
 
 {EXIT_CODES}"""
@@ -48,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return stop.code if isinstance(stop.code, int) else ExitCode.COULD_NOT_RUN
         from nnscaler.cli.console import Console
         from nnscaler.cli.options import verbosity
+        from nnscaler.cli.outputs import check_outputs
 
         console = Console(options.color, verbosity(options))
         options.console = console
+        check_outputs(options, os.environ)
         command: Command = options.command
         with contextlib.redirect_stdout(sys.stderr):  # the model may print; results are the console's
             return int(command(options))
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all its commands. `options.command` is the function that runs the chosen one."""
-    from nnscaler.cli import compile_command, list_things, reproduce, self_test, verify_op, verify_plan
+    from nnscaler.cli import compile_command, explain, gate, list_things, reproduce, self_test, verify_op, verify_plan
 
     parser = argparse.ArgumentParser(
         prog="nnscaler",
@@ -81,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (verify_plan, compile_command, verify_op, reproduce, self_test, list_things):
+    for command in (verify_plan, compile_command, verify_op, gate, explain, reproduce, self_test, list_things):
         command.add_parser(commands, EXIT_CODES)
     return parser
 

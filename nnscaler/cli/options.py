@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 PLAN_HELP = (
     "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
@@ -17,11 +17,11 @@ MODEL_HELP = (
 
 
 TEXT_FORMATS = ("full", "concise")
-MACHINE_FORMATS = ("json", "jsonl", "junit", "sarif", "github")
+MACHINE_FORMATS = ("json", "jsonl", "junit", "sarif", "github", "html")
 FORMAT_HELP = (
-    "full (default) or concise, for people; json, jsonl, junit, sarif or github, for machines. FORMAT=PATH writes to a "
-    "file, and the text still goes to the screen; may be given several times. In GitHub Actions "
-    "(GITHUB_ACTIONS=true) github is added to the default"
+    "full (default) or concise, for people; json, jsonl, junit, sarif or github, for machines; html, a page. "
+    "FORMAT=PATH writes to a file, and the text still goes to the screen; may be given several times. In GitHub "
+    "Actions (GITHUB_ACTIONS=true) github is added to the default"
 )
 
 
@@ -60,9 +60,14 @@ def output_format(text: str) -> OutputFormat:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
     if equals and not path:
         raise argparse.ArgumentTypeError(f"{text!r} has no path after the '='")
-    if path and not Path(path).parent.is_dir():  # said now and not after minutes of work
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(Path(path).parent)!r}")
     return OutputFormat(name, path or None)
+
+
+def html_path(text: str) -> OutputFormat:
+    """Parses the value of --html, which is short for --output-format html=PATH."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path is missing")
+    return OutputFormat("html", text)
 
 
 class _AddFormat(argparse.Action):
@@ -79,7 +84,7 @@ class _AddFormat(argparse.Action):
         asked = (*getattr(namespace, self.dest), values)
         paths = [output.path for output in asked if output.path is not None]
         screen = [output.name for output in asked if output.path is None]
-        if len(set(paths)) < len(paths):
+        if len({os.path.realpath(path) for path in paths}) < len(paths):
             raise argparse.ArgumentError(self, f"two formats are written to {values.path}")
         if len(screen) > 1 and not (len(screen) == 2 and "github" in screen and set(screen) & set(TEXT_FORMATS)):
             raise argparse.ArgumentError(
@@ -132,6 +137,15 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="FORMAT",
         help=FORMAT_HELP,
+    )
+    group.add_argument(
+        "--html",
+        type=html_path,
+        action=_AddFormat,
+        dest="output_format",
+        default=(),
+        metavar="PATH",
+        help="write the report as one page with plots; short for --output-format html=PATH",
     )
     add_verbosity(group)
 

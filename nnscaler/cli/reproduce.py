@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, seconds
+from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
 
+PLAN_PREFIX = "nns2:"
 EPILOG = """examples:
   nnscaler reproduce nns1:eNo1jkEOwiAQRe8...           run exactly what a finding of verify-op ran
   nnscaler reproduce nns1:eNo1jkEOwiAQRe8... --emit-test test_it.py
+  nnscaler reproduce nns2:eNpVkMtuwyAQRfd8... --html it.html    verify a plan again as verify-plan did
 
-a token names the operator, its annotation, the inputs and the split, and the version of nnscaler that found them;
-another version refuses it. Run it in the folder in which it was found: the operator's file is named relative to that.
+a token of verify-op (nns1:) names the operator, its annotation, the inputs and the split; one of verify-plan (nns2:)
+the model's file and its digest, the plan, and every option that decides what is run. Both name the version of nnscaler
+that made them, and another version refuses them. Run it in the folder in which it was found: files are named relative
+to that. A file that was changed since is replayed as it is now, with a warning.
 """
 
 
@@ -30,26 +35,32 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("token", metavar="TOKEN", help="the word that starts with nns1: in a finding's last line")
-    parser.add_argument("--timeout", type=seconds, default=60.0, metavar="S", help="seconds (default: 60)")
-    parser.add_argument("--emit-test", type=Path, metavar="FILE", help="write the case as a pytest test")
+    parser.add_argument("token", metavar="TOKEN", help="the word that starts with nns1: or nns2: in a finding")
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="seconds (default: 60, for a plan as before)")
+    parser.add_argument("--emit-test", type=Path, metavar="FILE", help="write the case of an operator as a pytest test")
     add_report_options(parser)
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
+    from nnscaler.cli.plan_replay import replay_plan
     from nnscaler.cli.show import print_report
     from verify.op_checks.options import OpOptions
     from verify.op_run.replay import emit_tests, find_job, replay
     from verify.op_run.token import decode
 
     console: Console = options.console
+    if options.token.strip().startswith(PLAN_PREFIX):
+        if options.emit_test is not None:
+            raise NnscalerError("usage", "--emit-test writes tests of operators: this token is of a plan")
+        return replay_plan(options.token, options)
+    timeout = options.timeout or 60.0
     token = decode(options.token)
-    report = replay(token, options.timeout)
+    report = replay(token, timeout)
     print_report(report, options.output_format, console)
     if options.emit_test is not None:
-        asked = OpOptions(seed=token.seed, timeout=options.timeout)
+        asked = OpOptions(seed=token.seed, timeout=timeout)
         written, problems = emit_tests([(find_job(token), report)], options.emit_test, asked)
         for problem in problems:
             console.warning(problem)

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
+from nnscaler.cli.self_test_plans import run_plans
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   nnscaler self-test ops             verify-op against wrong annotations and wrong operators
   nnscaler self-test ops --quick     a part of it, in seconds
+  nnscaler self-test plans           verify-plan against wrong programs
+  nnscaler self-test plans --quick   a part of it, in a minute
+  nnscaler self-test plans --model gpt --seed 7 --level L0
+  nnscaler self-test plans --table-t thirty bugs of real systems
 
 exit code 0: every required rate holds; 1: one does not.
 """
@@ -25,19 +30,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser = commands.add_parser(
         "self-test",
         help="check the checker: plant errors and count how many are found",
-        description="Plant errors in annotations and operators, and count how many verify-op finds.",
+        description="Plant errors in operators, annotations and programs, and count how many are found.",
         epilog=f"{EPILOG}\n{exit_codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("ops",))
+    parser.add_argument("what", choices=("ops", "plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
+    plans = parser.add_argument_group("plans")
+    plans.add_argument("--model", action="append", metavar="NAME", help="mutants of this example model (repeatable)")
+    plans.add_argument("--seed", type=int, default=0, help="chooses where mutants are planted (0)")
+    plans.add_argument("--level", action="append", choices=("L0", "L2"), help="ask this level only (repeatable)")
+    plans.add_argument("--each", type=int, default=1, metavar="N", help="mutants of each kind in each program (1)")
+    plans.add_argument("--processes", type=int, default=2, metavar="N", help="processes to run on (2)")
+    plans.add_argument("--table-t", action="store_true", help="thirty bugs of real systems instead")
     add_verbosity(parser.add_argument_group("output"))
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the self-test, prints its tables, and returns 0 or 1."""
+    return _run_ops(options) if options.what == "ops" else run_plans(options)
+
+
+def _run_ops(options: argparse.Namespace) -> int:
     import torch
 
     from verify.self_test.ops import run_self_test

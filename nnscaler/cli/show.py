@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from nnscaler.errors import NnscalerError
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
     from verify.report import Report
+    from verify.report_formats.line import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +46,24 @@ def destinations(asked: Sequence[OutputFormat], environment: Mapping[str, str]) 
 
 
 def print_reports(
-    reports: Sequence[Report], asked: Sequence[OutputFormat], console: Console, seconds: float = 0.0
+    reports: Sequence[Report],
+    asked: Sequence[OutputFormat],
+    console: Console,
+    seconds: float = 0.0,
+    full: Sequence[Line] | None = None,
 ) -> None:
-    """To stdout and to files. `seconds`: the time that all reports took together; 0 is the sum of theirs.
+    """To stdout and to files. `seconds`: the time that all reports took together; 0 is the sum of theirs. `full`: what
+    stdout shows in place of the reports in full.
 
-    Raises NnscalerError where a file cannot be written, after everything else was.
+    Raises NnscalerError where stdout or a file cannot be written, after everything else was.
     """
     from verify.report_formats import FORMATS
     from verify.report_formats.step_summary import step_summary
 
     where = destinations(asked, os.environ)
-    for name in where.stdout:
-        console.lines(FORMATS[name](reports, seconds))
-    failed = [
+    shown = (full if name == "full" and full is not None else FORMATS[name](reports, seconds) for name in where.stdout)
+    failed = [_show(lines, console) for lines in shown]
+    failed += [
         _write(path, "".join(line.text + "\n" for line in FORMATS[name](reports, seconds)), "w")
         for name, path in where.files
     ]
@@ -72,11 +79,31 @@ def print_report(report: Report, asked: Sequence[OutputFormat], console: Console
     print_reports([report], asked, console)
 
 
-def _write(path: str, text: str, mode: str) -> str | None:
-    """Why `path` could not be written; None where it was. What is not Unicode in a message is written escaped."""
+def _show(lines: Sequence[Line], console: Console) -> str | None:
+    """Why stdout took nothing; None where it did. A reader that went away (`| head`) is no problem of a report."""
     try:
-        with Path(path).open(mode, encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write(text)
+        console.lines(lines)
+    except BrokenPipeError:
+        raise
     except OSError as error:
+        console.abandon()
+        return f"cannot write to standard output: {error.strerror}"
+    return None
+
+
+def _write(path: str, text: str, mode: str) -> str | None:
+    """Why `path` could not be written; None where it was. What is not Unicode in a message is written escaped.
+
+    A file that was written in part is emptied: half a report must not be read as one.
+    """
+    file = Path(path)
+    before = file.stat().st_size if mode == "a" and file.is_file() else 0
+    try:
+        with file.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
+            stream.write(text)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if file.is_file():
+                os.truncate(file, before)
         return f"cannot write {path}: {error.strerror}"
     return None

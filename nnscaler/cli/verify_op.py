@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive, seconds
-from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -143,8 +142,6 @@ def _settings(options: argparse.Namespace) -> Settings:
     from verify.op_run.many import Settings
     from verify.op_run.one import verify_job
 
-    if options.emit_test is not None and not options.emit_test.resolve().parent.is_dir():
-        raise NnscalerError("cannot_write", f"there is no folder {str(options.emit_test.parent)!r}")
     if options.profile == "deep":
         require_hypothesis()
     return Settings(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.comm_profile import add_option, show_profile
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_report_options, positive, seconds
 from nnscaler.errors import NnscalerError
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.console import Console
     from nnscaler.runtime.launcher import ForkServer
     from verify.plan_run import PlanRequest
+    from verify.report import Report
 
 BACKENDS = ("simulator", "gloo", "nccl")
 PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
@@ -25,10 +25,14 @@ EPILOG = """examples:
   nnscaler verify-plan gpt.py::small_model --ranks 4 --plan my_policies.py::every_second_layer
   nnscaler verify-plan gpt.py --ranks 4 --replicate 'lm_head*'   leave a module whole
   nnscaler verify-plan gpt.py --program build/                   check a program that was edited
-  nnscaler verify-plan gpt.py --ranks 8 --output-format json=report.json
+  nnscaler verify-plan gpt.py --ranks 8 --output-format json=report.json --html report.html
+  nnscaler verify-plan llama_405b.py::llama_8b --plan dp=2,pp=2,tp=2 --level static     prove it, run nothing
 
-what is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient put together
-from its shards, parameters and buffers after the steps, and copies bitwise. Parameters are disturbed at random first.
+first the program's text is read and proved, for all values and for all batches that divide; nothing runs for that.
+Then it runs. What is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient put together
+from its shards, parameters and buffers after the steps, and copies bitwise; the last step clips the gradients, and
+dropout draws the same on both sides. Then single steps with other loss scales and with unequal labels, the loss in
+evaluation mode, and a checkpoint. Parameters are disturbed at random first.
 """
 
 
@@ -65,6 +69,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     group.add_argument(
         "--program", type=Path, metavar="DIR", help="verify this program, written by `nnscaler compile`, as it is"
     )
+    group.add_argument(
+        "--level",
+        choices=("all", "static", "run"),
+        default="all",
+        help="static: read and prove the program's text, run nothing; run: the other way round (default: all)",
+    )
+    group.add_argument("--certificate", type=Path, metavar="PATH", help="write what was proved, and on what it rests")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument(
+        "--quick", action="store_true", help="training alone: no other loss scale or labels, evaluation or checkpoint"
+    )
+    how.add_argument("--deep", action="store_true", help="more loss scales, and the checkpoint under another plan")
+    add_option(parser)
     add_report_options(parser)
     parser.set_defaults(command=run)
 
@@ -86,15 +103,37 @@ def run(options: argparse.Namespace) -> int:
 
         report = verify_request(_request(options, ranks, server))
     print_report(report, options.output_format, options.console)
+    if options.certificate is not None:
+        _write_certificate(options.certificate, report, options.console)
+    show_profile(report.attachments.get("communication_profile"), options.comm_profile, options.console)
     return report.exit_code
+
+
+def _write_certificate(path: Path, report: Report, console: Console) -> None:
+    """The proof as JSON; where there is none, a warning and no file: an old certificate would be believed."""
+    import json
+
+    from nnscaler.cli.outputs import cannot_write
+
+    found = report.attachments.get("certificate")
+    if found is None or not found["proved"] or report.exit_code != 0:
+        console.warning(f"{path} was not written: the program is not proved")
+        path.unlink(missing_ok=True)
+        return
+    try:
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from None
 
 
 def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None) -> PlanRequest:
     from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.plan_replay import reproduce_line
     from nnscaler.cli.plan_source import read_plan
     from verify.plan_run import DTYPES, PlanRequest
 
     console: Console = options.console
+    backend = options.backend or default_backend(ranks)
     model = load_model_file(options.model, options.seed)
     console.progress(f"load         {model.name}")
     return PlanRequest(
@@ -106,14 +145,16 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
         micro_batches=options.micro_batches,
         replicate=tuple(options.replicate),
         specialise=options.specialise,
-        backend=options.backend or default_backend(ranks),
+        backend=backend,
         steps=options.steps,
         seed=options.seed,
         dtype=DTYPES[options.dtype],
         timeout=options.timeout,
+        depth="quick" if options.quick else "deep" if options.deep else "default",
+        level=options.level,
         program=options.program,
         model=model.description(),
-        reproduce=reproduce_line(),
+        reproduce=reproduce_line(options, ranks, backend),
         server=server,
         detail=console.detail,
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
@@ -128,11 +169,6 @@ def default_backend(ranks: int) -> str:
     if gpus >= ranks:
         return "nccl"
     return "gloo" if ranks <= PROCESS_LIMIT else "simulator"
-
-
-def reproduce_line() -> str:
-    """This command line, to paste into a shell."""
-    return shlex.join(["nnscaler", *sys.argv[1:]])
 
 
 def _ranks(options: argparse.Namespace) -> int:

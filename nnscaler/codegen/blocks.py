@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nnscaler.communication.communicated import Compute, Statement, Version
+from nnscaler.communication.communicated import Compute, Statement, reads, writes
+from nnscaler.communication.recomputed import group_of
 from nnscaler.ir.operation import Region
 
 
@@ -47,14 +48,8 @@ def blocks(statements: Sequence[Statement], after: frozenset[str], stored: froze
 
 
 def _key(statements: Sequence[Statement], position: int) -> tuple[str, str | None]:
-    statement = statements[position]
-    if isinstance(statement, Compute):
-        group = statement.placement.recompute
-        return ("" if group else header(statement.operation.region), group)
-    following = next((s for s in statements[position:] if isinstance(s, Compute)), None)
-    previous = next((s for s in reversed(statements[:position]) if isinstance(s, Compute)), None)
-    around = {None if s is None else s.placement.recompute for s in (previous, following)}
-    return ("", around.pop() if len(around) == 1 else None)
+    statement, group = statements[position], group_of(statements, position)
+    return (header(statement.operation.region) if isinstance(statement, Compute) and not group else "", group)
 
 
 def header(region: Region) -> str:
@@ -67,15 +62,3 @@ def header(region: Region) -> str:
     elif region.autocast:
         parts.append(f"torch.autocast(self.device.type, dtypes.{region.autocast})")
     return f"with {', '.join(parts)}:" if parts else ""
-
-
-def reads(statement: Statement) -> tuple[Version, ...]:
-    """Versions that a statement reads."""
-    return statement.inputs if isinstance(statement, Compute) else (statement.source,)
-
-
-def writes(statement: Statement) -> tuple[Version, ...]:
-    """Versions that a statement makes."""
-    if isinstance(statement, Compute):
-        return tuple(v for v in statement.outputs if v is not None)
-    return (statement.target,)

@@ -45,6 +45,18 @@ class Convert:
 Statement = Compute | Convert
 
 
+def reads(statement: Statement) -> tuple[Version, ...]:
+    """Versions that a statement reads."""
+    return statement.inputs if isinstance(statement, Compute) else (statement.source,)
+
+
+def writes(statement: Statement) -> tuple[Version, ...]:
+    """Versions that a statement makes."""
+    if isinstance(statement, Compute):
+        return tuple(v for v in statement.outputs if v is not None)
+    return (statement.target,)
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A parameter, buffer or constant on a stage. `leaf` is the layout of the autograd leaf: `at_rest` with

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nnscaler.runtime.axis import AxisGroup
 from nnscaler.runtime.build import StageBuilder, stages_of
+from nnscaler.runtime.clipping import clip_gradients, gradient_norm
 from nnscaler.runtime.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.gradients import Gradients
 from nnscaler.runtime.layout import Invariant, Partial
@@ -44,8 +45,10 @@ class RankExecutor:
     """`role_module` on rank `rank`, with parameters and buffers cut from the logical tensors in `state`.
 
     `precision` replaces every floating dtype of the program (None: as written). `dropout=False` makes dropout the
-    identity. `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is
-    "prepare" (micro is -1), "forward", or "backward" for its gradient.
+    identity; dropout draws from (`seed`, operation, step), and `first_step` is the number of the first one.
+    `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is "prepare" (micro
+    is -1), "forward", or "backward" for its gradient. `loss_scale`: backward starts from it instead of 1, and it is
+    taken out of the summed gradients, so that small ones survive half precision.
 
     `parameters` maps (stage index, attribute) to the trainable parameters, each with its `.description`; a tied
     parameter that two stages hold on this rank occurs twice, as one object.
@@ -63,6 +66,8 @@ class RankExecutor:
         device: torch.device | str = "cpu",
         dropout: bool = True,
         seed: int = 0,
+        first_step: int = 0,
+        loss_scale: float = 1.0,
         observe: Observe | None = None,
     ) -> None:
         if rank != communicator.rank:
@@ -70,7 +75,8 @@ class RankExecutor:
         self.module = role_module if observe is None else observed_copy(role_module)
         self.rank, self.communicator = rank, communicator
         self.precision, self.device = precision, torch.device(device)
-        self.context = RunContext(seed, dropout)
+        self.context = RunContext(seed, dropout, first_step)
+        self.loss_scale = loss_scale
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
@@ -92,39 +98,32 @@ class RankExecutor:
         Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
         Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
         """
-        self._in_flight.clear()
-        self._mail.clear()
-        with (
-            precision_of_run(self.precision),
-            torch.enable_grad(),
-            torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
-        ):
+        with torch.enable_grad():
             self._gradients.begin()
-            prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
-            losses: dict[int, list[Tensor]] = {}
-            for instruction in self.schedule:
-                stage = self.stages[instruction.stage]
-                stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
-                if instruction.kind == "F":
-                    loss = self._forward(stage, instruction, prepared[stage.index], batch)
-                    if loss is not None:
-                        losses.setdefault(stage.index, []).append(loss)
-                else:
-                    self._backward(stage, instruction)
-            with self._working("the gradient sum"):
-                self._gradients.finish()
-            total = None
-            for index, values in losses.items():
-                with self._working("the sum of the loss"):
-                    total = self._total(self.stages[index], values)
-            self._in_flight.clear()
-            self.communicator.finish()
+            total = self._run(batch, backward=True)
         self.context.step += 1
         return total
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        """The loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes."""
+        with torch.no_grad():
+            return self._run(batch, backward=False)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; the norm before, the same on every rank.
+
+        The norm is that of the whole model, as torch.nn.utils.clip_grad_norm_ has it on one device. Every rank calls
+        this after `step`.
+        """
+        stages = list(self.stages.values())
+        with self._working("the gradient norm"):
+            norm = gradient_norm(stages, self.communicator, norm_type)
+        clip_gradients(stages, norm, max_norm)
+        return norm
 
     @property
     def buffers(self) -> dict[tuple[int, str], Tensor]:
@@ -148,6 +147,38 @@ class RankExecutor:
 
     # -- instructions ---------------------------------------------------------------------------------------------
 
+    def _run(self, batch: Batch, *, backward: bool) -> Tensor | None:
+        """The instructions of one step, or only its forwards."""
+        self._in_flight.clear()
+        self._mail.clear()
+        losses: dict[int, list[Tensor]] = {}
+        with (
+            precision_of_run(self.precision),
+            torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
+        ):
+            prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
+            for instruction in self.schedule:
+                stage = self.stages[instruction.stage]
+                stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
+                if instruction.kind == "F":
+                    loss = self._forward(stage, instruction, prepared[stage.index], batch, keep=backward)
+                    if loss is not None:
+                        losses.setdefault(stage.index, []).append(loss)
+                elif backward:
+                    self._backward(stage, instruction)
+            if backward:
+                for index, stage in self.stages.items():
+                    self._update(stage, prepared[index])
+                with self._working("the gradient sum"):
+                    self._gradients.finish(self.loss_scale)
+            total = None
+            for index, values in losses.items():
+                with self._working("the sum of the loss"):
+                    total = self._total(self.stages[index], values)
+            self._in_flight.clear()
+            self.communicator.finish()
+        return total
+
     def _prepare(self, stage: Stage, batch: Batch) -> Mapping[str, Any]:
         if not hasattr(stage, "prepare"):
             return {}
@@ -156,10 +187,19 @@ class RankExecutor:
             pieces = {name: self._piece(stage, source, batch) for name, source in stage.prepare_inputs.items()}
             return stage.prepare(**pieces)
 
+    def _update(self, stage: Stage, outputs: Mapping[str, Any]) -> None:
+        """New values of buffers. Those that `prepare` computes come into force after the last micro-batch."""
+        for key, attribute in stage.updates.items():
+            if key in outputs:
+                setattr(stage, attribute, outputs[key].detach())
+
     def _forward(
-        self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch
+        self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch, *, keep: bool
     ) -> Tensor | None:
-        """Runs the micro-batch, sends what other stages read, and returns the local loss if this stage has one."""
+        """Runs the micro-batch, sends what other stages read, and returns the local loss if this stage has one.
+
+        `keep`: what backward needs, and new values of buffers.
+        """
         micro = instruction.micro
         with self._working(str(instruction), stage):
             self._running = ("forward", micro)
@@ -174,15 +214,15 @@ class RankExecutor:
             if self._observe is not None:
                 for name, value in arguments.items():
                     stage._observe(name, value)
-            outputs = stage.forward(**arguments, **prepared)
-            self._check_outputs(stage, outputs)
+            shared = {name: value for name, value in prepared.items() if name not in stage.updates}
+            outputs = stage.forward(**arguments, **shared)
+            self._check_outputs(stage, {**prepared, **outputs})
             for send in stage.sends:
                 with self.communicator.at(_place(stage)):
                     self._mail.send_value(stage, send, outputs[send.key], micro)
-            for key, attribute in stage.updates.items():
-                if key in outputs:
-                    setattr(stage, attribute, outputs[key].detach())
-            self._in_flight[stage.index, micro] = InFlight(outputs, received)
+            if keep:
+                self._update(stage, outputs)
+                self._in_flight[stage.index, micro] = InFlight(outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
 
     def _backward(self, stage: Stage, instruction: Instruction) -> None:
@@ -199,7 +239,7 @@ class RankExecutor:
                         gradient = self._mail.receive_gradient(stage, send, value, micro)
                     roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
             if stage.loss is not None:
-                roots["loss"] = (flight.outputs["loss"], torch.ones_like(flight.outputs["loss"]))
+                roots["loss"] = (flight.outputs["loss"], self._scale_like(flight.outputs["loss"]))
             needed = [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
             if needed:
                 torch.autograd.backward([v for v, _ in needed], [g for _, g in needed])
@@ -210,6 +250,11 @@ class RankExecutor:
                     gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                     with self.communicator.at(_place(stage)):
                         self._mail.send_gradient(stage, receive, gradient, micro)
+
+    def _scale_like(self, loss: Tensor) -> Tensor:
+        if self.loss_scale > torch.finfo(loss.dtype).max:
+            raise ProgramError(f"a loss scale of {self.loss_scale:g} is infinite in the loss's dtype, {loss.dtype}")
+        return torch.full_like(loss, self.loss_scale)
 
     def _total(self, stage: Stage, losses: list[Tensor]) -> Tensor:
         """The loss of the step: the sum over micro-batches and ranks on the axes where it is a partial sum."""

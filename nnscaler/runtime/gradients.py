@@ -46,11 +46,13 @@ class Gradients:
                 self._wide[parameter] = self._wide[parameter] + wide if parameter in self._wide else wide
                 parameter.grad = None
 
-    def finish(self) -> None:
-        """Sums over ranks and leaves the result, plus what was there before the step, in `.grad`."""
+    def finish(self, loss_scale: float = 1.0) -> None:
+        """Sums over ranks, takes the scale of the loss out, and leaves the result, plus what was there before the
+        step, in `.grad`."""
         used = [p for p in self._holdings if self._used[p]]
         summed = reduce_gradients([(self._holdings[p], self._local(p)) for p in used], self._communicator)
-        for parameter, gradient in zip(used, summed, strict=True):
+        for parameter, scaled in zip(used, summed, strict=True):
+            gradient = scaled if loss_scale == 1.0 else scaled / loss_scale
             before = self._before.get(parameter)
             total = gradient if before is None else before.to(gradient.dtype) + gradient
             parameter.grad = total.to(parameter.dtype)

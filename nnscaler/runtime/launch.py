@@ -8,6 +8,7 @@ A program for one rank needs no torchrun.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from nnscaler.runtime.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.distributed import torch_communicator
 from nnscaler.runtime.executor import RankExecutor
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = torchrun_place() or Place(0, 1, 0, 1)
         program = read_program(options.program)
         _check_ranks(program, place)
+        _check_options(options)
         backend, device = _choose_device(options.device, place)
     except ProgramError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,10 +59,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default sgd")
     parser.add_argument(
         "--dtype",
-        choices=("float64", "float32", "bfloat16"),
+        choices=("float64", "float32", "bfloat16", "float16"),
         help="run every floating tensor so (default: the model's)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of dropout (default 0)")
+    parser.add_argument(
+        "--clip-grad-norm", type=float, metavar="MAX", help="scale gradients so that the norm of all is at most this"
+    )
+    parser.add_argument(
+        "--loss-scale",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="start backward from S and divide it out of the gradients, for float16; a step whose gradients are not "
+        "finite is skipped (default 1)",
+    )
+    parser.add_argument("--load", metavar="DIR", help="start from a checkpoint, of this program or of another plan's")
+    parser.add_argument("--save", metavar="DIR", help="write a checkpoint after the last step (with sgd)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: GPUs if any")
     return parser.parse_args(arguments)
 
@@ -69,6 +85,15 @@ def _check_ranks(program: ProgramDirectory, place: Place) -> None:
         command = f"torchrun --nproc-per-node {program.ranks} -m nnscaler.runtime.launch {program.path}"
         needed, run = program.ranks, place.world_size
         raise ProgramError(f"{program.path} is a program for {needed} ranks, and {run} run; start it with\n  {command}")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.save is not None and options.optimizer != "sgd":
+        raise ProgramError(f"--save keeps nothing of {options.optimizer}'s own state: training could not go on from it")
+    for name in ("clip_grad_norm", "loss_scale"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ProgramError(f"--{name.replace('_', '-')} {value:g} is not a positive number")
 
 
 def _choose_device(choice: str, place: Place) -> tuple[str, torch.device]:
@@ -94,29 +119,64 @@ def _train(
         communicator = torch_communicator(
             backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
         )
-    executor = RankExecutor(
-        program.role(place.rank),
-        place.rank,
-        communicator,
-        program.state(),
-        precision=options.dtype,
-        device=device,
-        seed=options.seed,
-    )
+    executor = _executor(program, place, communicator, device, options)
     batch = program.inputs()
     optimizer = _optimizer(options, executor)
     source = rank_with_loss(stages)
-    for step in range(1, options.steps + 1):
+    first = executor.context.step + 1
+    for step in range(first, first + options.steps):
         executor.zero_grad()
         loss = executor.step(batch)
-        if optimizer is not None:
+        norm = _prepare_gradients(executor, options)
+        skipped = norm is not None and not math.isfinite(norm)
+        if optimizer is not None and not skipped:
             optimizer.step()
         value = _loss_at_rank_0(loss, source, communicator, step)
         if value is not None:
-            print(f"step {step}  loss {value!r}", flush=True)
+            print(f"step {step}  loss {value!r}{_told(norm, skipped)}", flush=True)
+    if options.save is not None:
+        save_checkpoint(executor, options.save)
     if place.world_size > 1:
         communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
         leave()
+
+
+def _executor(
+    program: ProgramDirectory,
+    place: Place,
+    communicator: Communicator,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> RankExecutor:
+    state, step = program.state(), 0
+    if options.load is not None:
+        checkpoint = load_checkpoint(options.load)
+        state, step = {**state, **checkpoint.state}, checkpoint.step
+    return RankExecutor(
+        program.role(place.rank),
+        place.rank,
+        communicator,
+        state,
+        precision=options.dtype,
+        device=device,
+        seed=options.seed,
+        first_step=step,
+        loss_scale=options.loss_scale,
+    )
+
+
+def _prepare_gradients(executor: RankExecutor, options: argparse.Namespace) -> float | None:
+    """Clips the gradients; their norm, where it is needed. A norm that is not finite says that no gradient is to be
+    used, on every rank."""
+    if options.clip_grad_norm is None and options.loss_scale == 1.0:
+        return None
+    return float(executor.clip_grad_norm(math.inf if options.clip_grad_norm is None else options.clip_grad_norm))
+
+
+def _told(norm: float | None, skipped: bool) -> str:
+    if norm is None:
+        return ""
+    return f"  gradient norm {norm:.6g}" + (" (skipped: not finite)" if skipped else "")
 
 
 def _headline(program: ProgramDirectory, backend: str, device: torch.device, options: argparse.Namespace) -> str:

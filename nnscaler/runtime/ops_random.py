@@ -3,8 +3,8 @@
 So ranks that hold the same elements draw the same numbers, ranks that hold different elements differ, a draw does not
 depend on the mesh, and recomputing gives the same draw. torch's own generator is one per process, and cannot.
 
-A run that is compared with the model (`dropout=False`) has no dropout, and its other draws are a function of the
-logical coordinates alone, so that the eager model can be given the same ones.
+So the eager model can be given the same numbers, and random operations are compared like all others. Where that cannot
+be (`dropout=False`), nothing is dropped, and other draws are a function of the logical coordinates alone.
 """
 
 from __future__ import annotations
@@ -117,8 +117,12 @@ def random_normal(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """As `random_uniform`, with mean 0 and variance 1."""
-    draw = random_uniform(size, torch.float64, stage, name, states, logical_shape, device)
-    return (torch.erfinv(2.0 * draw - 1.0) * 2.0**0.5).to(dtype)
+    return normal_of(random_uniform(size, torch.float64, stage, name, states, logical_shape, device)).to(dtype)
+
+
+def normal_of(draw: Tensor) -> Tensor:
+    """Normal numbers from uniform ones in (0, 1)."""
+    return torch.erfinv(2.0 * draw - 1.0) * 2.0**0.5
 
 
 def _noise(
@@ -147,6 +151,20 @@ def uniform(seed: int, name: str, step: int, coordinates: Sequence[Tensor], logi
         position = position.unsqueeze(-1) * size + along
     bits = _mix(position + _signed(_key(seed, name, step)))
     return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
+def logical_uniform(
+    seed: int,
+    name: str,
+    step: int,
+    logical_shape: Sequence[int],
+    dims: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The numbers in [0, 1) that all ranks together draw for one operation: of `logical_shape`, or with `dims` of that
+    many leading dims, the others of size 1."""
+    sizes = [size if dims is None or dim < dims else 1 for dim, size in enumerate(logical_shape)]
+    return uniform(seed, name, step, [torch.arange(size, device=device) for size in sizes], logical_shape)
 
 
 def _key(seed: int, name: str, step: int) -> int:

@@ -75,8 +75,9 @@ def read_program(path: str | Path) -> ProgramDirectory:
 
 
 def groups_of(stages: list[type[Stage]]) -> list[tuple[int, ...]]:
-    """The rank groups on which the program makes collectives: of its axes, and of its gradients."""
-    groups: set[tuple[int, ...]] = set()
+    """The rank groups on which the program makes collectives: of its axes, of its gradients, and of all ranks (the
+    norm of the gradients)."""
+    groups: set[tuple[int, ...]] = {tuple(sorted({rank for stage in stages for rank in stage.ranks}))}
     for stage_class in stages:
         for axis in stage_class.axes:
             others = [name for name in stage_class.axes if name != axis]

@@ -164,7 +164,7 @@ def assemble(
             differences += unequal
             total = piece if total is None else _combine(total, piece, _reduction(states, combined))
         assert total is not None
-        _put(value, total, logical_indices(shape, states, sizes, {**dict.fromkeys(sizes, 0), **at_split}))
+        put(value, total, logical_indices(shape, states, sizes, {**dict.fromkeys(sizes, 0), **at_split}))
     return Assembled(value, tuple(differences))
 
 
@@ -239,8 +239,8 @@ def _combine(a: Tensor, b: Tensor, reduction: str) -> Tensor:
     return torch.maximum(a, b) if reduction == "max" else a + b
 
 
-def _put(value: Tensor, piece: Tensor, held: Sequence[Tensor | None]) -> None:
-    """value[held indices of every dim] = piece."""
+def put(value: Tensor, piece: Tensor, held: Sequence[Tensor | None]) -> None:
+    """value[held indices of every dim] = piece; None is a dim that is held whole."""
     if value.dim() == 0:
         value.copy_(piece)
         return

@@ -80,6 +80,11 @@ def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     return "\n".join(lines) + "\n"
 
 
+def peak_of_stage(schedule: Schedule, stage: int) -> int:
+    """The most micro-batches of one stage whose backward pass was still to come or running."""
+    return _peak([i for i in schedule.orders[schedule.devices[stage]] if i.stage == stage])
+
+
 def _peak(order: Sequence[Instruction]) -> int:
     live = most = 0
     for instruction in order:

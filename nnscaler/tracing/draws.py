@@ -132,7 +132,7 @@ FORMULAS: Mapping[str, Formula] = {
     "aten.rrelu.default": _rrelu,
 }
 # in-place operators write what these make
-_IN_PLACE = {
+IN_PLACE = {
     "aten.uniform_.default": "aten.uniform.default",
     "aten.normal_.default": "aten.normal_functional.default",
     "aten.bernoulli_.float": "aten.bernoulli.p",
@@ -161,7 +161,7 @@ def numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     return (*(a for a in args if not isinstance(a, torch.Generator)), *named)
 
 
-class _Now:
+class Now:
     """Makes tensors, with draws that depend on their place alone."""
 
     def __init__(self, device: torch.device) -> None:
@@ -181,6 +181,9 @@ class _Now:
 class FixedDraws(TorchDispatchMode):
     """While open, torch's random operators draw numbers that depend on the place in the tensor alone."""
 
+    def _maker(self, device: torch.device) -> Now:
+        return Now(device)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -188,11 +191,11 @@ class FixedDraws(TorchDispatchMode):
         name = str(func)
         if name.startswith("aten.rrelu_with_noise"):
             return self._rrelu(name, args, result)
-        formula = formula_of(_IN_PLACE.get(name, name))
+        formula = formula_of(IN_PLACE.get(name, name))
         if formula is None:
             return result
         given = numbers_of(args, kwargs or {})
-        made = formula(_Now(result.device), given, tuple(result.shape), dtype_name(result.dtype))
+        made = formula(self._maker(result.device), given, tuple(result.shape), dtype_name(result.dtype))
         return result.copy_(made)
 
     def _rrelu(self, name: str, args: Arguments, result: Any) -> Any:
@@ -200,7 +203,8 @@ class FixedDraws(TorchDispatchMode):
         x, noise, lower, upper = args[:4]
         if len(args) < 5 or not args[4]:
             return result
-        slope = random_uniform(noise.shape, noise.dtype, device=noise.device) * (upper - lower) + lower
+        draw = self._maker(noise.device).draw("uniform", noise.shape, dtype_name(noise.dtype))
+        slope = draw * (upper - lower) + lower
         # in place, `x` holds the result of the draw just made, of the same sign
         original = torch.where(result > 0, x, x / noise) if name.startswith("aten.rrelu_with_noise_.") else x
         noise.copy_(torch.where(original > 0, 1.0, slope))

@@ -67,8 +67,21 @@ def training(module: nn.Module) -> Iterator[None]:
     if module.training:
         yield
         return
+    with _in_mode(module, True):
+        yield
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode."""
+    with _in_mode(module, False):
+        yield
+
+
+@contextmanager
+def _in_mode(module: nn.Module, train: bool) -> Iterator[None]:
     modes = [(m, m.training) for m in module.modules()]
-    module.train()
+    module.train(train)
     try:
         yield
     finally:

@@ -1,21 +1,25 @@
-"""The exact run: a model in float64 throughout, also where its code asks for another floating dtype, without dropout.
+"""The exact run: a model in float64 throughout, also where its code asks for another floating dtype.
 
-In float64 the rounding of two ways to compute one thing is some 1e-15, so that any real difference stands out.
+In float64 the rounding of two ways to compute one thing is some 1e-15, so that any real difference stands out. Random
+numbers are those of a program (`program_draws`); without one, nothing is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nnscaler.runtime.ops_tensor import grouped_mm
 from nnscaler.tracing.draws import DRAWING, FixedDraws
+
+Draws = AbstractContextManager[Any]  # opened around every function of torch that may draw
 
 # function -> (position of the probability, its name, default)
 _DROPOUTS: dict[Any, tuple[int, str, float]] = {
@@ -57,19 +61,22 @@ def exact_tensor(tensor: Tensor, floating: torch.dtype = torch.float64) -> Tenso
 
 
 @contextmanager
-def exact(module: nn.Module | None = None, *, dtype: str = "float64", dropout: bool = False) -> Iterator[None]:
+def exact(
+    module: nn.Module | None = None, *, dtype: str = "float64", dropout: bool = False, draws: Draws | None = None
+) -> Iterator[None]:
     """While open, every floating dtype that code asks for is `dtype`, no dropout drops anything (unless asked), and
-    other random numbers are those that a compared program draws.
+    other random numbers are those that a program without dropout draws. `draws` gives all random numbers instead.
 
     `module` is converted, for good: give it a copy.
     """
+    dropout = dropout or draws is not None
     floating = getattr(torch, dtype)
     default = torch.get_default_dtype()
     if module is not None:
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
     try:
-        with _ExactMode(floating, default, dropout):
+        with _ExactMode(floating, default, dropout, draws):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -78,8 +85,24 @@ def exact(module: nn.Module | None = None, *, dtype: str = "float64", dropout: b
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """While open, no dropout drops anything and random numbers are fixed; dtypes are the model's own."""
-    with _ExactMode(None, torch.get_default_dtype(), False):
+    with _ExactMode(None, torch.get_default_dtype(), False, None):
         yield
+
+
+@contextmanager
+def with_draws(draws: Draws) -> Iterator[None]:
+    """While open, `draws` gives all random numbers; dtypes are the model's own."""
+    with _ExactMode(None, torch.get_default_dtype(), True, draws):
+        yield
+
+
+def run_backward(tensor: Tensor, gradient: Tensor) -> None:
+    """`tensor.backward(gradient)` for use inside of the contexts above.
+
+    Torch hands Tensor.backward and torch.autograd.backward to a mode, which is not open while it handles them: what
+    activation checkpointing computes again would draw other numbers, in other dtypes. So this asks the engine itself.
+    """
+    _engine_run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
@@ -95,8 +118,9 @@ def _convert(module: nn.Module, floating: torch.dtype, dropout: bool) -> None:
 class _ExactMode(TorchFunctionMode):
     """`floating` None: dtypes stay as they are."""
 
-    def __init__(self, floating: torch.dtype | None, default: torch.dtype, dropout: bool) -> None:
+    def __init__(self, floating: torch.dtype | None, default: torch.dtype, dropout: bool, draws: Draws | None) -> None:
         super().__init__()
+        self._draws = draws
         self._floating = floating
         self._default = default
         self._dropout = dropout
@@ -110,6 +134,9 @@ class _ExactMode(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         given = list(args)
+        if self._draws is not None and (func in _DROPOUTS or func in DRAWING):
+            with self._draws:
+                return self._run(func, given, named)
         if not self._dropout and func in _DROPOUTS:
             _keep_everything(_DROPOUTS[func], given, named)
         if not self._dropout and func in DRAWING:

@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing.autograd_functions import OpaqueFunction
 from nnscaler.tracing.export import export_loss
 from nnscaler.tracing.importer import import_program
-from nnscaler.tracing.loss_module import LossModule, is_meta, training
+from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, training
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.self_check import check_trace
@@ -38,10 +38,18 @@ class Traced:
     sample: SampleInputs | None = None
 
 
-def trace(module: nn.Module, sample_inputs: Any, *, self_check: bool = True, specialise: bool = False) -> Traced:
+def trace(
+    module: nn.Module,
+    sample_inputs: Any,
+    *,
+    self_check: bool = True,
+    specialise: bool = False,
+    evaluation: bool = False,
+) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
 
     The module is traced in train mode, with the shapes of the sample. Parameters may be on the meta device.
+    `evaluation`: in evaluation mode, without a self-check.
     `self_check` compares loss, gradients and buffers of the graph with the module's own on the sample batch.
     `specialise` takes the branch that the sample batch takes where the model looks at data, with a note.
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
@@ -50,11 +58,11 @@ def trace(module: nn.Module, sample_inputs: Any, *, self_check: bool = True, spe
     meta = is_meta(module)
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())
     wrapper = LossModule(module, sample)
-    with training(module):
+    with evaluating(module) if evaluation else training(module):
         program, opaque, notes = export_loss(wrapper, tensors, specialise)
         imported = import_program(program, module, tuple(sample.tensors))
         graph = run_passes(imported.raw)
-    if self_check and not meta:
+    if self_check and not meta and not evaluation:
         notes = (*notes, *check_trace(module, graph, imported.state, sample))
     for note in notes:
         warnings.warn(note, stacklevel=2)

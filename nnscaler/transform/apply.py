@@ -31,11 +31,11 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
     stage_of = _assign(graph, plan)
     _check_axes(graph, plan, stage_of)
     of_mesh: dict[Axes, Mapping[str, tuple[Choice, ...]]] = {}
-    for mesh in plan.device_axes:
+    device_axes = plan.device_axes
+    for mesh in device_axes:
         if mesh not in of_mesh:
-            here = {
-                n for n, where in stage_of.items() if any(plan.device_axes[stages[s].device] == mesh for s in where)
-            }
+            having = {s.index for s in stages if device_axes[s.device] == mesh}
+            here = {n for n, where in stage_of.items() if not having.isdisjoint(where)}
             of_mesh[mesh] = _choose(graph, signatures, plan, mesh, here)
     recompute = {
         op.name: f"recompute_{i}"
@@ -45,7 +45,7 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
     placements = {
         op.name: Placement(
             stage_of[op.name],
-            tuple(of_mesh[plan.device_axes[s.device]][op.name] for s in stages),
+            tuple(of_mesh[device_axes[s.device]][op.name] for s in stages),
             False,
             recompute.get(op.name),
         )
@@ -59,8 +59,9 @@ def _choose(
 ) -> Mapping[str, tuple[Choice, ...]]:
     """The choices on the axes of a mesh, then on micro-batches."""
     choices, axes = choose(graph, signatures, plan, mesh, here)
+    every = tuple(axes)
     for op in graph.operations:
-        reason = explain_illegal_choices(graph, op, signatures[op.name], choices[op.name], axes)
+        reason = explain_illegal_choices(graph, op, signatures[op.name], choices[op.name], every)
         if reason:
             raise illegal(op, signatures[op.name], f"choices of {op.name} do not go together: {reason}", axes[0][1])
     made_on = [name for name, _ in axes]

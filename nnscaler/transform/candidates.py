@@ -75,9 +75,18 @@ def _induced(
 ) -> Iterable[tuple[Operation, Split]]:
     for op, is_output, position in places[name]:
         signature = signatures[op.name]
-        if signature.bound is None:
-            continue
-        operands = signature.bound.outputs if is_output else signature.bound.inputs
-        split = resolve(operands[position] if position < len(operands) else None, state, parts)
-        if split is not None and is_legal(signature, split, parts):
+        key = ("induced", is_output, position, state, parts)
+        if key not in signature.memo:
+            signature.memo[key] = _split_of(signature, is_output, position, state, parts)
+        split = signature.memo[key]
+        if split is not None:
             yield op, split
+
+
+def _split_of(signature: Signature, is_output: bool, position: int, state: State, parts: int) -> Split | None:
+    """The legal split that gives an operand this state."""
+    if signature.bound is None:
+        return None
+    operands = signature.bound.outputs if is_output else signature.bound.inputs
+    split = resolve(operands[position] if position < len(operands) else None, state, parts)
+    return split if split is not None and is_legal(signature, split, parts) else None

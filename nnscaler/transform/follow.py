@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Sharded, State
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Replicated, Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.transform.rules import explain_illegal_choices, input_states, output_states, resolve
@@ -52,26 +53,45 @@ def follow(
             states[tensor.name] = inputs.get(tensor.name, default)
     every = (*axes, (axis.name, axis.parts))
     choices: dict[str, Choice] = {}
+    memo: dict[Any, Choice] = {}
     for op in graph.operations:
         signature = signatures[op.name]
         choice = explicit.get(op.name)
         if choice is None:
-            options = [
-                c
-                for c in _options(op, signature, axis.parts, states)
-                if not explain_illegal_choices(graph, op, signature, (*made[op.name], c), every)
-            ]
-            costs = [(_cost(graph, op, signature, c, axis, states), i) for i, c in enumerate(options)]
-            cost, best = min(costs)
-            if cost == inf:
-                raise _coupled(op, signatures[op.name])
-            choice = options[best]
+            seen = tuple((states[n], graph.tensors[n].needs_grad, graph.tensors[n].role) for n in op.inputs)
+            made_grads = tuple(n is not None and graph.tensors[n].needs_grad for n in op.outputs)
+            key = (id(signature), made[op.name], seen, made_grads)
+            choice = memo.get(key)
+            if choice is None:
+                choice = memo[key] = _cheapest(graph, op, signature, axis, states, made[op.name], every)
         choices[op.name] = choice
         for name, state in zip(op.outputs, output_states(signature, choice, len(op.outputs)), strict=True):
             if name is not None:
-                full = isinstance(state, type(REPLICATED)) and not graph.tensors[name].needs_grad
+                full = isinstance(state, Replicated) and not graph.tensors[name].needs_grad
                 states[name] = INVARIANT if full else state
     return choices
+
+
+def _cheapest(
+    graph: Graph,
+    op: Operation,
+    signature: Signature,
+    axis: FollowAxis,
+    states: Mapping[str, State],
+    made: Sequence[Choice],
+    every: Sequence[tuple[str, int]],
+) -> Choice:
+    """The legal choice that follows the states of the inputs at the least cost."""
+    options = [
+        c
+        for c in _options(op, signature, axis.parts, states)
+        if not explain_illegal_choices(graph, op, signature, (*made, c), every)
+    ]
+    costs = [(_cost(graph, op, signature, c, axis, states), i) for i, c in enumerate(options)]
+    cost, best = min(costs)
+    if cost == inf:
+        raise _coupled(op, signature)
+    return options[best]
 
 
 def _options(op: Operation, signature: Signature, parts: int, states: Mapping[str, State]) -> list[Choice]:
@@ -105,7 +125,7 @@ def _cost(
     for name, needed in zip(op.inputs, input_states(signature, choice), strict=True):
         tensor = graph.tensors[name]
         here = states[name]
-        if not tensor.needs_grad and isinstance(needed, type(REPLICATED)):
+        if not tensor.needs_grad and isinstance(needed, Replicated):
             needed = INVARIANT
         if here == needed:
             continue

@@ -49,6 +49,13 @@ def operand_state(operand: BoundOperand, identifiers: Sequence[str], split: Spli
 
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
     """The state that each input slot needs on an axis with this choice."""
+    found: tuple[State, ...] | None = signature.memo.get(("inputs", choice))
+    if found is None:
+        found = signature.memo["inputs", choice] = _input_states(signature, choice)
+    return found
+
+
+def _input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
     count = signature.inputs
     match choice:
         case RunInvariant():
@@ -75,6 +82,13 @@ def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
 
 def output_states(signature: Signature, choice: Choice, count: int) -> tuple[State, ...]:
     """The state in which each output arises on an axis with this choice."""
+    found: tuple[State, ...] | None = signature.memo.get(("outputs", choice, count))
+    if found is None:
+        found = signature.memo["outputs", choice, count] = _output_states(signature, choice, count)
+    return found
+
+
+def _output_states(signature: Signature, choice: Choice, count: int) -> tuple[State, ...]:
     match choice:
         case RunInvariant():
             return (INVARIANT,) * count
@@ -133,6 +147,14 @@ def explain_illegal_choice(signature: Signature, choice: Choice, parts: int) -> 
     """Why this choice on an axis of `parts` is illegal by itself; None if it is legal."""
     if isinstance(choice, RunInvariant | RunReplicated):
         return None
+    key = ("illegal", choice, parts)
+    if key not in signature.memo:
+        signature.memo[key] = _explain_illegal_choice(signature, choice, parts)
+    reason: str | None = signature.memo[key]
+    return reason
+
+
+def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, parts: int) -> str | None:
     if signature.bound is None or signature.spec is None:
         return signature.reason or "the operator has no annotation"
     if isinstance(choice, RunPartial):
@@ -167,31 +189,48 @@ def explain_illegal_choices(
     graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]
 ) -> str | None:
     """Why these choices, one per axis, cannot be made together; None if they can."""
+    tensors = tuple(None if name is None else graph.tensors[name] for name in (*op.inputs, *op.outputs))
+    described = tuple(None if t is None else (t.shape, t.needs_grad) for t in tensors)
+    key = ("together", tuple(choices), tuple(axes), described)
+    if key not in signature.memo:
+        signature.memo[key] = _explain_together(graph, op, signature, choices, axes)
+    found: tuple[int | None, str] | None = signature.memo[key]
+    if found is None:
+        return None
+    number, reason = found
+    tensor = None if number is None else tensors[number]
+    return reason if tensor is None else f"tensor {tensor.name}: {reason}"
+
+
+def _explain_together(
+    graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]
+) -> tuple[int | None, str] | None:
+    """The operand that the reason is about (inputs, then outputs), and the reason."""
     sizes = [parts for _, parts in axes]
     split_by: dict[str, int] = {}
     for choice, (axis, parts) in zip(choices, axes, strict=True):
         reason = explain_illegal_choice(signature, choice, parts)
         if reason:
-            return f"{choice} over {axis}: {reason}"
+            return None, f"{choice} over {axis}: {reason}"
         if isinstance(choice, Split):
             split_by[choice.identifier] = split_by.get(choice.identifier, 0) + 1
     if signature.spec is not None:
         for identifier in signature.spec.contiguous:
             if split_by.get(identifier, 0) > 1:
-                return f"{identifier!r} can be split by one axis only"
+                return None, f"{identifier!r} can be split by one axis only"
     every = (
         *zip(op.inputs, input_layouts(graph, op, signature, choices), strict=True),
         *zip(op.outputs, output_layouts(graph, op, signature, choices), strict=True),
     )
-    for name, layout in every:
+    for number, (name, layout) in enumerate(every):
         if name is None:
             continue
         tensor = graph.tensors[name]
         reason = explain_illegal(layout, sizes, tensor.shape)
         if reason:
-            return f"tensor {name}: {reason}"
+            return number, reason
         if tensor.needs_grad and any(isinstance(s, Partial) and s.reduction != "sum" for s in layout):
-            return f"tensor {name}: a partial max has no gradient"
+            return number, "a partial max has no gradient"
     return None
 
 

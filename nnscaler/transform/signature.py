@@ -32,6 +32,11 @@ class Signature:
     reason: str = ""  # why there is no annotation, when the annotation refuses this call
 
     @cached_property
+    def memo(self) -> dict[tuple[Any, ...], Any]:
+        """What `rules` worked out for this signature: layers that repeat share their signatures."""
+        return {}
+
+    @cached_property
     def inputs(self) -> int:
         """The number of input slots."""
         return len(self.call.tensors())

@@ -136,7 +136,7 @@ def test_emitted_tests(ops: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = reproduce_line(captured.out)
     assert main([*words[1:], "--emit-test", "test_again.py"]) == 1
     assert (tmp_path / "test_again.py").read_text() == text
-    assert main(["verify-op", f"{ops}::wrong", "--emit-test", "no/where.py"]) == 2
+    assert main(["verify-op", f"{ops}::wrong", "--emit-test", f"{ops}/where.py"]) == 2
 
 
 def test_an_annotation_for_a_plain_function(ops: str, capsys: pytest.CaptureFixture[str]) -> None:

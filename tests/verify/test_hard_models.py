@@ -109,7 +109,7 @@ def test_random_numbers_in_micro_batches() -> None:
     torch.manual_seed(0)
     report = verify.verify_plan(Noisy(), (X,), ranks=4, plan="dp=2,pp=2", micro_batches=2)
     assert report.exit_code == 0, report.to_json()
-    assert any("other random numbers were the same" in note for note in report.notes)
+    assert any("drew the same random numbers" in note for note in report.notes)
 
 
 class CountsBatches(nn.Module):
@@ -180,3 +180,23 @@ def test_checkpointing_by_torch() -> None:
 def test_nccl_without_gpus_is_no_verdict() -> None:
     with pytest.raises(NnscalerError, match="needs a GPU for each rank"):
         verify.verify_plan(Promoted(), (X,), ranks=512, plan="dp=512", backend="nccl")
+
+
+class Counting(nn.Module):
+    """Its buffer counts steps, and the loss reads it: micro-batches must all see the value before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps.add_(1.0)  # type: ignore[operator]
+        return F.cross_entropy(self.outer(torch.relu(self.inner(x))), y) * (1 + 0.1 * self.steps)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_a_buffer_changes_once_per_step(micro_batches: int) -> None:
+    report = verify.verify_plan(Counting, {"x": X, "y": Y}, ranks=2, plan="dp=2", micro_batches=micro_batches)
+    assert report.verdict.passes, report.to_json()
+    assert any(check.name.startswith("buffers") for check in report.checks)

@@ -100,7 +100,7 @@ def parse(*arguments: str) -> tuple[OutputFormat, ...]:
     return tuple(parser.parse_args([f"--output-format={text}" for text in arguments]).output_format)
 
 
-def test_options_of_formats(tmp_path: Path) -> None:
+def test_options_of_formats() -> None:
     assert parse() == ()
     assert parse("junit=a.xml", "full") == (OutputFormat("junit", "a.xml"), OutputFormat("full"))
     assert parse("github", "concise") == (OutputFormat("github"), OutputFormat("concise"))
@@ -112,7 +112,7 @@ def test_options_of_formats(tmp_path: Path) -> None:
         ["full", "concise"],
         ["full", "full"],
         ["json=x", "junit=x"],
-        [f"json={tmp_path}/none/x.json"],
+        ["json=x", "junit=./x"],
     ):
         with pytest.raises(argparse.ArgumentError):
             parse(*wrong)
@@ -176,5 +176,5 @@ def test_a_file_that_cannot_be_written_is_no_verdict(ops: str, capsys: pytest.Ca
     arguments = ["--output-format", "json=folder", "--output-format", "junit=r.xml"]
     assert main(["verify-op", f"{ops}::right", *arguments]) == 2
     captured = capsys.readouterr()
-    assert "cannot write folder" in captured.err and captured.out.splitlines()[-1].startswith("VERIFIED  ")
-    assert Path("r.xml").is_file()
+    assert "cannot write folder: it is a folder" in captured.err and not captured.out
+    assert not Path("r.xml").exists()  # nothing was run

@@ -29,7 +29,8 @@ def test_right_plans_pass(tiny: Factory, batch: Batch, plan: str | None, ranks: 
     assert report.exit_code == 0, report.to_json()
     assert report.verdict is Verdict.TESTED_EXACT
     names = [check.name for check in report.checks]
-    assert names[1:6] == ["coverage", "loss", "gradients", "parameters after 2 steps", "buffers after 2 steps"]
+    trained = ["coverage", "loss", "gradients", "gradient norm, clipped", "parameters after 2 steps"]
+    assert names[1:7] == [*trained, "buffers after 2 steps"]
     assert report.total > 50
 
 
@@ -41,9 +42,9 @@ def test_a_module_is_taken_too_and_not_changed(tiny: Factory, batch: Batch) -> N
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_dropout_is_off_and_said_so(tiny: Factory, batch: Batch) -> None:
+def test_dropout_is_compared_and_said_so(tiny: Factory, batch: Batch) -> None:
     report = verify.verify_plan(tiny, batch, ranks=2, plan="dp=2", steps=1)
-    assert any("dropout was switched off" in note for note in report.notes)
+    assert any("2 random operations (dropout included)" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

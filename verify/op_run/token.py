@@ -6,10 +6,6 @@ the seed, the case, and the versions of nnscaler and torch.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
@@ -19,6 +15,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.environment import environment
 from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.options import Kind
+from verify.packed_word import Damaged, pack, unpack
 
 PREFIX = "nns1:"
 _LARGEST = 1 << 16  # bytes of JSON: a word that unpacks to more is not ours
@@ -57,8 +54,7 @@ def encode(token: Token) -> str:
         "torch": token.torch,
         "modules": list(token.modules),
     }
-    packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)
-    return PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
+    return pack(PREFIX, document)
 
 
 def decode(text: str) -> Token:
@@ -67,13 +63,11 @@ def decode(text: str) -> Token:
     if not text.startswith(PREFIX):
         raise NnscalerError("bad_token", f"{text[:20]!r} is no token: one starts with {PREFIX!r}", help=_HELP)
     try:
-        body = text.removeprefix(PREFIX)
-        packed = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        document = json.loads(_unpacked(packed))
+        document = unpack(PREFIX, text, _LARGEST)
         found = str(document["nnscaler"])
         if found == environment()["nnscaler"]:
             return _token(document)
-    except (binascii.Error, zlib.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (Damaged, ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise NnscalerError("bad_token", "the token is damaged: it must be copied whole", help=_HELP) from None
     here = environment()["nnscaler"]
     message = f"the token is of nnscaler {found}, and this is nnscaler {here}: its cases may mean something else"
@@ -81,14 +75,6 @@ def decode(text: str) -> Token:
 
 
 _HELP = "a finding of `nnscaler verify-op` ends with the line `reproduce: nnscaler reproduce nns1:...`"
-
-
-def _unpacked(packed: bytes) -> bytes:
-    unpacker = zlib.decompressobj()
-    data = unpacker.decompress(packed, _LARGEST)
-    if unpacker.unconsumed_tail or not unpacker.eof:
-        raise ValueError("too long, or cut off")
-    return data
 
 
 def _again(document: Mapping[str, Any]) -> str:

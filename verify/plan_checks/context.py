@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from op_registry.spec import SourceLocation
 
@@ -12,7 +12,7 @@ from verify.plan_checks.logical import Holding
 from verify.rank_program import RankResult
 from verify.reference import Trajectory
 from verify.report import Check
-from verify.tolerance import Tolerance
+from verify.tolerance import Key, Tolerance
 from verify.verdict import Verdict, merge
 
 SHOWN = 5  # findings of one check; the count says how many there are
@@ -40,17 +40,54 @@ class Comparison:
         return next((place for place in found if place is not None), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor that was compared: how far it was off, and what was allowed."""
+
+    kind: str
+    step: int
+    name: str
+    error: float
+    allowed: float
+    verdict: Verdict
+
+
 @dataclass(frozen=True)
 class Outcome:
+    """`rows`: the tensors that were compared, where the check compares tensors."""
+
     check: Check
     findings: tuple[Finding, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+
+def merge_outcomes(name: str, prefix: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """One check of several; `prefix` is put before the message of each finding."""
+    checks = [outcome.check for outcome in outcomes]
+    count, refuted = sum(c.count for c in checks), sum(c.refuted for c in checks)
+    details = [c.detail for c in checks if c.detail]
+    worst = max(details, key=_worst, default="")
+    findings = tuple(replace(f, message=prefix + f.message) for outcome in outcomes for f in outcome.findings)
+    rows = tuple(replace(row, kind=f"{name}: {row.kind}") for outcome in outcomes for row in outcome.rows)
+    merged = merge(c.verdict for c in checks if c.count)
+    return Outcome(Check(name, merged, count, refuted, 0.0, worst), findings, rows)
+
+
+def _worst(detail: str) -> float:
+    """The number at the end of "worst difference 1.2e-15"."""
+    try:
+        return float(detail.rpartition(" ")[2])
+    except ValueError:
+        return -1.0
 
 
 class Tally:
     """Collects the comparisons of one check."""
 
-    def __init__(self, name: str, level: Verdict) -> None:
+    def __init__(self, name: str, level: Verdict, tolerance: Tolerance | None = None) -> None:
         self.name = name
+        self.tolerance = tolerance
+        self.rows: list[Row] = []
         self.level = level
         self.count = 0
         self.refuted = 0
@@ -58,9 +95,13 @@ class Tally:
         self.findings: list[Finding] = []
         self.worst = 0.0
 
-    def add(self, verdict: Verdict, finding: Finding | None = None, relative: float = 0.0) -> None:
-        """One comparison; `relative` is how far apart its sides were."""
+    def add(
+        self, verdict: Verdict, finding: Finding | None = None, relative: float = 0.0, key: Key | None = None
+    ) -> None:
+        """One comparison; `relative` is how far apart its sides were, `key` which tensor it was."""
         self.count += 1
+        if key is not None and self.tolerance is not None:
+            self.rows.append(Row(*_named(key), relative, self.tolerance.allowed(key), verdict))
         self.refuted += verdict is Verdict.REFUTED
         self.verdicts.append(verdict)
         if verdict.passes:
@@ -73,4 +114,10 @@ class Tally:
         if not detail and self.count and self.worst:
             detail = f"worst difference {self.worst:.1e}"
         verdict = merge(self.verdicts) if self.verdicts else self.level
-        return Outcome(Check(self.name, verdict, self.count, self.refuted, 0.0, detail), tuple(self.findings))
+        check = Check(self.name, verdict, self.count, self.refuted, 0.0, detail)
+        return Outcome(check, tuple(self.findings), tuple(self.rows))
+
+
+def _named(key: Key) -> tuple[str, int, str]:
+    kind, step, name = key
+    return kind, step, name or kind

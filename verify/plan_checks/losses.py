@@ -11,7 +11,7 @@ from verify.verdict import Verdict
 
 def check(comparison: Comparison) -> Outcome:
     """Compares each rank's loss with the model's."""
-    tally = Tally("loss", comparison.tolerance.level)
+    tally = Tally("loss", comparison.tolerance.level, comparison.tolerance)
     scale = family_scale(comparison.reference.losses)
     for step, expected in enumerate(comparison.reference.losses):
         known = [(r.rank, loss) for r in comparison.results if (loss := r.losses[step]) is not None]
@@ -46,7 +46,7 @@ def check(comparison: Comparison) -> Outcome:
                 for f in tally.findings
                 if finding and f.counter_example
             )
-            tally.add(verdict, None if repeated else finding, found.relative)
+            tally.add(verdict, None if repeated else finding, found.relative, key)
     return tally.outcome()
 
 

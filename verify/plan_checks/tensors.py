@@ -17,7 +17,7 @@ from verify.verdict import Verdict
 def check_gradients(comparison: Comparison) -> Outcome:
     """Each parameter's gradient at every step. A gradient that is missing, or one too many, is refuted: also where the
     program says that the parameter is not trained."""
-    tally = Tally("gradients", comparison.tolerance.level)
+    tally = Tally("gradients", comparison.tolerance.level, comparison.tolerance)
     for step in range(comparison.steps):
         expected = comparison.reference.gradients[step]
         scale = family_scale(expected.values())
@@ -31,7 +31,7 @@ def check_gradients(comparison: Comparison) -> Outcome:
 
 def check_parameters(comparison: Comparison) -> Outcome:
     """Every parameter after the last step."""
-    tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level)
+    tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.parameters
     scale = family_scale(expected.values())
     entries = by_rank(comparison.results, "parameter")
@@ -43,7 +43,7 @@ def check_parameters(comparison: Comparison) -> Outcome:
 
 def check_buffers(comparison: Comparison) -> Outcome:
     """Every buffer that the program holds, after the last step."""
-    tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level)
+    tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.buffers
     scale = family_scale(t for t in expected.values() if t.is_floating_point())
     entries = by_rank(comparison.results, "buffer")
@@ -88,7 +88,7 @@ def _compare(
     if not verdict.passes:
         cause = likely_cause(logical, expected, tied) if kind == "gradient" else None
         finding = _differs(comparison, kind, step, logical, found, verdict, cause)
-    tally.add(verdict, finding, found.relative)
+    tally.add(verdict, finding, found.relative, key)
 
 
 def _differs(

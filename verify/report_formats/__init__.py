@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from verify.report import Report
-from verify.report_formats import concise, full, github, json_lines, json_text, junit, sarif
+from verify.report_formats import concise, full, github, html, json_lines, json_text, junit, sarif
 from verify.report_formats.line import Line
 
 
@@ -30,5 +30,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "junit": junit.render,
         "sarif": sarif.render,
         "github": github.render,
+        "html": html.render,
     }
 )

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from op_registry.spec import SourceLocation
 
-from verify.catalogue import CODES
+from verify.catalogue import CODES, page, section
 from verify.report import Report
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.line import Line, plain_lines
@@ -62,9 +62,16 @@ def _run(found: Sequence[Problem], codes: Sequence[str], total: Totals) -> dict[
 
 
 def _rule(code: str) -> dict[str, Any]:
+    """The rule of a code: its sentence, what it means, and its page as the help that a host shows beside an alert."""
     text = CODES.get(code, code)
     name = "".join(word.capitalize() for word in code.split("_"))
-    return {"id": code, "name": name, "shortDescription": {"text": text}, "fullDescription": {"text": text}}
+    rule: dict[str, Any] = {"id": code, "name": name, "shortDescription": {"text": text}}
+    if code not in CODES:
+        return {**rule, "fullDescription": {"text": text}}
+    whole = page(code)
+    rule["fullDescription"] = {"text": section(code, "What it means")}
+    rule["help"] = {"text": whole, "markdown": whole}
+    return rule
 
 
 def _result(problem: Problem, rule: int) -> dict[str, Any]:

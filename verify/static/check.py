@@ -31,7 +31,7 @@ from verify.static.reader import read_role
 from verify.static.schedule import check_schedule
 from verify.static.stage import Noted, Reading, read_stage
 from verify.static.stored import check_stored, stored_tensors
-from verify.static.text import RoleText, StageText
+from verify.static.text import RoleText
 from verify.static.values import Unreadable
 from verify.verdict import Verdict
 
@@ -57,13 +57,14 @@ class Obligation:
 class StaticResult:
     """`statements`: lines that were read; `obligations`: their distinct classes. `order`: a total order of all
     instructions, the certificate that the schedule does not deadlock; empty where there is none. `held`: per stage,
-    what each variable was found to hold."""
+    what each variable was found to hold. `rows`: the functions of the conversion table that are called."""
 
     outcomes: tuple[Outcome, ...]
     obligations: tuple[Obligation, ...]
     statements: int
     order: tuple[str, ...]
     held: Mapping[int, Mapping[str, Held]]
+    rows: frozenset[str]
     seconds: float
 
     @property
@@ -86,7 +87,7 @@ def check_program(sources: Mapping[str, str], graph: Graph, folder: str = "") ->
             finder.add(role.file, problem.line, Mistake("program_unreadable", problem.why))
     read = Outcome(_check("text of the role programs", len(sources), finder), finder.take())
     if not roles:
-        return StaticResult((read,), (), 0, (), {}, time.perf_counter() - started)
+        return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
     return replace(_interpret(roles, graph, finder, read), seconds=time.perf_counter() - started)
 
 
@@ -141,7 +142,8 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, read: Ou
     held: dict[int, Mapping[str, Held]] = {r.stage.index: r.made for r in done}
     total = tuple(f"{kind}{stage}.{micro}" for kind, stage, micro in order.total)
     kept = tuple(o for o in outcomes if o.check.count or o.findings)
-    return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, 0.0)
+    rows = frozenset(row for r in done for row in r.rows)
+    return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, rows, 0.0)
 
 
 def _draws(readings: Sequence[Reading]) -> tuple[int, list[Noted]]:
@@ -164,7 +166,3 @@ def _draws(readings: Sequence[Reading]) -> tuple[int, list[Noted]]:
 def _check(name: str, count: int, finder: Finder) -> Check:
     refuted = finder.count
     return Check(name, Verdict.REFUTED if refuted else PROVED, max(count, refuted), refuted)
-
-
-def stages_of(roles: Sequence[RoleText]) -> dict[int, StageText]:
-    return {stage.index: stage for role in roles for stage in role.stages}

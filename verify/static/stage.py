@@ -39,6 +39,7 @@ class Reading:
     converted: int = 0
     drawn: dict[str, set[str]] = field(default_factory=dict)  # operation -> names it draws numbers under
     read: set[str] = field(default_factory=set)  # stored variables that some line reads
+    rows: set[str] = field(default_factory=set)  # functions of the conversion table
     returned: dict[str, Held | None] = field(default_factory=dict)
     made: dict[str, Held] = field(default_factory=dict)
 
@@ -208,6 +209,7 @@ def _line(reading: Reading, line: Line, scope: Scope, graph: Graph, typer: Typer
                 raise Mistake("program_unreadable", f"`{line.text}` converts nothing into one variable")
             results = [convert(line, held[0], reading.axes, graph.tensors[held[0].tensor])]
             reading.converted += 1
+            reading.rows.add(line.function.removeprefix("comm."))
         else:
             typed = typer.type_line(line, held, reading.axes)
             made = zip(typed.operation.outputs, typed.typing.outputs, strict=True)

@@ -123,7 +123,8 @@ def test_a_wrong_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is not a compiled program: it has no manifest.json" in capsys.readouterr().err
 
 
-def test_one_rank_needs_no_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def write_program_of_one_rank(tmp_path: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    tmp_path.mkdir(exist_ok=True)
     state, x = write_program(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest |= {"ranks": 1, "axes": [], "roles": [{"file": "role_0.py", "ranks": [0], "stages": [0, 1]}]}
@@ -133,6 +134,11 @@ def test_one_rank_needs_no_torchrun(tmp_path: Path, capsys: pytest.CaptureFixtur
     for ranks in ("(0, 1)", "(2, 3)"):
         text = text.replace(f"ranks = {ranks}", "ranks = (0,)").replace(f"peers={ranks}", "peers=(0,)")
     (tmp_path / "role_0.py").write_text(text.replace('{"dp": 2}', '{"dp": 1}').replace("outer=2", "outer=1"))
+    return state, x
+
+
+def test_one_rank_needs_no_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, x = write_program_of_one_rank(tmp_path)
     assert launch.main([str(tmp_path), "--dtype", "float64", "--steps", "2", "--device", "cpu"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("tiny.py on 1 rank (1f1b, 2 micro-batches): sgd, lr 0.01")
@@ -140,10 +146,52 @@ def test_one_rank_needs_no_torchrun(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [float(line.split("loss ")[1]) for line in lines] == pytest.approx(expected, rel=1e-12)
 
 
+def test_clipping_and_going_on_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path / "program")
+    saved = str(tmp_path / "checkpoint")
+
+    def lines(*more: str) -> list[str]:
+        common = [str(tmp_path / "program"), "--dtype", "float64", "--device", "cpu"]
+        assert launch.main([*common, "--clip-grad-norm", "0.25", "--loss-scale", "1024", *more]) == 0
+        return capsys.readouterr().out.splitlines()[1:]
+
+    whole = lines("--steps", "4")
+    assert [line.split()[1] for line in whole] == ["1", "2", "3", "4"]
+    assert all(float(line.split("gradient norm ")[1]) > 0.25 for line in whole)
+    assert lines("--steps", "2", "--save", saved) + lines("--steps", "2", "--load", saved) == whole
+    unclipped = losses_on_one_device(*write_program_of_one_rank(tmp_path / "other"), steps=4, lr=0.01)
+    assert float(whole[1].split("loss ")[1].split()[0]) != pytest.approx(unclipped[1], rel=1e-6)
+
+
+def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    arguments = [str(tmp_path), "--dtype", "float32", "--device", "cpu", "--steps", "2", "--loss-scale", "3e38"]
+    assert launch.main(arguments) == 0
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.endswith("(skipped: not finite)") and second.endswith("(skipped: not finite)")
+    assert first.split("loss ")[1].split()[0] == second.split("loss ")[1].split()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--clip-grad-norm", "0"], "--clip-grad-norm 0 is not a positive number"),
+        (["--loss-scale", "nan"], "--loss-scale nan is not a positive number"),
+        (["--save", "x", "--optimizer", "adamw"], "keeps nothing of adamw's own state"),
+    ],
+)
+def test_options_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    write_program_of_one_rank(tmp_path)
+    assert launch.main([str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_groups_and_pairs(tmp_path: Path) -> None:
     write_program(tmp_path)
     stages = read_program(tmp_path).stages()
-    assert groups_of(stages) == [(0, 1), (2, 3)]
+    assert groups_of(stages) == [(0, 1), (0, 1, 2, 3), (2, 3)]
     assert pairs_of(stages) == [(0, 2), (1, 3), (2, 0), (3, 1)]
     assert rank_with_loss(stages) == 2
 

@@ -1,0 +1,56 @@
+"""`nnscaler self-test plans`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.exit_codes import ExitCode
+from nnscaler.errors import NnscalerError
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+
+
+def run_plans(options: argparse.Namespace) -> int:
+    """Plants errors in programs, or Table T, and returns 0 or 1. Raises NnscalerError for senseless options."""
+    import torch
+
+    torch.set_num_threads(1)
+    if options.each < 1 or options.processes < 1:
+        raise NnscalerError("usage", "--each and --processes are at least 1")
+    good = _table(options) if options.table_t else _mutants(options)
+    return int(ExitCode.VERIFIED if good else ExitCode.REFUTED)
+
+
+def _table(options: argparse.Namespace) -> bool:
+    from verify.self_test.plans.table_t_run import run_table
+    from verify.self_test.plans.text import table_lines
+
+    console: Console = options.console
+    found = run_table(console.progress)
+    console.lines(table_lines(found))
+    return found.good
+
+
+def _mutants(options: argparse.Namespace) -> bool:
+    from verify.self_test.plans.plans import run_plans_self_test
+    from verify.self_test.plans.run import LEVELS
+    from verify.self_test.plans.subjects import MODELS
+    from verify.self_test.plans.text import plans_lines
+
+    console: Console = options.console
+    models = tuple(options.model or MODELS)
+    if unknown := [name for name in models if name not in MODELS]:
+        raise NnscalerError("usage", f"no mutants are made of {unknown[0]!r}", help=f"models: {', '.join(MODELS)}")
+    found = run_plans_self_test(
+        console.progress,
+        quick=options.quick or models != MODELS,
+        seed=options.seed,
+        levels=tuple(level for level in LEVELS if not options.level or level in options.level),
+        models=models,
+        each=options.each,
+        processes=options.processes,
+    )
+    console.lines(plans_lines(found, verbose=bool(options.verbose)))
+    return found.good

@@ -1,0 +1,51 @@
+"""Groups of ranks, sizes of elements: what the profile of a program is counted in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+
+from nnscaler.ir.mesh import DeviceMesh
+
+Ranks = tuple[int, ...]
+
+_BYTES = {"bool": 1, "complex32": 4, "complex64": 8, "complex128": 16, "bfloat16": 2}
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element: `float32` -> 4."""
+    if dtype in _BYTES:
+        return _BYTES[dtype]
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())  # float8_e4m3fn
+    return int(digits) // 8
+
+
+@lru_cache(maxsize=1024)
+def groups_over(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
+    """The groups of ranks of a mesh that differ on these axes only, each in the order of the mesh."""
+    outside = [[0] if a.name in axes else range(a.size) for a in mesh.axes]
+    inside = [range(a.size) if a.name in axes else [0] for a in mesh.axes]
+
+    def rank(first: Sequence[int], more: Sequence[int]) -> int:
+        return mesh.ranks[_ravel([x + y for x, y in zip(first, more, strict=True)], mesh.sizes)]
+
+    return tuple(tuple(rank(first, more) for more in product(*inside)) for first in product(*outside))
+
+
+def _ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
+    position = 0
+    for coordinate, size in zip(coordinates, sizes, strict=True):
+        position = position * size + coordinate
+    return position
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """`0-3`, `0, 8, 16`, `0-504 by 8`; ranks in another order than ascending are listed."""
+    listed = list(ranks)
+    steps = {b - a for a, b in pairwise(listed)}
+    if len(listed) > 2 and len(steps) == 1 and (step := steps.pop()) > 0:
+        return f"{listed[0]}-{listed[-1]}" + (f" by {step}" if step > 1 else "")
+    if len(listed) == 2 and listed[1] == listed[0] + 1:
+        return f"{listed[0]}-{listed[1]}"
+    return ", ".join(map(str, listed))

@@ -1,0 +1,166 @@
+"""The communication profile: what every rank sends in one step, in classes of equal calls.
+
+It is computed from the communicated graph and the schedule, without running anything, and a test counts the calls that
+programs make on the simulator: kinds, groups, bytes and times are theirs.
+
+`bytes` is what a rank hands to one call: the whole tensor of an all_reduce, the shard of an all_gather, all pieces of a
+reduce_scatter or an all_to_all, one message. `wire_bytes` is what a rank then sends in a ring algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.groups import Ranks, ranks_text
+from nnscaler.communication.profile_calls import Call, calls_of_stage
+from nnscaler.communication.profile_gradients import gradient_calls
+from nnscaler.scheduling.schedule import Schedule
+
+VERSION = 1
+_RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """When in a step. `first` and `last`: positions among the `of` instructions of the ranks that call; None for what
+    is outside of the schedule."""
+
+    text: str
+    first: int | None
+    last: int | None
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveClass:
+    """Equal calls of one stage. `members`: every group that makes them (for messages: every (source, target) pair);
+    `calls`: per step and rank of a group."""
+
+    call: Call
+    calls: int
+    when: When
+
+    @property
+    def members(self) -> tuple[Ranks, ...]:
+        return self.call.members
+
+    @property
+    def total_bytes(self) -> int:
+        """Per step, over all ranks that hand something over."""
+        senders = 1 if self.call.kind == "send/recv" else len(self.members[0])
+        return self.call.bytes * self.calls * len(self.members) * senders
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one rank sends in one step."""
+        size = len(self.members[0])
+        if self.call.kind == "send/recv":
+            return float(self.call.bytes * self.calls)
+        if self.call.kind == "all_gather":
+            return float(self.call.bytes * (size - 1) * self.calls)
+        return _RING[self.call.kind] * (size - 1) / size * self.call.bytes * self.calls
+
+    def as_dict(self) -> dict[str, Any]:
+        call = self.call
+        return {
+            "kind": call.kind,
+            "direction": call.direction,
+            "stage": call.stage,
+            "to_stage": call.to_stage,
+            "axis": call.axis,
+            "group": ranks_text(self.members[0]),
+            "group_size": len(self.members[0]),
+            "groups": len(self.members),
+            "dtype": call.dtype,
+            "reduction": call.reduction,
+            "bytes": call.bytes,
+            "calls": self.calls,
+            "total_bytes": self.total_bytes,
+            "wire_bytes": round(self.wire_bytes),
+            "when": {
+                "text": self.when.text,
+                "first": self.when.first,
+                "last": self.when.last,
+                "of": self.when.of,
+            },
+            "module": call.module,
+            "where": call.where,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Sums over classes of one axis, kind and direction. `calls`: over all groups."""
+
+    axis: str
+    kind: str
+    direction: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CommunicationProfile:
+    """All classes, in the order of stages and of first occurrence."""
+
+    classes: tuple[CollectiveClass, ...]
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """Per axis, kind and direction, largest first."""
+        sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+        for c in self.classes:
+            key = (c.call.axis, c.call.kind, c.call.direction)
+            calls, sent = sums.get(key, (0, 0))
+            sums[key] = (calls + c.calls * len(c.members), sent + c.total_bytes)
+        found = (Total(*key, *value) for key, value in sums.items())
+        return tuple(sorted(found, key=lambda t: (-t.bytes, t.axis, t.kind, t.direction)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON data; docs/reports/comm-profile.schema.json describes it."""
+        totals = [
+            {"axis": t.axis, "kind": t.kind, "direction": t.direction, "calls": t.calls, "bytes": t.bytes}
+            for t in self.totals
+        ]
+        return {
+            "version": VERSION,
+            "unit": "bytes per step",
+            "totals": totals,
+            "classes": [c.as_dict() for c in self.classes],
+        }
+
+
+def communication_profile(communicated: CommunicatedGraph, schedule: Schedule) -> CommunicationProfile:
+    """What one training step of the program communicates."""
+    counts: dict[Call, int] = {}
+    for call, times in _all_calls(communicated):
+        counts[call] = counts.get(call, 0) + times
+    return CommunicationProfile(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
+
+
+def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]]:
+    for program in communicated.stages:
+        yield from calls_of_stage(communicated, program)
+    yield from gradient_calls(communicated)
+
+
+def _when(call: Call, schedule: Schedule) -> When:
+    order = schedule.orders[schedule.devices[call.stage]]
+    if call.phase in ("F", "B"):
+        positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]
+        each = ", each micro-batch" if schedule.micro_batches > 1 else ""
+        return When(f"{call.phase} of stage {call.stage}{each}", positions[0], positions[-1], len(order))
+    texts = {
+        "prepare": f"prepare of stage {call.stage}, once, before the first instruction",
+        "gradient": "once, after the last instruction",
+        "loss": "once, after the gradients",
+    }
+    return When(texts[call.phase], None, None, len(order))
+
+
+def largest_first(classes: Iterable[CollectiveClass]) -> list[CollectiveClass]:
+    """By bytes per step."""
+    return sorted(classes, key=lambda c: -c.total_bytes)

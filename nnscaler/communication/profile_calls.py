@@ -1,0 +1,227 @@
+"""The calls of a stage: conversions forward and backward, messages to other stages, the sum of the loss."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from nnscaler.communication.communicated import (
+    CommunicatedGraph,
+    Compute,
+    Convert,
+    Message,
+    StageProgram,
+    Statement,
+    Version,
+    reads,
+    writes,
+)
+from nnscaler.communication.groups import Ranks, element_bytes, groups_over
+from nnscaler.communication.recomputed import repeated_in_backward
+from nnscaler.communication.regions import Message as Block
+from nnscaler.communication.regions import transfer, without_axis
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Partial, local_shape
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.tensor import LogicalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One class of calls. `bytes`: what a rank hands over. `members`: the groups, or (source, target) pairs. `phase`:
+    the instruction that makes it (F, B) or prepare, gradient, loss. `module` and `where`: the part of the model that
+    causes it, layers written `*`."""
+
+    kind: str
+    direction: str
+    phase: str
+    stage: int
+    axis: str
+    dtype: str
+    bytes: int
+    members: tuple[Ranks, ...]
+    module: str
+    where: str
+    to_stage: int | None = None
+    reduction: str = ""
+
+
+def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[tuple[Call, int]]:
+    """Classes and how often one rank makes the call; a class may come more than once."""
+    graph, micro_batches = communicated.partitioned.graph, program.stage.micro_batches
+    causes = _causes(program.prepare)
+    for i, statement in enumerate(program.prepare):
+        if isinstance(statement, Convert):
+            yield from _conversion(graph, program, statement, "forward", "prepare", causes[i], 1)
+    live = differentiated(graph, program)
+    again = repeated_in_backward(graph, program.forward)
+    causes = _causes(program.forward)
+    for i, statement in enumerate(program.forward):
+        if isinstance(statement, Convert):
+            cause = causes[i]
+            yield from _conversion(graph, program, statement, "forward", "F", cause, micro_batches)
+            if statement.target.variable in live:
+                yield from _conversion(graph, program, statement, "backward", "B", cause, micro_batches)
+            if i in again:
+                yield from _conversion(graph, program, statement, "recompute", "B", cause, micro_batches)
+    for message in program.sends:
+        yield from _message(communicated, message, micro_batches)
+    if program.loss is not None:
+        yield from _loss(graph, program)
+
+
+def differentiated(graph: Graph, program: StageProgram) -> frozenset[str]:
+    """Variables of `forward` that get a gradient: those from which the loss or a message is reached through
+    operations that record one."""
+    live = {m.source.variable for m in program.sends if m.needs_grad}
+    if program.loss is not None:
+        live.add(program.loss.variable)
+
+    def recorded(version: Version | None) -> bool:
+        return version is not None and version.variable in live and graph.tensors[version.tensor].needs_grad
+
+    for statement in reversed(program.forward):
+        if any(map(recorded, writes(statement))):
+            live.update(v.variable for v in reads(statement) if graph.tensors[v.tensor].needs_grad)
+    return frozenset(live)
+
+
+def _conversion(
+    graph: Graph,
+    program: StageProgram,
+    statement: Convert,
+    direction: str,
+    phase: str,
+    cause: Operation | None,
+    times: int,
+) -> Iterator[tuple[Call, int]]:
+    move, stage = statement.move, program.stage
+    kind = move.row.backward if direction == "backward" else move.row.forward
+    if kind is None or stage.sizes[move.axis] == 1:
+        return
+    tensor = graph.tensors[statement.source.tensor]
+    given = statement.target if direction == "backward" else statement.source
+    name, before = stage.names[move.axis], move.source[move.axis]
+    reduction = ""
+    if kind in ("all_reduce", "reduce_scatter"):
+        reduction = before.reduction if isinstance(before, Partial) and direction != "backward" else "sum"
+    module, where = describe_cause(cause, program)
+    call = Call(
+        kind,
+        direction,
+        phase,
+        stage.index,
+        name,
+        tensor.dtype,
+        _local_bytes(tensor, given, stage.sizes),
+        groups_over(stage.mesh, (name,)),
+        module,
+        where,
+        reduction=reduction,
+    )
+    yield call, times
+
+
+def _local_bytes(tensor: LogicalTensor, version: Version, sizes: Sequence[int]) -> int:
+    return prod(local_shape(version.layout, sizes, tensor.shape)) * element_bytes(tensor.dtype)
+
+
+def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:
+    """Conversion -> the operation that causes it: the one that made a partial sum, else the first that reads it."""
+    makers: dict[str, Operation] = {}
+    readers: dict[str, Operation] = {}
+    for statement in statements:
+        if isinstance(statement, Compute):
+            makers.update((v.variable, statement.operation) for v in statement.outputs if v is not None)
+    for statement in reversed(statements):
+        if isinstance(statement, Compute):
+            readers.update((v.variable, statement.operation) for v in statement.inputs)
+        elif statement.target.variable in readers:
+            readers.setdefault(statement.source.variable, readers[statement.target.variable])
+    found: dict[int, Operation | None] = {}
+    for i, statement in enumerate(statements):
+        if not isinstance(statement, Convert):
+            continue
+        maker = makers.get(statement.source.variable)
+        reader = readers.get(statement.target.variable)
+        summed = isinstance(statement.move.source[statement.move.axis], Partial)
+        found[i] = (maker or reader) if summed or reader is None else reader
+        if maker is not None:
+            makers.setdefault(statement.target.variable, maker)
+    return found
+
+
+def describe_cause(operation: Operation | None, program: StageProgram) -> tuple[str, str]:
+    """(module with layer numbers written `*`, file:line)."""
+    if operation is None:
+        return f"stage {program.stage.index}", ""
+    where = operation.where
+    line = f"{os.path.basename(where.file)}:{where.line}" if where is not None else ""
+    return layer_pattern(operation.module) or operation.name, line
+
+
+def layer_pattern(path: str) -> str:
+    """`model.layers.7.mlp` -> `model.layers.*.mlp`: one class for all layers."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _message(communicated: CommunicatedGraph, message: Message, times: int) -> Iterator[tuple[Call, int]]:
+    graph = communicated.partitioned.graph
+    producer, consumer = communicated.stages[message.source_stage], communicated.stages[message.target_stage]
+    source, target = producer.stage, consumer.stage
+    tensor = graph.tensors[message.tensor]
+    reader = next((s.operation for s in _computes(consumer) if message.target in s.inputs), None)
+    module, where = describe_cause(reader or graph.producers.get(message.tensor), consumer)
+    if source.mesh.same_shape(target.mesh):
+        size = _local_bytes(tensor, message.source, source.sizes)
+        forward = {size: tuple(pair for pair in zip(source.mesh.ranks, target.mesh.ranks, strict=True))}
+        backward = {size: tuple((b, a) for a, b in forward[size])}
+    else:
+        (shape, there), (_, here) = (
+            without_axis(tensor.shape, version.layout, stage.sizes, len(stage.sizes) - 1)
+            for version, stage in ((message.source, source), (message.target, target))
+        )
+        forward = _by_size(transfer(shape, source.mesh, there, target.mesh, here), tensor.dtype)
+        backward = _by_size(transfer(shape, target.mesh, here, source.mesh, there), tensor.dtype)
+    ways = [("forward", "F", source.index, target.index, forward)]
+    if message.needs_grad:
+        ways.append(("backward", "B", target.index, source.index, backward))
+    for direction, phase, sender, receiver, found in ways:
+        for size, pairs in found.items():
+            far = tuple(pair for pair in pairs if pair[0] != pair[1])  # a rank keeps what it sends to itself
+            if far:
+                yield (
+                    Call("send/recv", direction, phase, sender, "pp", tensor.dtype, size, far, module, where, receiver),
+                    times,
+                )
+
+
+def _computes(program: StageProgram) -> Iterator[Compute]:
+    return (s for s in program.forward if isinstance(s, Compute))
+
+
+def _by_size(messages: Sequence[Block], dtype: str) -> dict[int, tuple[tuple[int, int], ...]]:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for m in messages:
+        found.setdefault(m.elements * element_bytes(dtype), []).append((m.source, m.target))
+    return {size: tuple(pairs) for size, pairs in found.items()}
+
+
+def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[Call, int]]:
+    stage, loss = program.stage, program.loss
+    assert loss is not None
+    producer = graph.producers[graph.loss]
+    module, where = describe_cause(producer, program)
+    tensor = graph.tensors[graph.loss]
+    for axis, state in zip(stage.axes, loss.layout, strict=True):
+        if isinstance(state, Partial) and axis.name in stage.mesh.names and axis.size > 1:
+            size = _local_bytes(tensor, loss, stage.sizes)
+            groups = groups_over(stage.mesh, (axis.name,))
+            call = Call(
+                "all_reduce", "loss", "loss", stage.index, axis.name, tensor.dtype, size, groups, module, where,
+                reduction=state.reduction,
+            )  # fmt: skip
+            yield call, 1

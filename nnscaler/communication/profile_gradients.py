@@ -1,0 +1,105 @@
+"""The gradient sums of a step, in the buckets that `nnscaler.runtime.reducer` makes. A test holds the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from nnscaler.communication.communicated import CommunicatedGraph, StageProgram, Stored
+from nnscaler.communication.groups import Ranks, element_bytes, groups_over
+from nnscaler.communication.profile_calls import Call, layer_pattern
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import local_shape
+
+BUCKET_BYTES = 25 * 2**20
+HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """A local gradient: the groups that sum it, and its size on a rank."""
+
+    fqn: str
+    members: tuple[Ranks, ...]
+    dtype: str
+    bytes: int
+    stage: int
+    axes: tuple[str, ...]
+    where: str
+
+
+def gradient_dtype(dtype: str) -> str:
+    """Gradients of half precision are accumulated in float32."""
+    return "float32" if dtype in HALF else dtype
+
+
+def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]]:
+    """One call per bucket and group, on every role."""
+    graph = communicated.partitioned.graph
+    devices: dict[int, list[StageProgram]] = {}
+    for program in communicated.stages:
+        devices.setdefault(program.stage.device, []).append(program)
+    shared: dict[tuple[Ranks, ...], int] = {}  # a group that spans devices is counted with the first of them
+    for device, programs in devices.items():
+        found = [g for p in programs for s in p.stored if (g := _gradient(communicated, graph, p, s)) is not None]
+        for bucket in _buckets(found):
+            first = bucket[0]
+            if len(first.members[0]) > 1 and shared.setdefault(first.members, device) == device:
+                yield _call(bucket), 1
+
+
+def _gradient(communicated: CommunicatedGraph, graph: Graph, program: StageProgram, stored: Stored) -> _Gradient | None:
+    tensor, stage = graph.tensors[stored.tensor], program.stage
+    users = graph.consumers[stored.tensor]
+    if tensor.role != "parameter" or not tensor.needs_grad or not users:
+        return None
+    inside = groups_over(stage.mesh, stored.reduce)
+    members = inside
+    if len(stored.copies) > 1:
+        meshes = list(dict.fromkeys(communicated.stages[s].stage.mesh for s in stored.copies))
+        positions = {rank: i for i, rank in enumerate(stage.mesh.ranks)}
+        members = tuple(
+            tuple(sorted({mesh.ranks[positions[rank]] for mesh in meshes for rank in group})) for group in inside
+        )
+    dtype = gradient_dtype(tensor.dtype)
+    size = prod(local_shape(stored.at_rest, stage.sizes, tensor.shape)) * element_bytes(dtype)
+    copies = ("pp",) if len(members[0]) > len(inside[0]) else ()
+    where = users[0][0].where
+    line = f"{where.file.rpartition('/')[2]}:{where.line}" if where is not None else ""
+    return _Gradient(tensor.fqns[0], members, dtype, size, stage.index, (*stored.reduce, *copies), line)
+
+
+def _buckets(gradients: Sequence[_Gradient]) -> list[list[_Gradient]]:
+    """Gradients with one group and dtype, by name, up to `BUCKET_BYTES` each."""
+    distinct = {(g.members, g.dtype, g.fqn): g for g in reversed(gradients)}
+    buckets: list[list[_Gradient]] = []
+    size = 0
+    for gradient in sorted(distinct.values(), key=lambda g: (g.members, g.dtype, g.fqn)):
+        last = buckets[-1][0] if buckets else None
+        together = last is not None and (last.members, last.dtype) == (gradient.members, gradient.dtype)
+        if not together or size + gradient.bytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += gradient.bytes
+    return buckets
+
+
+def _call(bucket: Sequence[_Gradient]) -> Call:
+    first = bucket[0]
+    patterns = list(dict.fromkeys(layer_pattern(g.fqn) for g in bucket))
+    module = ", ".join(patterns[:2]) + (f" and {len(patterns) - 2} more" if len(patterns) > 2 else "")
+    return Call(
+        "all_reduce",
+        "gradient",
+        "gradient",
+        first.stage,
+        "+".join(first.axes),
+        first.dtype,
+        sum(g.bytes for g in bucket),
+        first.members,
+        module,
+        first.where,
+        reduction="sum",
+    )

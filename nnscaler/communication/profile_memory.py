@@ -1,0 +1,158 @@
+"""What every stage holds in memory and computes, by a model: estimates for a report, not measurements.
+
+Memory, of one rank, in bytes, at the moment of the step when most is held:
+
+* parameters: the shards of parameters, buffers and constants as they rest;
+* gradients: one per trainable parameter, in float32 where the parameter is of half precision;
+* activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
+  order of the schedule. A value is read by backward where the operator is not linear in it (`recomputed.kept_inputs`);
+  views count as what they show. Of a recomputed group only what goes in is kept.
+
+Not counted: the optimizer's state, what an operator needs for itself, fragmentation, buffers of communication.
+
+Work of a forward pass: floating point operations of matmul-like operators and elements written, of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Version
+from nnscaler.communication.groups import element_bytes, ranks_text
+from nnscaler.communication.profile_gradients import gradient_dtype
+from nnscaler.communication.recomputed import group_of, kept_inputs
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Layout, local_shape
+from nnscaler.ir.placement import Split
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.timeline import peak_of_stage
+from nnscaler.transform.signature import Signature
+
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "reshape.default view.default transpose.int permute.default unsqueeze.default squeeze.dim expand.default "
+        "t.default slice.Tensor select.int split.Tensor split_with_sizes.default chunk.default unbind.int "
+        "flatten.using_ints"
+    ).split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on one rank of a stage. Several stages of one role add up."""
+
+    stage: int
+    role: int
+    ranks: str
+    parameters: int
+    gradients: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.activations
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "role": self.role,
+            "ranks": self.ranks,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "activations": self.activations,
+            "total": self.total,
+        }
+
+
+def stage_memory(communicated: CommunicatedGraph, schedule: Schedule) -> tuple[StageMemory, ...]:
+    """The memory of every stage."""
+    graph = communicated.partitioned.graph
+    return tuple(
+        StageMemory(
+            program.stage.index,
+            program.stage.device,
+            ranks_text(program.stage.mesh.ranks),
+            sum(_bytes(graph, s.tensor, s.at_rest, program) for s in program.stored),
+            sum(_gradient_bytes(graph, program)),
+            kept_bytes(graph, program) * peak_of_stage(schedule, program.stage.index),
+        )
+        for program in communicated.stages
+    )
+
+
+def kept_bytes(graph: Graph, program: StageProgram) -> int:
+    """What one micro-batch keeps on a rank from its forward to its backward."""
+    stored = {s.variable for s in program.stored}
+    base: dict[str, Version] = {}
+    inside: dict[str, str] = {}  # variable -> the recomputed group that makes it
+    kept: dict[str, int] = {}
+    for i, statement in enumerate(program.forward):
+        group = group_of(program.forward, i)
+        made = statement.outputs if isinstance(statement, Compute) else (statement.target,)
+        if isinstance(statement, Compute):
+            if statement.operation.operator in _VIEWS:
+                shown = base.get(statement.inputs[0].variable, statement.inputs[0])
+                base.update((v.variable, shown) for v in made if v is not None)
+            read = kept_inputs(graph, statement) if group is None else statement.inputs
+        else:
+            read = () if group is None else (statement.source,)
+        if group is not None:
+            inside.update((v.variable, group) for v in made if v is not None)
+        for version in read:
+            shown = base.get(version.variable, version)
+            if shown.variable not in stored and (group is None or inside.get(shown.variable) != group):
+                kept[shown.variable] = _bytes(graph, shown.tensor, shown.layout, program)
+    return sum(kept.values())
+
+
+def _gradient_bytes(graph: Graph, program: StageProgram) -> Iterator[int]:
+    for stored in program.stored:
+        tensor = graph.tensors[stored.tensor]
+        if tensor.role == "parameter" and tensor.needs_grad:
+            local = local_shape(stored.at_rest, program.stage.sizes, tensor.shape)
+            yield prod(local) * element_bytes(gradient_dtype(tensor.dtype))
+
+
+def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram) -> int:
+    described = graph.tensors[tensor]
+    return prod(local_shape(layout, program.stage.sizes, described.shape)) * element_bytes(described.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """Operations of one rank for one micro-batch. `backward`: twice the forward, and what is recomputed."""
+
+    forward: float
+    backward: float
+
+
+def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> tuple[StageWork, ...]:
+    """The work of every stage; at least one operation, so that every pass takes time."""
+    graph = communicated.partitioned.graph
+    found = []
+    for program in communicated.stages:
+        forward = recomputed = 0.0
+        for statement in program.forward:
+            if isinstance(statement, Compute):
+                cost = _work(graph, program, statement, signatures)
+                forward += cost
+                recomputed += cost if statement.placement.recompute else 0.0
+        forward = max(forward, 1.0)
+        found.append(StageWork(forward, 2 * forward + recomputed))
+    return tuple(found)
+
+
+def _work(graph: Graph, program: StageProgram, statement: Compute, signatures: Mapping[str, Signature]) -> float:
+    stage = program.stage
+    choices = zip(statement.placement.choices[stage.index], stage.sizes, strict=True)
+    parts = prod(size for choice, size in choices if isinstance(choice, Split))
+    written = sum(
+        prod(local_shape(v.layout, stage.sizes, graph.tensors[v.tensor].shape))
+        for v in statement.outputs
+        if v is not None
+    )
+    return signatures[statement.operation.name].flops / parts + written

@@ -1,0 +1,67 @@
+"""What the derivative of an operation keeps, and which conversions a recomputed group repeats in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from op_registry.bind_call import linear_sets
+from op_registry.registry import default_registry
+
+from nnscaler.communication.communicated import Compute, Convert, Statement, Version
+from nnscaler.ir.graph import Graph
+
+# not linear to the registry (casts round, a constant is added), and their derivatives need no values
+_KEEPS_NOTHING = frozenset(
+    "aten.to.dtype aten._to_copy.default aten.add.Tensor aten.add.Scalar aten.sub.Tensor aten.sub.Scalar "
+    "aten.rsub.Scalar aten.clone.default aten.contiguous.default nnscaler.ce_tail".split()
+)
+
+
+def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
+    """The inputs whose values backward reads: those in which, together with an input that has a gradient, the operator
+    is not linear. What an operator keeps of its outputs instead is of the same size."""
+    recorded = statement.operation.region.grad_enabled and any(
+        v is not None and graph.tensors[v.tensor].needs_grad for v in statement.outputs
+    )
+    operator = statement.operation.operator
+    if not recorded or operator in _KEEPS_NOTHING:
+        return ()
+    spec = default_registry().lookup(operator)
+    sets = tuple(frozenset(s) for s in linear_sets(spec, statement.call)) if spec is not None else ()
+    grads = [graph.tensors[v.tensor].needs_grad for v in statement.inputs]
+    return tuple(
+        version
+        for i, version in enumerate(statement.inputs)
+        if any(wants and not any(i in s and j in s for s in sets) for j, wants in enumerate(grads))
+    )
+
+
+def group_of(statements: Sequence[Statement], position: int) -> str | None:
+    """The recomputed group of a statement. A conversion belongs to a group when the operations around it do."""
+    statement = statements[position]
+    if isinstance(statement, Compute):
+        return statement.placement.recompute
+    following = next((s for s in statements[position:] if isinstance(s, Compute)), None)
+    previous = next((s for s in reversed(statements[:position]) if isinstance(s, Compute)), None)
+    around = {None if s is None else s.placement.recompute for s in (previous, following)}
+    return around.pop() if len(around) == 1 else None
+
+
+def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
+    """Positions of conversions that run again in backward. A group is run again up to the last value that backward
+    reads: what comes after it is not needed."""
+    if not any(isinstance(s, Compute) and s.placement.recompute for s in statements):
+        return frozenset()
+    found: set[int] = set()
+    runs: list[list[int]] = []
+    groups = [group_of(statements, i) for i in range(len(statements))]
+    for i, group in enumerate(groups):
+        if group is not None and runs and groups[i - 1] == group:
+            runs[-1].append(i)
+        elif group is not None:
+            runs.append([i])
+    for run in runs:
+        keeping = [i for i in run if isinstance(s := statements[i], Compute) and kept_inputs(graph, s)]
+        last = max(keeping, default=-1)
+        found.update(i for i in run if i < last and isinstance(statements[i], Convert))
+    return frozenset(found)

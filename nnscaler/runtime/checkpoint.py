@@ -1,0 +1,103 @@
+"""Checkpoints: each rank writes what it holds first, and what is read is the whole model, whatever plan comes next.
+
+    <folder>/rank_<r>.pt    step, ranks, names of all that it holds, and its pieces: name, logical shape and indices
+
+Parameters, buffers and the number of steps are kept; an optimizer's own state is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.clipping import holds_first_copy
+from nnscaler.runtime.communicator import ProgramError
+from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.role import Buffer, Parameter, Stage
+from nnscaler.runtime.shards import logical_indices, put
+
+FORMAT = 1
+_FILE = re.compile(r"rank_(\d+)\.pt$")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`state`: logical tensors by name, on the CPU. `step`: optimizer steps that were made."""
+
+    step: int
+    state: Mapping[str, Tensor]
+
+
+def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
+    """Writes this rank's part; every rank calls it. The checkpoint is complete when all have returned."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    stages = list(executor.stages.values())
+    content = {
+        "format": FORMAT,
+        "ranks": executor.communicator.world_size,
+        "step": executor.context.step,
+        "names": sorted({name for stage in stages for name in _names(stage)}),
+        "pieces": [piece for stage in stages for piece in _pieces(stage)],
+    }
+    temporary = path / f"rank_{executor.rank}.new"
+    torch.save(content, temporary)
+    temporary.replace(path / f"rank_{executor.rank}.pt")
+
+
+def load_checkpoint(folder: str | Path) -> Checkpoint:
+    """The whole model. Raises ProgramError when files are missing, do not belong together or leave elements out."""
+    parts = _read(Path(folder))
+    value: dict[str, Tensor] = {}
+    known: dict[str, Tensor] = {}
+    for part in parts:
+        for piece in part["pieces"]:
+            name, shape = piece["name"], tuple(piece["shape"])
+            if name not in value:
+                value[name] = piece["tensor"].new_zeros(shape)
+                known[name] = torch.zeros(shape, dtype=torch.bool)
+            put(value[name], piece["tensor"], piece["indices"])
+            put(known[name], torch.ones_like(piece["tensor"], dtype=torch.bool), piece["indices"])
+    for name in sorted({name for part in parts for name in part["names"]}):
+        if name not in known or not bool(known[name].all()):
+            raise ProgramError(f"{folder}: elements of {name!r} are in no file")
+    return Checkpoint(int(parts[0]["step"]), value)
+
+
+def _names(stage: Stage) -> set[str]:
+    return {description.fqn for _, description in _stored(stage)}
+
+
+def _stored(stage: Stage) -> list[tuple[str, Parameter | Buffer]]:
+    return [*stage.parameters.items(), *stage.frozen.items(), *stage.buffers.items()]
+
+
+def _pieces(stage: Stage) -> Iterator[dict[str, Any]]:
+    for name, description in _stored(stage):
+        if holds_first_copy(stage, description):
+            shape = tuple(description.shape)
+            yield {
+                "name": description.fqn,
+                "shape": shape,
+                "indices": logical_indices(shape, description.states, stage.sizes(), stage.coordinates()),
+                "tensor": getattr(stage, name).detach().cpu().clone(),
+            }
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    numbers = sorted(int(m[1]) for f in (path.iterdir() if path.is_dir() else ()) if (m := _FILE.match(f.name)))
+    if not numbers:
+        raise ProgramError(f"{path} is no checkpoint: it has no rank_0.pt")
+    parts = [torch.load(path / f"rank_{n}.pt", mmap=True, weights_only=True) for n in numbers]
+    ranks, step = parts[0]["ranks"], parts[0]["step"]
+    if any(part["format"] != FORMAT for part in parts):
+        raise ProgramError(f"{path} has another format than this runtime reads, which is {FORMAT}")
+    if numbers != list(range(ranks)) or any((part["ranks"], part["step"]) != (ranks, step) for part in parts):
+        raise ProgramError(f"{path} mixes or lacks files: {len(parts)} files, of {ranks} ranks at step {step}")
+    return parts

@@ -1,0 +1,166 @@
+"""What only the runs beside the trajectory see: with a loss scale of 1, equal labels and no checkpoint all is right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import verify
+from nnscaler.runtime import checkpoint, clipping, gradients
+from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.role import Stage
+from nnscaler.tracing.loss_module import training
+from tests.broken import models
+from tests.broken.planting import Edit, Original, compile_original
+
+Patch = pytest.MonkeyPatch
+
+
+def codes(report: verify.Report) -> set[str]:
+    assert report.exit_code == 1, report.to_json()
+    return {finding.code for finding in report.findings}
+
+
+def failed(report: verify.Report) -> set[str]:
+    return {check.name for check in report.checks if not check.verdict.passes}
+
+
+def test_copies_that_count_once_for_each_rank(monkeypatch: Patch, sharded: Original) -> None:
+    monkeypatch.setattr(clipping, "holds_first_copy", lambda *_: True)
+    report = sharded.verify(sharded.folder)
+    assert codes(report) >= {"gradient_norm_differs"}
+    assert failed(report) >= {"gradient norm, clipped", "parameters after 2 steps"}
+
+
+def test_shards_that_do_not_count(monkeypatch: Patch, small_sharded: Original) -> None:
+    first = clipping.holds_first_copy
+    monkeypatch.setattr(clipping, "holds_first_copy", lambda s, d: first(s, d) and not any(s.coordinates().values()))
+    assert "gradient_norm_differs" in codes(small_sharded.verify(small_sharded.folder))
+
+
+def test_a_norm_without_the_copies_of_other_stages(monkeypatch: Patch, staged: Original) -> None:
+    """A tied parameter counts in each stage that holds it."""
+    monkeypatch.setattr(
+        clipping, "holds_first_copy", lambda stage, _: not any(stage.coordinates()[axis] for axis in stage.axes)
+    )
+    assert "gradient_norm_differs" in codes(staged.verify(staged.folder))
+
+
+def test_each_rank_clips_by_its_own_norm(monkeypatch: Patch, sharded: Original) -> None:
+    def own(stages: Any, communicator: Any, norm_type: float = 2.0) -> Tensor:
+        grads = [p.grad for stage in stages for p in clipping._trained(stage) if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]), norm_type).double()
+
+    monkeypatch.setattr("nnscaler.runtime.executor.gradient_norm", own)
+    assert "gradient_norm_differs" in codes(sharded.verify(sharded.folder))
+
+
+def test_nothing_is_clipped(monkeypatch: Patch, sharded: Original) -> None:
+    monkeypatch.setattr("nnscaler.runtime.executor.clip_gradients", lambda *_: None)
+    assert "parameter_differs" in codes(sharded.verify(sharded.folder))
+
+
+def test_a_constant_in_backward(sharded: Original, tmp_path: Path) -> None:
+    """Far below any tolerance, and yet it does not grow with the loss."""
+    line = "layer_norm_1_v1 = "
+    program = sharded.folder / "role_0.py"
+    (text,) = [t for t in program.read_text(encoding="utf-8").splitlines() if line in t]
+    call = text.split(" = ", 1)[1].split("  #")[0]
+    hooked = f"{call}; layer_norm_1_v1.requires_grad and layer_norm_1_v1.register_hook(lambda g: g + 1e-16)"
+    report = sharded.verify(sharded.broken(tmp_path, [Edit(call, hooked, line=line)]))
+    assert codes(report) == {"loss_scale_matters"}
+    assert failed(report) == {"loss scale 1024", "loss scale 1/1024"}
+    assert {f.cause for f in report.findings} == {"backward adds something that does not grow with the loss"}
+
+
+@pytest.mark.parametrize(("applied", "cause"), [(0, "it still has the scale"), (2, "divided out twice")])
+def test_the_scale_is_not_taken_out_once(monkeypatch: Patch, small_sharded: Original, applied: int, cause: str) -> None:
+    finish = gradients.Gradients.finish
+    monkeypatch.setattr(gradients.Gradients, "finish", lambda self, scale: finish(self, scale**applied))
+    report = small_sharded.verify(small_sharded.folder)
+    assert codes(report) >= {"loss_scale_matters", "gradient_differs"}
+    assert any(cause in str(finding.cause) for finding in report.findings)
+    assert all(
+        f.message.startswith("with a loss scale of ") for f in report.findings if not f.code.startswith("tensor")
+    )
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Original]:
+    """A batch in which all labels count: dp=2 and two micro-batches."""
+    inputs = models.text()
+    inputs["labels"] = inputs["labels"].clamp(min=0)
+    yield compile_original(tmp_path_factory.mktemp("alike"), models.one_block, inputs, 2, "dp=2", micro_batches=2)
+
+
+@pytest.mark.parametrize("times", [("all_reduce", "* self.dp.size"), ("", "")])
+def test_a_mean_of_means(alike: Original, tmp_path: Path, times: tuple[str, str]) -> None:
+    """The local count, times the number of ranks: right for as long as the sample has equal counts."""
+    call = "comm.all_reduce(cross_entropy_loss_count_of_step, self.dp)"
+    assert call in (alike.folder / "role_0.py").read_text(encoding="utf-8")
+    wrong = "cross_entropy_loss_count_of_step * self.dp.size" if times[0] else "cross_entropy_loss_count_of_step"
+    report = alike.verify(alike.broken(tmp_path, [Edit(call, wrong)]))
+    if times[0]:
+        assert failed(report) == {"unequal labels"}, report.to_json()
+        assert codes(report) <= {"loss_differs", "gradient_differs"}
+        assert report.findings[0].message.startswith("with unequal numbers of labels: ")
+    else:
+        assert {"unequal labels", "loss"} <= failed(report)
+
+
+def test_evaluation_as_in_training(monkeypatch: Patch) -> None:
+    """Batch norm that takes the statistics of the batch also when it should not."""
+    tracing = sys.modules["nnscaler.tracing.trace"]
+    monkeypatch.setattr(tracing, "evaluating", training)
+    report = verify.verify_plan(models.normed, models.images(), ranks=2, plan="dp=2")
+    assert codes(report) == {"evaluation_differs"} and failed(report) == {"evaluation mode"}
+
+
+def test_evaluation_forgets_a_micro_batch(monkeypatch: Patch, small_staged: Original) -> None:
+    total = RankExecutor._total
+    monkeypatch.setattr(
+        RankExecutor,
+        "_total",
+        lambda self, stage, losses: total(self, stage, losses if torch.is_grad_enabled() else losses[:1]),
+    )
+    assert codes(small_staged.verify(small_staged.folder)) == {"evaluation_differs"}
+
+
+def test_a_checkpoint_without_buffers(monkeypatch: Patch, normed: Original) -> None:
+    pieces = checkpoint._pieces
+
+    def parameters(stage: Stage) -> Any:
+        held = {d.fqn for d in stage.buffers.values()}
+        return (piece for piece in pieces(stage) if piece["name"] not in held)
+
+    monkeypatch.setattr(checkpoint, "_pieces", parameters)
+    monkeypatch.setattr(checkpoint, "_names", lambda _: set())
+    report = normed.verify(normed.folder)
+    assert codes(report) == {"checkpoint_differs"} and failed(report) == {"save and load"}
+    assert any("norm.running_mean" in finding.message for finding in report.findings)
+
+
+def test_a_checkpoint_that_swaps_shards(monkeypatch: Patch, small_sharded: Original) -> None:
+    indices = checkpoint.logical_indices
+    monkeypatch.setattr(
+        checkpoint,
+        "logical_indices",
+        lambda shape, states, sizes, at: indices(shape, states, sizes, {a: sizes[a] - 1 - i for a, i in at.items()}),
+    )
+    assert codes(small_sharded.verify(small_sharded.folder)) == {"checkpoint_differs"}
+
+
+@pytest.mark.parametrize("depth", ["quick", "default", "deep"])
+def test_what_each_depth_runs(staged: Original, depth: str) -> None:
+    report = staged.verify(staged.folder, depth=depth)
+    names = {check.name for check in report.checks}
+    beside = {"loss scale 1024", "loss scale 1/1024", "unequal labels", "evaluation mode", "save and load"}
+    deep = {"loss scale 3", "checkpoint under another plan"}
+    assert report.exit_code == 0 and "gradient norm, clipped" in names
+    assert names & (beside | deep) == {"quick": set(), "default": beside, "deep": beside | deep}[depth]

@@ -1,0 +1,288 @@
+"""The profile must be what programs do: every call that ranks make on the simulator, counted and compared."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nnscaler.codegen.program import Program
+from nnscaler.communication import profile_gradients
+from nnscaler.communication.groups import element_bytes, ranks_text
+from nnscaler.communication.materialise import materialise
+from nnscaler.communication.profile import CommunicationProfile, communication_profile
+from nnscaler.compile import compile_traced
+from nnscaler.planning.random_plan import random_plan
+from nnscaler.runtime import reducer
+from nnscaler.runtime.communicator import CommunicationCall, Communicator
+from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.loader import load_role, load_user_module
+from nnscaler.runtime.simulator import Simulator
+from nnscaler.scheduling.registry import get_schedule
+from nnscaler.tracing import Traced, trace
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
+from nnscaler.transform.signature import signatures
+
+Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
+
+
+def profile_of(traced: Traced, plan: Plan) -> CommunicationProfile:
+    known = dict(signatures(traced.graph))
+    communicated = materialise(apply_plan(traced.graph, known, plan), known)
+    order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
+    return communication_profile(communicated, order)
+
+
+def said(profile: CommunicationProfile) -> Counter[Made]:
+    """Every call of every rank in one step, by the profile."""
+    found: Counter[Made] = Counter()
+    for entry in profile.classes:
+        call = entry.call
+        for group in entry.members:
+            if call.kind == "send/recv":
+                source, target = group
+                sends = f"{call.phase}{call.stage}"
+                found[source, "send", group, call.bytes, call.dtype, sends] += entry.calls
+                found[target, "recv", group, call.bytes, call.dtype, f"{call.phase}{call.to_stage}"] += entry.calls
+                continue
+            for rank in group:
+                phase = f"{call.phase}{call.stage}" if call.phase in ("F", "B", "prepare") else call.phase
+                found[rank, call.kind, group, call.bytes, call.dtype, phase] += entry.calls
+    return found
+
+
+def counted(program: Program, folder: Path) -> Counter[Made]:
+    """Every call of every rank in one step, on the simulator."""
+    path = program.save(folder / "program")
+    roles = {r: load_role(path / role["file"]) for role in program.manifest["roles"] for r in role["ranks"]}
+
+    def run(communicator: Communicator) -> list[CommunicationCall]:
+        executor = RankExecutor(roles[communicator.rank], communicator.rank, communicator, program.state, dropout=False)
+        made: list[CommunicationCall] = []
+        communicator.listener = made.append
+        executor.step(program.inputs)
+        return made
+
+    found: Counter[Made] = Counter()
+    for rank, calls in enumerate(Simulator(int(program.manifest["ranks"])).run(run)):
+        for call in calls:
+            assert call.dtype is not None
+            elements = sum(torch.Size(shape).numel() for shape in call.shapes)
+            key = (rank, call.kind, call.ranks, elements * call.dtype.itemsize, str(call.dtype)[6:], phase_of(call))
+            found[key] += 1
+    return found
+
+
+def phase_of(call: CommunicationCall) -> str:
+    if call.context.startswith("prepare of stage "):
+        return "prepare" + call.context.rpartition(" ")[2]
+    if call.context.startswith("the gradient sum"):
+        return "gradient"
+    return "loss" if call.context == "the sum of the loss" else call.context.partition(".")[0]
+
+
+def check(traced: Traced, plan: Plan | str, ranks: int, folder: Path, **options: Any) -> Counter[Made]:
+    program = compile_traced(traced, ranks=ranks, plan=plan, model={"name": "model"}, **options)
+    profile = profile_of(traced, program.plan)
+    assert program.manifest["communication_profile"] == profile.as_dict()
+    jsonschema.validate(json.loads(json.dumps(profile.as_dict())), schema())
+    right, found = counted(program, folder), said(profile)
+    assert right, "this plan communicates nothing, so nothing is tested"
+    assert found == right, (
+        f"only in the profile: {list((found - right).items())[:5]}, missing: {list((right - found).items())[:5]}"
+    )
+    return right
+
+
+def schema() -> dict[str, Any]:
+    file = Path(__file__).resolve().parents[3] / "docs" / "reports" / "comm-profile.schema.json"
+    loaded: dict[str, Any] = json.loads(file.read_text())
+    return loaded
+
+
+def example(name: str) -> ModuleType:
+    return load_user_module(str(Path(__file__).resolve().parents[3] / "examples" / f"{name}.py"))
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Traced:
+    module = example("gpt")
+    torch.manual_seed(0)
+    return trace(module.GPT(module.GPTConfig(layers=4)), module.sample_inputs(batch=24), self_check=False)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Traced:
+    module = example("llama_hf")
+    return trace(module.build_model(), module.sample_inputs(), self_check=False)
+
+
+@pytest.fixture(scope="module")
+def t5() -> Traced:
+    module = example("t5_hf")
+    return trace(module.build_model(), module.sample_inputs(), self_check=False)
+
+
+def kinds(made: Mapping[Made, int]) -> set[str]:
+    return {key[1] for key in made}
+
+
+def test_three_axes_and_micro_batches(gpt: Traced, tmp_path: Path) -> None:
+    made = check(gpt, "dp=2,tp=2,pp=2", 8, tmp_path, micro_batches=4)
+    phases = {key[5] for key in made}
+    assert {"gradient", "F0", "F1", "B0", "B1"} <= phases and kinds(made) >= {"all_reduce", "send", "recv"}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_schedules_and_chunks(gpt: Traced, schedule: str, tmp_path: Path) -> None:
+    check(gpt, "dp=2,pp=2", 4, tmp_path, micro_batches=4, schedule=schedule)
+
+
+def test_an_asymmetric_mesh(gpt: Traced, tmp_path: Path) -> None:
+    check(gpt, "dp=2,tp=3", 6, tmp_path)
+
+
+def test_llama(llama: Traced, tmp_path: Path) -> None:
+    check(llama, "dp=2,tp=2,pp=2", 8, tmp_path, micro_batches=3)
+
+
+def test_t5_whose_embedding_is_tied_and_whose_encoder_is_read_by_many_stages(t5: Traced, tmp_path: Path) -> None:
+    check(t5, "dp=2,pp=3", 6, tmp_path, micro_batches=2)
+
+
+UNLIKE = ((("dp", 2), ("tp", 2)), (("tp", 3),)), ((("dp", 3),), (("dp", 2),))
+
+
+@pytest.mark.parametrize("stage_axes", UNLIKE)
+def test_stages_of_different_shape(stage_axes: Any, tmp_path: Path) -> None:
+    module = example("gpt")
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(layers=2))
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    traced = trace(model, module.sample_inputs(batch=24), self_check=False)
+    drawn = random_plan(
+        traced.graph, dict(signatures(traced.graph)), (("pp", 2),), 3, micro_batches=2, stage_axes=stage_axes
+    )
+    steps = tuple(s for s in drawn.steps if getattr(s, "axis", "") != "dp")  # dp follows the batch
+    made = check(traced, Plan((("pp", 2),), steps, 2, stage_axes=stage_axes), drawn.ranks, tmp_path)
+    assert {"send", "recv"} <= kinds(made)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_plans(gpt: Traced, seed: int, tmp_path: Path) -> None:
+    meshes = [
+        ((("a", 2), ("b", 3)), 1),
+        ((("a", 3),), 1),
+        ((("a", 2), ("b", 2), ("pp", 2)), 2),
+        ((("a", 3), ("pp", 2)), 2),
+    ]
+    mesh, micro_batches = meshes[seed % len(meshes)]
+    plan = random_plan(gpt.graph, dict(signatures(gpt.graph)), mesh, seed, micro_batches=micro_batches)
+    check(gpt, plan, plan.ranks, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_plans_of_llama(llama: Traced, seed: int, tmp_path: Path) -> None:
+    mesh = (("a", 2), ("b", 2), ("pp", 2)) if seed else (("a", 2), ("b", 3))
+    plan = random_plan(llama.graph, dict(signatures(llama.graph)), mesh, seed, micro_batches=1 + seed)
+    check(llama, plan, plan.ranks, tmp_path)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_recomputed_layers_repeat_their_communication(gpt: Traced, tp: int, tmp_path: Path) -> None:
+    plan = compile_traced(gpt, ranks=2 * tp, plan=f"dp=2,tp={tp}", model={"name": "m"}).plan
+    steps = (*plan.steps, *(RecomputeStep((f"blocks.{i}",)) for i in (1, 2)))
+    made = check(gpt, Plan(plan.mesh, steps, 2, data_axes=plan.data_axes), 2 * tp, tmp_path)
+    plain = said(profile_of(gpt, Plan(plan.mesh, plan.steps, 2, data_axes=plan.data_axes)))
+    assert sum(made.values()) > sum(plain.values())
+
+
+class Detached(nn.Module):
+    """A branch without gradient, a frozen parameter, an unused one, one in half precision, and batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.unused = nn.Parameter(torch.zeros(5))
+        self.norm = nn.BatchNorm1d(12)
+        self.scale = nn.Parameter(torch.ones(12, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(torch.relu(self.first(self.norm(x))))
+        target = self.second(self.frozen(x).repeat(1, 2)).detach()
+        return ((y * self.scale.float() - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_gets_no_gradient_communicates_none(seed: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    traced = trace(Detached(), {"x": torch.randn(12, 12)}, self_check=False)
+    mesh = ((("a", 2), ("b", 2)), (("a", 3),))[seed % 2]
+    plan = random_plan(traced.graph, dict(signatures(traced.graph)), mesh, seed)
+    check(traced, plan, plan.ranks, tmp_path)
+
+
+def test_a_parameter_at_rest_in_shards_is_gathered_and_its_gradient_scattered(tmp_path: Path) -> None:
+    """ZeRO's pattern: the weight is sharded by one operation and read whole by another, over the same axis."""
+    torch.manual_seed(0)
+    traced = trace(Detached(), {"x": torch.randn(12, 12)}, self_check=False)
+    linears = [op for op in traced.graph.operations if "linear" in op.operator and op.module == "second"]
+    assert len(linears) == 2
+    plan = Plan(
+        (("z", 3),),
+        (SplitStep((linears[0].name,), "z", "n"), ReplicateStep((linears[1].name,), "z", deferred=True)),
+        data_axes=(),
+    )
+    check(traced, plan, 3, tmp_path)
+
+
+def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profile_gradients.BUCKET_BYTES == reducer.BUCKET_BYTES
+    monkeypatch.setattr(profile_gradients, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(reducer.reduce_gradients, "__defaults__", (20_000,))
+    made = check(gpt, "dp=2,tp=2", 4, tmp_path)
+    gradients = [n for key, n in made.items() if key[5] == "gradient" and key[0] == 0]
+    assert sum(gradients) > 3
+
+
+def test_the_manifest_of_a_large_mesh_stays_small(gpt: Traced) -> None:
+    sizes = []
+    for dp in (2, 12):
+        program = compile_traced(gpt, ranks=2 * dp * 2, plan=f"dp={dp},tp=2,pp=2", model={"name": "m"})
+        sizes.append(len(json.dumps(program.manifest["communication_profile"])))
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_when_calls_are_made(gpt: Traced) -> None:
+    plan = compile_traced(gpt, ranks=4, plan="pp=2,dp=2", micro_batches=3, model={"name": "m"}).plan
+    found = {(c.call.phase, c.call.stage): c.when for c in profile_of(gpt, plan).classes}
+    # stage 0 runs F F B F B B, stage 1 runs F B F B F B
+    assert (found["F", 0].first, found["F", 0].last, found["F", 0].of) == (0, 3, 6)
+    assert (found["B", 1].first, found["B", 1].last, found["B", 1].text) == (1, 5, "B of stage 1, each micro-batch")
+    assert (found["gradient", 0].first, found["gradient", 0].text) == (None, "once, after the last instruction")
+
+
+def test_the_cause_is_the_module_that_makes_the_partial_sum(llama: Traced) -> None:
+    plan = compile_traced(llama, ranks=2, plan="tp=2", model={"name": "m"}).plan
+    sums = {c.call.module for c in profile_of(llama, plan).classes if c.call.kind in ("all_reduce", "reduce_scatter")}
+    assert {"model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"} & sums
+
+
+def test_bytes_of_elements() -> None:
+    names = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "float8_e5m2")
+    assert [element_bytes(n) for n in names] == [getattr(torch, n).itemsize for n in names]
+
+
+def test_ranks_as_text() -> None:
+    texts = [ranks_text(r) for r in ((0, 1, 2, 3), (0, 8, 16), (4, 5), (0, 8), (3, 1), (0, 1, 5), (7,))]
+    assert texts == ["0-3", "0-16 by 8", "4-5", "0, 8", "3, 1", "0, 1, 5", "7"]

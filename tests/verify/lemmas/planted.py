@@ -1,0 +1,79 @@
+"""What the tests of lemmas share: obligations made by hand, and of compiled examples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from op_registry.bind_call import bind_call, linear_sets
+from op_registry.call import Call, TensorArgument
+from op_registry.registry import default_registry
+from op_registry.spec import OperatorSpec, SourceLocation
+
+from nnscaler.cli.model_file import load_model_file
+from nnscaler.compile import make
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.placement import Choice
+from nnscaler.tracing import trace
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.signature import Signature
+from verify.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
+from verify.lemmas.obligation import Stated
+
+SECONDS = 60.0
+AXES = (("tp", 2),)
+
+
+def floats(*shape: int) -> TensorArgument:
+    """A tensor of a call; `called` numbers it."""
+    return TensorArgument(0, shape, "float32")
+
+
+def integers(*shape: int) -> TensorArgument:
+    return TensorArgument(0, shape, "int64")
+
+
+def called(operator: str, outputs: Sequence[tuple[int, ...]], *args: Any, **kwargs: Any) -> Call:
+    """A call whose tensors are numbered from left to right."""
+    count = 0
+
+    def numbered(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, TensorArgument):
+            count += 1
+            return TensorArgument(count - 1, value.shape, value.dtype)
+        return value
+
+    made = tuple(TensorArgument(i, shape, "float32") for i, shape in enumerate(outputs))
+    return Call(operator, tuple(map(numbered, args)), {k: numbered(v) for k, v in kwargs.items()}, made)
+
+
+def users(function: Callable[..., Tensor], annotation: str, **more: Any) -> OperatorSpec:
+    """An operator of a user's, with a place."""
+    return OperatorSpec("planted", annotation, target=function, where=SourceLocation("my_ops.py", 7), **more)
+
+
+def stated(spec: OperatorSpec | str, call: Call, *choices: Choice, axes: Sequence[tuple[str, int]] = AXES) -> Stated:
+    """One obligation."""
+    found = default_registry().lookup(spec) if isinstance(spec, str) else spec
+    assert found is not None
+    sets = tuple(frozenset(s) for s in linear_sets(found, call))
+    return Stated(Signature(call, found, bind_call(found, call), sets), choices, tuple(axes), 1, "operation")
+
+
+def proved(*obligations: Obligation) -> LemmaResult:
+    """The lemmas of these obligations."""
+    return prove_obligations(obligations, deadline=time.monotonic() + SECONDS)
+
+
+def compiled(file: Path, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Stated, ...]]:
+    """The graph of an example and the obligations of a plan for it."""
+    model = load_model_file(str(file), 0)
+    traced = trace(model.build(), model.inputs)
+    planned = make(traced.graph, ranks, plan, None, micro_batches, ())
+    known = dict(planned.signatures)  # `apply_plan` adds operations that the plan repeats
+    return traced.graph, obligations_of(apply_plan(traced.graph, known, planned.plan), known)

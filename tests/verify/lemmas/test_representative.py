@@ -1,0 +1,86 @@
+"""Small calls that stand for large ones."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from nnscaler.ir.placement import Split
+from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
+from verify.lemmas.representative import LARGEST, Unrepresented, represent
+from verify.verdict import Verdict
+
+LINEAR = "aten.linear.default"
+
+
+def small(operator: str, *args: object, outputs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The shapes of the representative of a call."""
+    obligation = stated(operator, called(operator, outputs, *args))
+    call = represent(obligation.signature, 0).signature.call
+    assert all(prod(t.shape) <= LARGEST for t in call.tensors())
+    return [t.shape for t in call.tensors()]
+
+
+def test_sizes_of_a_real_model_are_never_allocated() -> None:
+    shapes = small(LINEAR, floats(64, 8192, 16384), floats(53248, 16384), outputs=[(64, 8192, 53248)])
+    (batch, tokens, width), (hidden, same) = shapes
+    assert width == same and len({batch, tokens, width, hidden}) == 4
+    assert max(batch, tokens, width, hidden) < 50
+
+
+def test_calls_that_differ_in_sizes_have_one_representative() -> None:
+    one = small(LINEAR, floats(64, 8192, 16384), floats(53248, 16384), outputs=[(64, 8192, 53248)])
+    two = small(LINEAR, floats(2, 3, 5), floats(7, 5), outputs=[(2, 3, 7)])
+    assert one == two
+
+
+def test_a_dim_of_size_1_stays_one() -> None:
+    shapes = small("aten.add.Tensor", floats(64, 1, 4096), floats(1, 8192, 4096), outputs=[(64, 8192, 4096)])
+    assert shapes[0][1] == 1 and shapes[1][0] == 1 and 1 not in (shapes[0][0], shapes[1][1])
+
+
+def test_declared_sizes_follow() -> None:
+    obligation = stated(
+        "aten.reshape.default",
+        called("aten.reshape.default", [(8, 512, 32, 128)], floats(8, 512, 4096), [8, 512, 32, 128]),
+    )
+    call = represent(obligation.signature, 0).signature.call
+    assert list(call.args[1]) == list(call.outputs[0].shape) and call.outputs[0].shape != (8, 512, 32, 128)
+
+
+def test_numbers_that_are_no_sizes_stay() -> None:
+    obligation = stated("aten.chunk.default", called("aten.chunk.default", [(8, 4096)] * 3, floats(8, 12288), 3, -1))
+    call = represent(obligation.signature, 0).signature.call
+    assert call.args[1:] == (3, -1) and call.tensors()[0].shape[1] % 3 == 0
+
+
+def test_ids_are_within_the_table() -> None:
+    shapes = small("aten.embedding.default", floats(128256, 4096), integers(8, 512), outputs=[(8, 512, 4096)])
+    assert shapes[0][0] < 50
+
+
+def test_a_user_s_operator_that_insists_on_a_size_keeps_it() -> None:
+    def only_64(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == 64
+        return x.softmax(1)
+
+    spec = users(only_64, "a b^ -> a b^")
+    result = proved(stated(spec, called("planted", [(4096, 64)], floats(4096, 64)), Split("a")))
+    lemma = next(m for m in result.lemmas if "splits" in m.text)
+    assert "64" in lemma.called and lemma.strength is Verdict.PROVED_BOUNDED and "b == 64" in lemma.blocker
+
+
+def test_what_cannot_be_made_small_says_why() -> None:
+    def only_large(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() < 10**9:
+            raise ValueError("it is too small")
+        return x
+
+    spec = users(only_large, "a b -> a b")
+    obligation = stated(spec, called("planted", [(65536, 65536)], floats(65536, 65536)), Split("a"))
+    with pytest.raises(Unrepresented, match="too small"):
+        represent(obligation.signature, 0)
+    result = proved(obligation)
+    assert result.verdict is Verdict.INCONCLUSIVE and "too small" in str(result.weakest)

@@ -1,0 +1,80 @@
+"""Every row of the conversion table is what it says, and a wrong one is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nnscaler.ir.conversion import ROWS
+from nnscaler.runtime import comm
+from nnscaler.runtime.axis import AxisGroup, Cut
+from verify.lemmas import check_rows
+from verify.lemmas.rows import conversions
+from verify.verdict import Verdict
+
+EVERY = sorted({row.function for row in ROWS.values()})
+
+
+def test_every_row_is_the_map_that_the_table_says() -> None:
+    outcome = check_rows(EVERY)
+    assert outcome.check.verdict is Verdict.PROVED_BOUNDED and not outcome.findings
+    assert outcome.check.count > 100 and f"{len(EVERY)} rows" in outcome.check.detail
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_every_row_is_looked_at(function: str) -> None:
+    cases = list(conversions(frozenset([function]), 3))
+    assert cases and all(case.function == function for case in cases)
+    if any("outer" in str(case) for case in cases) and function != "all_to_all":
+        assert any("sections" in str(case) for case in cases)
+
+
+def test_no_row_is_no_proof() -> None:
+    assert check_rows([]).check.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_row_that_the_table_does_not_have_is_refuted() -> None:
+    outcome = check_rows(["all_reduce", "all_reduce_twice"])
+    assert outcome.check.verdict is Verdict.REFUTED and "all_reduce_twice" in outcome.findings[0].message
+
+
+def _reversed(tensor: Tensor, axis: AxisGroup) -> Tensor:
+    return torch.cat(list(reversed(axis.connected().all_gather(tensor, axis.ranks))), 1)
+
+
+def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
+    convert, same, add = comm._convert, comm._same, comm._sum
+    half = lambda t, axis: add(t, axis) / axis.size  # noqa: E731
+    last = lambda t, axis: t.clone() if axis.index == axis.size - 1 else torch.zeros_like(t)  # noqa: E731
+
+    def flat(x: Tensor, axis: AxisGroup, dim: int, *_: Any) -> Tensor:
+        """Strided shards taken for contiguous ones."""
+        cut = Cut(dim)
+        return convert(x, axis, comm._gather(cut), comm._slice(cut))
+
+    return {
+        "the backward all_reduce is missing": ("replicate", lambda x, a: convert(x, a, same, same)),
+        "the forward all_reduce is missing": ("all_reduce", lambda x, a, *_: convert(x, a, same, same)),
+        "the backward of the sum is a sum too": ("all_reduce", lambda x, a, *_: convert(x, a, add, add)),
+        "a mean instead of a sum": ("all_reduce_replicated", lambda x, a: convert(x, a, half, add)),
+        "the gradient is kept on all ranks": ("invariant", lambda x, a: convert(x, a, same, same)),
+        "another rank keeps it": ("keep_first", lambda x, a: convert(x, a, last, same)),
+        "the gradient of all ranks": ("keep_first_replicated", lambda x, a: convert(x, a, comm._first, same)),
+        "shards in reverse": (
+            "all_gather",
+            lambda x, a, d, o=1, s=(): convert(x, a, _reversed, comm._slice(Cut(d, o, s))),
+        ),
+        "outer is forgotten": ("all_gather", flat),
+    }
+
+
+@pytest.mark.parametrize("name", _wrong_rows())
+def test_a_wrong_conversion_is_refuted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, function = _wrong_rows()[name]
+    monkeypatch.setattr(comm, row, function)
+    outcome = check_rows([row], parts=(2, 3))
+    assert outcome.check.verdict is Verdict.REFUTED and f"comm.{row}" in outcome.findings[0].message

@@ -1,0 +1,132 @@
+"""The sizes for which a plan holds: stated, then tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nnscaler.compile import compile_traced, make
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.tracing import trace
+from nnscaler.transform.apply import apply_plan
+from verify import verify_plan
+from verify.lemmas import SizesResult, obligations_of, sizes_result
+from verify.lemmas.obligation import Stated
+
+Planned = Callable[..., tuple[Graph, tuple[Stated, ...]]]
+
+
+class Small(nn.Module):
+    """Two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().sum()
+
+
+class Paired(Small):
+    """Neighbours in the sequence are paired."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.unflatten(1, (-1, 2))
+        return self.up(pairs[:, :, 0] * pairs[:, :, 1]).square().sum()
+
+
+class Table(Small):
+    """A table of one row per position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x + self.table).square().sum()
+
+
+def sizes_of(module: nn.Module, sample: tuple[Any, ...], plan: str, ranks: int, micro_batches: int = 1) -> SizesResult:
+    traced = trace(module, sample)
+    planned = make(traced.graph, ranks, plan, None, micro_batches, ())
+    known = dict(planned.signatures)
+    return sizes_result(traced.graph, obligations_of(apply_plan(traced.graph, known, planned.plan), known))
+
+
+def test_batch_and_sequence_of_a_model_without_numbers() -> None:
+    result = sizes_of(Small(), (torch.randn(12, 8, 6),), "dp=2,tp=2", 4, 3)
+    assert result.text == "holds for every batch divisible by 6 (dp x micro-batches) and every sequence length above 1"
+    assert not result.assumptions and not result.others
+
+
+def test_a_factor_of_a_dim_is_a_condition() -> None:
+    result = sizes_of(Paired(), (torch.randn(4, 8, 6),), "dp=2", 2)
+    first, assumption = result.text.splitlines()
+    assert first == "holds for every batch divisible by 2 (dp) and every sequence length divisible by 2"
+    assert assumption.endswith("is taken for the sequence length / 2")
+
+
+def test_a_table_of_fixed_length_fixes_the_sequence() -> None:
+    result = sizes_of(Table(), (torch.randn(4, 8, 6),), "dp=2", 2)
+    batch, sequence = result.symbols
+    assert batch.divisor == 2 and not batch.blocker
+    assert "aten.add.Tensor at test_sizes.py:" in sequence.blocker and "sequence length is 8" in sequence.blocker
+    assert "the sequence length stays 8: " in result.text
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gpt", "every batch divisible by 4 (dp x micro-batches) and every sequence length above 1"),
+        ("llama_hf", "every batch divisible by 4 (dp x micro-batches)"),
+        ("t5_hf", "every batch divisible by 4 (dp x micro-batches), every sequence length divisible by 2 (tp)"),
+        ("vit_hf", "every batch divisible by 4 (dp x micro-batches)"),
+        ("custom_op", "every batch divisible by 4 (dp x micro-batches) and every sequence length above 1"),
+    ],
+)
+def test_sizes_of_an_example(name: str, line: str, planned: Planned) -> None:
+    assert sizes_result(*planned(name)).text.startswith(f"holds for {line}")
+
+
+def test_numbers_that_are_taken_for_sizes_are_listed(planned: Planned) -> None:
+    result = sizes_result(*planned("gpt"))
+    (assumption,) = result.assumptions
+    assert assumption.startswith("16 in aten.arange.default at gpt.py:")
+    assert assumption.endswith("is taken for the sequence length") and assumption in result.text
+
+
+class Batched(Small):
+    """Positions are counted by a number of the sequence's length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(torch.relu(self.up(x)))
+        positions = torch.arange(x.shape[1])
+        weights = (positions + 1).to(x.dtype).view(1, -1, 1)
+        return (hidden * weights).square().sum()
+
+
+@pytest.mark.parametrize(("batch", "length", "right"), [(4, 5, True), (8, 3, True), (6, 8, False), (2, 8, False)])
+def test_the_plan_holds_where_it_is_said_to_and_is_refused_elsewhere(batch: int, length: int, right: bool) -> None:
+    """At the sizes of the statement the program equals the model; where the batch does not divide, it is refused."""
+    result = sizes_of(Batched(), (torch.randn(8, 6, 6),), "dp=2,tp=2", 4, 2)
+    first, second = result.symbols
+    assert first.divisor == 4 and second.divisor == 1 and not first.blocker and not second.blocker
+    assert (batch % first.divisor == 0) == right
+    if right:
+        report = verify_plan(Batched(), (torch.randn(batch, length, 6),), ranks=4, plan="dp=2,tp=2", micro_batches=2)
+        assert report.verdict.passes
+        return
+    traced = trace(Batched(), (torch.randn(batch, length, 6),))
+    with pytest.raises(NnscalerError, match=r"divi|split"):
+        compile_traced(traced, ranks=4, plan="dp=2,tp=2", micro_batches=2, model={"name": "batched"})
+
+
+def test_a_plan_that_does_not_split_them_asks_for_nothing() -> None:
+    result = sizes_of(Small(), (torch.randn(4, 8, 6),), "tp=2", 2)
+    assert [s.divisor for s in result.symbols] == [1, 1]

@@ -1,0 +1,21 @@
+"""Right programs of tiny models, each compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from verify.self_test.plans.judge import Execution
+from verify.self_test.plans.table_t_run import TableBench
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> TableBench:
+    return TableBench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="session")
+def execution(bench: TableBench) -> Callable[[str], Execution]:
+    """The right program of this name."""
+    return bench.execution

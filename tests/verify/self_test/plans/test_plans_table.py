@@ -1,0 +1,91 @@
+"""The counts of the self-test, and what is printed of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nnscaler.cli.main import main
+from verify.self_test.plans.judge import Answer, Executed
+from verify.self_test.plans.mutant import Edit, Mutant
+from verify.self_test.plans.run import Judged, Original
+from verify.self_test.plans.subjects import MODELS, PLANS, Spec, specs
+from verify.self_test.plans.tally import PlansSelfTest
+from verify.self_test.plans.text import plans_lines
+from verify.self_test.plans.third_oracle import Told
+
+NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
+EDIT = Edit("role_0.py", 7, "    x = comm.all_reduce(y, self.tp)  # sum", "    x = y")
+MUTANT = Mutant("gpt", "tp=2", "communication", "drop collective", (EDIT,), {})
+BOTH = Judged(MUTANT, YES, Executed(YES, True, True))
+RUNNING = Judged(replace(MUTANT, kind="scaled"), NO, Executed(YES, False, True))
+ALIVE = Judged(MUTANT, NO, Executed(NO, False, False), Told(False, "seed 11: differs by 0.2"))
+EQUAL = Judged(MUTANT, NO, Executed(NO, False, False), Told(True, "bitwise the same"))
+RIGHT = Original(Spec("gpt", "tp=2", 2), "", 0.1)
+
+
+def _found(*judged: Judged, originals: tuple[Original, ...] = (RIGHT,), quick: bool = True) -> PlansSelfTest:
+    return PlansSelfTest(originals, judged, ("L0", "L2"), quick, 1.0)
+
+
+def _text(found: PlansSelfTest) -> str:
+    return "\n".join(line.text for line in plans_lines(found))
+
+
+def test_counts() -> None:
+    total = _found(BOTH, BOTH, BOTH, RUNNING, ALIVE, EQUAL).total
+    assert (total.mutants, total.static, total.running_only, total.running) == (5, 3, 1, 4)
+    assert (total.survivors, total.equivalent, total.first_loss, total.losses) == (1, 1, 2, 1)
+    assert total.rate == 0.8
+
+
+def test_good_run() -> None:
+    found = _found(*[BOTH] * 9, RUNNING, EQUAL)
+    assert found.good
+    text = _text(found)
+    assert "PASSED  10 of 10 mutants refuted, 9 without running anything" in text
+    assert "equivalent gpt tp=2: drop collective: role_0.py:7: `x = comm.all_reduce(y, self.tp)` -> `x = y`" in text
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (_found(*[BOTH] * 9, ALIVE), "90.0 % of the mutants are refuted, and 97 % are wanted"),
+        (_found(*[BOTH] * 3, *[RUNNING] * 2), "60.0 % are refuted by the text alone, and 80 % are wanted"),
+        (_found(), "no mutants"),
+        (_found(EQUAL), "no mutants"),
+        (_found(BOTH, quick=False), "1 mutants, and 1000 are wanted"),
+        (
+            _found(BOTH, originals=(replace(RIGHT, broken="L0: no"),)),
+            "gpt tp=2: a right program is not verified: L0: no",
+        ),
+    ],
+)
+def test_what_is_not_good(found: PlansSelfTest, problem: str) -> None:
+    assert not found.good
+    text = _text(found)
+    assert problem in text and "FAILED" in text
+
+
+def test_survivors_are_listed() -> None:
+    assert "SURVIVES gpt tp=2: drop collective: role_0.py:7" in _text(_found(BOTH, ALIVE))
+
+
+def test_specs() -> None:
+    assert len(specs()) == len(MODELS) * len(PLANS) + 1
+    assert {s.model for s in specs(quick=True)} == set(MODELS)
+    assert all(s.model == "moe" for s in specs(("moe",)))
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["self-test", "plans", "--quick", "--model", "custom_op", "--processes", "1", "-q"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.out
+    assert "1 of 1 right programs verified" in captured.out and "PASSED" in captured.out
+
+
+@pytest.mark.parametrize("options", [["--model", "nothing"], ["--each", "0"]])
+def test_usage(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["self-test", "plans", *options]) == 2
+    assert capsys.readouterr().err

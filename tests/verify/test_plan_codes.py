@@ -1,0 +1,75 @@
+"""Codes of findings that no edited program of the other tests leads to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from nnscaler.codegen.program import Program
+from verify.failure import Failure, finding_of
+from verify.places import Places
+from verify.plan_checks import coverage, losses
+from verify.plan_checks.context import Comparison
+from verify.plan_checks.logical import Holding
+from verify.rank_program import RankResult
+from verify.reference import Trajectory
+from verify.static import check_program
+from verify.tolerance import exact_tolerance
+from verify.verdict import Verdict
+
+ONE = torch.tensor(1.0, dtype=torch.float64)
+
+
+def comparison(held: str, loss: torch.Tensor | None) -> Comparison:
+    """A model with one parameter `w`, and a program that holds `held` and returns `loss`."""
+    reference = Trajectory((ONE,), ({"w": ONE},), {"w": ONE}, {}, 0.1, 0.0)
+    holding = Holding(held, 0, held, (), (), {}, (0,), True)
+    result = RankResult(0, (loss,), ((),), (), ())
+    return Comparison(reference, (result,), {(0, held): holding}, {}, {"w": ("w",)}, {}, exact_tolerance(), 1)
+
+
+def test_a_parameter_that_no_rank_holds() -> None:
+    outcome = coverage.check(comparison("v", ONE), {})
+    assert outcome.check.verdict is Verdict.REFUTED
+    assert [f.code for f in outcome.findings] == ["parameter_not_held", "parameter_unknown"]
+    assert [f.message for f in outcome.findings] == [
+        "no rank holds the parameter `w`",
+        "stage 0 holds `v`, which the model does not have",
+    ]
+    right = coverage.check(comparison("w", ONE), {})
+    assert right.check.verdict.passes and right.check.count and not right.findings
+
+
+def test_a_loss_that_no_rank_returns() -> None:
+    outcome = losses.check(comparison("w", None))
+    assert outcome.check.verdict is Verdict.REFUTED
+    assert [(f.code, f.message) for f in outcome.findings] == [("loss_missing", "no rank returns the loss of step 0")]
+    assert losses.check(comparison("w", ONE)).check.verdict.passes
+
+
+def test_a_process_that_died(compiled: Program, tmp_path: Path) -> None:
+    failure = Failure("rank_died", "rank 3: ended by signal 11 (SIGSEGV)", 3)
+    finding = finding_of(failure, tmp_path, Places(compiled.graph))
+    assert (finding.code, finding.counter_example["rank"], failure.verdict) == ("rank_died", "3", Verdict.REFUTED)
+    assert Failure("rank_died", "", 3, from_outside=True).verdict is Verdict.INCONCLUSIVE
+
+
+def edited(compiled: Program, pattern: str, new: str) -> set[str]:
+    """Codes of the findings about the program whose text is changed at the first place in each role."""
+    sources = {file: re.sub(pattern, new, text, count=1) for file, text in compiled.sources.items()}
+    assert sources != compiled.sources
+    result = check_program(sources, compiled.graph)
+    codes = {finding.code for outcome in result.outcomes for finding in outcome.findings}
+    assert any(outcome.check.verdict is Verdict.REFUTED for outcome in result.outcomes)
+    return codes
+
+
+def test_a_micro_batch_that_no_stage_computes(compiled: Program) -> None:
+    assert "not_covered" in edited(compiled, r"F0\.1 ", "")
+
+
+def test_copies_that_draw_other_numbers(compiled: Program) -> None:
+    wrong = edited(compiled, r"(ops\.dropout\(.*)\"dp\": Sharded\(0\), ", r'\1"tp": Sharded(0), ')
+    assert "random_numbers_differ" in wrong

@@ -1,0 +1,99 @@
+"""What a gate verifies: an operator, or a model under one plan. Each has a name that stays the same between runs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Literal
+
+from nnscaler.errors import NnscalerError
+
+Option = str | int | bool | tuple[str, ...]
+SourceKind = Literal["name", "file", "module", "user"]
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """
+    model     `file.py` or `file.py::factory`, relative to the current folder
+    options   what verify-plan is told, by the names of its options: {"ranks": 4, "plan": "dp=2,tp=2"}
+    timeout   seconds for the whole item
+    """
+
+    name: str
+    model: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+    seed: int = 0
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class OpItem:
+    """`address` names the operator in another process; `modules` must be imported for it to be known."""
+
+    name: str
+    address: str
+    modules: tuple[str, ...] = ()
+    seed: int = 0
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True)
+class OpSource:
+    """Where operators come from, as the settings name them. `text`: a name or pattern, a file, or a module; for "user"
+    the model files, of which every operator is taken that the user's own code registers."""
+
+    kind: SourceKind
+    text: str
+    files: tuple[str, ...] = ()
+    seed: int = 0
+    timeout: float = 60.0
+
+    @property
+    def name(self) -> str:
+        """For reports, where its operators cannot be listed."""
+        return "operators of the models" if self.kind == "user" else self.text
+
+
+Item = PlanItem | OpItem
+
+
+def plan_name(model: str, options: Mapping[str, Option]) -> str:
+    """`gpt.py ranks=4 plan=dp=2,tp=2`."""
+    return " ".join([model, *(f"{key}={_text(value)}" for key, value in options.items())])
+
+
+def _text(value: Option) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def select(items: Sequence[Item], patterns: Sequence[str]) -> list[Item]:
+    """The items whose name matches one of the patterns, or contains it; all without patterns.
+
+    Raises NnscalerError `nothing_named` for a pattern that nothing matches: a typing error must not empty a gate.
+    """
+    if not patterns:
+        return list(items)
+    chosen: dict[str, Item] = {}
+    for pattern in patterns:
+        found = [item for item in items if fnmatch.fnmatchcase(item.name, pattern) or pattern in item.name]
+        if not found:
+            close = get_close_matches(pattern, [item.name for item in items], n=1, cutoff=0.3)
+            help = f"did you mean {close[0]!r}?" if close else "nnscaler gate --list shows the items"
+            raise NnscalerError("nothing_named", f"no item of the gate matches {pattern!r}", help=help)
+        chosen |= {item.name: item for item in found}
+    return [item for item in items if item.name in chosen]
+
+
+def check_names(items: Sequence[Item]) -> None:
+    """Raises NnscalerError `bad_settings` where two items share a name: the baseline could not tell them apart."""
+    seen: set[str] = set()
+    for item in items:
+        if item.name in seen:
+            help = 'name = "..." in the settings tells them apart'
+            raise NnscalerError("bad_settings", f"two items of the gate are called {item.name!r}", help=help)
+        seen.add(item.name)

@@ -1,0 +1,260 @@
+"""`[tool.nnscaler.gate]`: what to verify, how long it may take, and which findings are known.
+
+The command line goes before the environment, that before the file, and that before the default. Every setting knows
+where it came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nnscaler.config import Document, Key, KeyPath, find_pyproject, read_document, read_table, seconds_of, spelled
+from nnscaler.errors import NnscalerError
+from verify.gate.items import OpSource, Option, PlanItem, SourceKind, check_names, plan_name
+
+TABLE: KeyPath = ("tool", "nnscaler", "gate")
+EXAMPLE = """\
+[tool.nnscaler.gate]
+budget = "120s"
+
+[[tool.nnscaler.gate.models]]
+model = "model.py"
+plans = [{ ranks = 4, plan = "dp=2,tp=2" }]
+
+[tool.nnscaler.gate.ops]
+files = ["my_ops.py"]"""
+DEFAULTS: Mapping[str, Any] = {
+    "budget": None,
+    "baseline": None,
+    "seed": 0,
+    "op-timeout": 60.0,
+    "plan-timeout": 300.0,
+    "jobs": None,
+    "cache": True,
+}
+_GATE = (
+    Key("budget", "seconds"),
+    Key("baseline", "text"),
+    Key("seed", "integer"),
+    Key("op-timeout", "seconds"),
+    Key("plan-timeout", "seconds"),
+    Key("jobs", "count"),
+    Key("cache", "flag"),
+    Key("models", "tables"),
+    Key("ops", "table"),
+)
+_SHARED = (Key("seed", "integer"), Key("verify-op", "table"), Key("verify-plan", "table"), Key("gate", "table"))
+_MODEL = (Key("model", "text", required=True), Key("plans", "tables", required=True), Key("timeout", "seconds"))
+_PLAN = (
+    Key("name", "text"),
+    Key("ranks", "count"),
+    Key("plan", "text"),
+    Key("schedule", "text"),
+    Key("micro-batches", "count"),
+    Key("replicate", "texts"),
+    Key("specialise", "flag"),
+    Key("dtype", "text", choices=("float64", "float32", "bfloat16", "float16")),
+    Key("backend", "text", choices=("simulator", "gloo", "nccl")),
+    Key("steps", "count"),
+    Key("depth", "text", choices=("quick", "default", "deep")),
+    Key("seed", "integer"),
+    Key("timeout", "seconds"),
+)
+_OPS = (
+    Key("names", "texts"),
+    Key("files", "texts"),
+    Key("modules", "texts"),
+    Key("user", "flag"),
+    Key("seed", "integer"),
+    Key("timeout", "seconds"),
+)
+_APART = ("name", "timeout", "seed")  # keys of a plan that are no options of verify-plan, or stand beside them
+_SOURCES: tuple[tuple[str, SourceKind], ...] = (("names", "name"), ("files", "file"), ("modules", "module"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it came from: "--budget", "NNSCALER_BUDGET", "pyproject.toml:12" or "default"."""
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class GateSettings:
+    """
+    folder    of the file: its paths are relative to it
+    values    the settings that the command line and the environment may replace, by name
+    """
+
+    file: Path
+    values: Mapping[str, Setting]
+    plans: tuple[PlanItem, ...] = ()
+    sources: tuple[OpSource, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return self.file.resolve().parent
+
+    def get(self, name: str) -> Any:
+        """The value of a setting."""
+        return self.values[name].value
+
+    @property
+    def baseline(self) -> Path | None:
+        """The file of known findings; relative to the settings' folder, or to the current one from elsewhere."""
+        setting = self.values["baseline"]
+        if setting.value is None:
+            return None
+        from_file = setting.source.startswith(self.file.name)
+        return (self.folder if from_file else Path.cwd()) / str(setting.value)
+
+
+def read_settings(
+    file: Path | None = None, asked: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> GateSettings:
+    """The settings of `file`, else of the nearest pyproject.toml. `asked`: what the command line says, by the names of
+    DEFAULTS; None stands for not said.
+
+    Raises NnscalerError `nothing_named` where nothing is to be verified, and `bad_settings` for a wrong setting.
+    """
+    given = environment or {}
+    if file is None and "NNSCALER_CONFIG" in given:
+        file = Path(given["NNSCALER_CONFIG"])
+    found = file or find_pyproject()
+    if found is None:
+        raise NnscalerError("nothing_named", "there is no pyproject.toml: the gate has nothing to verify", help=_help())
+    document = read_document(found)
+    read_table(document, TABLE[:2], _SHARED)
+    table = read_table(document, TABLE, _GATE)
+    if document.value(TABLE) is None:
+        raise NnscalerError("nothing_named", f"{found} has no table [tool.nnscaler.gate]", help=_help())
+    values = {name: _resolve(name, document, table, asked or {}, given) for name in DEFAULTS}
+    plans = _plans(document, table, values)
+    sources = _sources(document, table, values, plans)
+    if not plans and not sources:
+        message = "[tool.nnscaler.gate] names neither models nor ops: the gate has nothing to verify"
+        raise document.error(TABLE, message, _help())
+    return GateSettings(found, values, plans, sources)
+
+
+def _help() -> str:
+    return "in pyproject.toml:\n\n" + "\n".join(f"    {line}".rstrip() for line in EXAMPLE.splitlines())
+
+
+def _resolve(
+    name: str, document: Document, table: Mapping[str, Any], asked: Mapping[str, Any], environment: Mapping[str, str]
+) -> Setting:
+    if asked.get(name) is not None:
+        return Setting(name, asked[name], "--no-cache" if name == "cache" else f"--{name}")
+    variable = f"NNSCALER_{name.upper().replace('-', '_')}"
+    if environment.get(variable):
+        return Setting(name, _from_text(name, variable, environment[variable]), variable)
+    path: KeyPath = (*TABLE, name)
+    if name == "seed" and name not in table:
+        shared = document.value((*TABLE[:2], name))
+        if shared is not None:
+            return Setting(name, shared, _told(document, (*TABLE[:2], name)))
+    if name in table:
+        return Setting(name, table[name], _told(document, path))
+    return Setting(name, DEFAULTS[name], "default")
+
+
+def _told(document: Document, path: KeyPath) -> str:
+    return f"{document.file.name}:{document.place(path).line}"
+
+
+def _from_text(name: str, variable: str, text: str) -> Any:
+    kind = next(key.kind for key in _GATE if key.name == name)
+    value: Any = text
+    if kind == "seconds":
+        value = seconds_of(text)
+    elif kind == "flag":
+        value = {"1": True, "true": True, "0": False, "false": False}.get(text.lower())
+    elif kind in ("integer", "count"):
+        value = int(text) if text.lstrip("-").isdigit() and (kind == "integer" or int(text) >= 1) else None
+    if value is None:
+        raise NnscalerError("bad_settings", f"the environment variable {variable} is {text!r}, which is no value for it")
+    return value
+
+
+def _plans(document: Document, table: Mapping[str, Any], values: Mapping[str, Setting]) -> tuple[PlanItem, ...]:
+    folder = document.file.resolve().parent
+    items: list[PlanItem] = []
+    for number in range(len(table.get("models", ()))):
+        path: KeyPath = (*TABLE, "models", number)
+        model = read_table(document, path, _MODEL)
+        if not model["plans"]:
+            raise document.error((*path, "plans"), f"plans of {spelled(path)} is empty", "plans = [{ ranks = 2 }]")
+        for index in range(len(model["plans"])):
+            entry = read_table(document, (*path, "plans", index), _PLAN)
+            items.append(_plan(document, (*path, "plans", index), model, entry, folder, values))
+    check_names(items)
+    return tuple(items)
+
+
+def _plan(
+    document: Document,
+    path: KeyPath,
+    model: Mapping[str, Any],
+    entry: Mapping[str, Any],
+    folder: Path,
+    values: Mapping[str, Setting],
+) -> PlanItem:
+    options: dict[str, Option] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items() if key not in _APART
+    }
+    plan = options.get("plan")
+    if "ranks" not in options and not (isinstance(plan, str) and "=" in plan):
+        raise document.error(path, f"{spelled(path)} lacks ranks, a whole number of at least 1", "{ ranks = 4 }")
+    told = {**options, **({"seed": entry["seed"]} if "seed" in entry else {})}
+    if isinstance(plan, str) and "=" not in plan:
+        options["plan"] = from_here(folder, plan)
+    timeout = entry.get("timeout") or model.get("timeout") or values["plan-timeout"].value
+    return PlanItem(
+        entry.get("name") or plan_name(model["model"], told),
+        from_here(folder, model["model"]),
+        options,
+        entry.get("seed", values["seed"].value),
+        timeout,
+    )
+
+
+def _sources(
+    document: Document, table: Mapping[str, Any], values: Mapping[str, Setting], plans: tuple[PlanItem, ...]
+) -> tuple[OpSource, ...]:
+    path: KeyPath = (*TABLE, "ops")
+    ops = read_table(document, path, _OPS)
+    folder = document.file.resolve().parent
+    seed = ops.get("seed", values["seed"].value)
+    timeout = ops.get("timeout") or values["op-timeout"].value
+    found = [
+        OpSource(kind, from_here(folder, text) if _is_file(kind, text) else text, (), seed, timeout)
+        for key, kind in _SOURCES
+        for text in ops.get(key, ())
+    ]
+    if ops.get("user"):
+        if not plans:
+            raise document.error((*path, "user"), "user = true takes the operators of the models, and there are none")
+        files = tuple(dict.fromkeys(plan.model.partition("::")[0] for plan in plans))
+        found.append(OpSource("user", "", files, seed, timeout))
+    if "ops" in table and not found:
+        raise document.error(path, "[tool.nnscaler.gate.ops] names no operator", 'files = ["my_ops.py"]')
+    return tuple(found)
+
+
+def _is_file(kind: SourceKind, text: str) -> bool:
+    return kind == "file" or text.partition("::")[0].endswith(".py")
+
+
+def from_here(folder: Path, text: str) -> str:
+    """A path of the settings, with what follows `::`, relative to the current folder where it is inside."""
+    path, separator, rest = text.partition("::")
+    absolute = os.path.abspath(folder / path)
+    inside = Path(absolute).is_relative_to(Path.cwd().resolve())
+    return (Path(os.path.relpath(absolute)).as_posix() if inside else absolute) + separator + rest

@@ -1,0 +1,83 @@
+"""What the last run of the gate gave: to start with what failed, and to know how long things take.
+
+It decides the order alone, never a verdict. A file that cannot be read is no state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verify.op_run.cache import FOLDER
+
+FILE = "gate.json"
+
+
+@dataclass(frozen=True)
+class Last:
+    """`passed`: whether nothing new was found. `seconds`: of its whole run."""
+
+    passed: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class State:
+    """The last results, by the items' names."""
+
+    items: Mapping[str, Last] = field(default_factory=dict)
+
+    def failed(self, name: str) -> bool:
+        """Whether the item is known not to have passed."""
+        last = self.items.get(name)
+        return last is not None and not last.passed
+
+    def seconds(self, name: str) -> float | None:
+        """How long the item took; None where that is not known."""
+        last = self.items.get(name)
+        return None if last is None else last.seconds
+
+
+def state_file(folder: Path) -> Path:
+    """In the cache of the project."""
+    return folder / FOLDER / FILE
+
+
+def read_state(file: Path) -> State:
+    """Empty where there is none, or none that can be read."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        items = {str(name): Last(entry["passed"] is True, float(entry["seconds"])) for name, entry in document.items()}
+        return State(items)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return State()
+
+
+def write_state(file: Path, before: State, now: Mapping[str, Last]) -> None:
+    """Replaces the file; items that did not run keep what they had. A folder that cannot be written is not an error."""
+    items = {**before.items, **now}
+    text = json.dumps({name: {"passed": last.passed, "seconds": round(last.seconds, 3)} for name, last in items.items()})
+    with suppress(OSError):
+        make_folder(file.parent)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".gate", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            Path(name).replace(file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def make_folder(folder: Path) -> None:
+    """The cache folder, which version control ignores."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ignore = folder / ".gitignore"
+    if not ignore.exists():
+        ignore.write_text("*\n", encoding="utf-8")
+

@@ -1,0 +1,231 @@
+"""What is known of the claims about one call: tested first, then proved.
+
+A test is exact: small whole numbers in float64, outputs and gradients under random cotangents, deliberately wrong
+variants told apart. A proof only ever strengthens what has passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from op_registry.call import AxisShard, Call
+from op_registry.errors import AnnotationError
+from op_registry.spec import Refusal
+
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from verify.finding import Finding
+from verify.lemmas.representative import FREE, Representative, Unrepresented, represent
+from verify.lemmas.statement import Claim, Passes, Splits, Together
+from verify.op_checks.cases import Case, Inputs
+from verify.op_checks.check import as_check, run_cases
+from verify.op_checks.enumerate import Base, Target
+from verify.op_checks.findings import refuted_by_proof, wrong_linear, wrong_split
+from verify.op_checks.options import DRAWS, Kind
+from verify.op_checks.outcome import Outcome
+from verify.op_checks.partition import AXES
+from verify.op_checks.proofs import Strength, prove_base
+from verify.op_checks.runner import CaseResult, WholeRaised
+from verify.verdict import Verdict
+
+KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
+PARTS = (2, 3, 4)
+MESH = (3, 2)  # of a case with two axes
+
+# What a proof takes for granted and the compiler refuses otherwise: a partial maximum of a tensor with a gradient.
+_GRANTED = frozenset({"no gradient flows through a partial maximum"})
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`blocker`: what kept the verdict from being a stronger one. `count`: tensors compared."""
+
+    verdict: Verdict
+    blocker: str = ""
+    count: int = 0
+    finding: Finding | None = None
+
+
+@dataclass
+class Subject:
+    """One representative call and what is claimed of it. `strided`: identifiers that plans split so."""
+
+    small: Representative
+    claims: dict[Claim, None] = field(default_factory=dict)
+    strided: set[str] = field(default_factory=set)
+
+
+def test(subject: Subject, claim: Claim) -> Evidence:
+    """Runs cases of the claim. TESTED at best."""
+    small = _sized(subject.small, claim)
+    assert small.signature.spec is not None
+    started = time.perf_counter()
+    outcome = Outcome()
+    draws = _draws(small)
+    try:
+        for inputs in draws:
+            run_cases(small.runner, _cases(claim, inputs, subject.strided), outcome)
+            if outcome.failures or (outcome.count and not outcome.survived(DRAWS)):
+                break
+    except (AnnotationError, Refusal) as error:
+        return Evidence(Verdict.INCONCLUSIVE, str(error).splitlines()[0])
+    check = as_check(str(claim), outcome, time.perf_counter() - started)
+    if outcome.failures:
+        return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))
+    reason = "" if check.verdict.passes else check.detail or "its results are not finite, or zeros only"
+    return Evidence(check.verdict, reason, outcome.count)
+
+
+def _sized(small: Representative, claim: Claim) -> Representative:
+    """A representative in which what is split divides by 6."""
+    bound = small.signature.bound
+    names = [claim.identifier] if isinstance(claim, Splits) else []
+    names = list(dict.fromkeys(claim.identifiers)) if isinstance(claim, Together) else names
+    twice = isinstance(claim, Together) and len(names) == 1
+    if bound is None or small.samples:
+        return small
+    if all(bound.sizes.get(n, 0) % (FREE[0] if twice else FREE[1]) == 0 for n in names):
+        return small
+    try:
+        return represent(small.signature, small.inputs.seed, tuple(names))
+    except Unrepresented:
+        return small
+
+
+def _draws(small: Representative) -> Iterator[Inputs]:
+    """Inputs on which the whole operator shows something; what is always zero is meant so, of a built-in operator."""
+    zeros: list[Inputs] = []
+    found = 0
+    for number, kind in enumerate(KINDS):
+        inputs = replace(small.inputs, kind=kind, seed=small.inputs.seed * 1000 + number)
+        try:
+            whole = small.runner.prepare(inputs).whole
+        except WholeRaised:
+            continue
+        if whole.finite and whole.shows_something:
+            found += 1
+            yield inputs
+        elif whole.finite:
+            zeros.append(inputs)
+        if found == DRAWS:
+            return
+    if not found and small.runner.spec.target is None:
+        yield from zeros[:DRAWS]
+
+
+def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
+    if isinstance(claim, Together):
+        first, second = claim.identifiers
+        yield Case(inputs, (Split(first, 2 if first == second else 1), Split(second)), MESH)
+        return
+    for choice in _choices(claim, strided):
+        for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
+            yield Case(inputs, (choice,), (parts,))
+
+
+def _choices(claim: Claim, strided: set[str]) -> tuple[Choice, ...]:
+    match claim:
+        case Splits(identifier):
+            outers = (1, 2) if identifier in strided else (1,)
+            return tuple(Split(identifier, outer) for outer in outers)
+        case Passes(slots):
+            return (RunPartial(slots),)
+    return (RunInvariant(), RunReplicated())
+
+
+def _finding(small: Representative, failed: CaseResult) -> Finding:
+    spec = small.runner.spec
+    if any(isinstance(c, RunPartial) for c in failed.case.choices):
+        return wrong_linear(spec, failed)
+    if all(isinstance(c, Split) for c in failed.case.choices):
+        return wrong_split(spec, failed, None)
+    message = f"`{spec.name}`, run whole on every rank, does not give every rank what the whole gives"
+    cause = "its backward is not linear in the gradient that it is given, or copies of it do not agree"
+    facts = {"shapes": ", ".join(str(t.shape) for t in failed.signature.call.tensors())}
+    return Finding("annotation_wrong", message, spec.where, facts, cause)
+
+
+def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+    """The evidence after the proofs. All claims about one call share its trace."""
+    small = subject.small
+    wanted = {_target(c): c for c in subject.claims if isinstance(c, Splits | Passes) and tested[c].verdict.passes}
+    leaders = tuple(t for t in wanted if isinstance(t, str))
+    linear = tuple(t for t in wanted if isinstance(t, frozenset))
+    base = Base(small.inputs, small.signature, leaders, linear)
+    found = dict(tested)
+    if small.runner.spec.random:
+        found = {c: replace(e, blocker=e.blocker or "it draws random numbers") for c, e in found.items()}
+    else:
+        for target, strength in prove_base(small.runner, base, deadline).items():
+            found[wanted[target]] = _strengthened(small, wanted[target], tested[wanted[target]], strength)
+    for claim in subject.claims:
+        if isinstance(claim, Together) and found[claim].verdict.passes:
+            found[claim] = _composed(small, claim, found)
+    return found
+
+
+def _target(claim: Splits | Passes) -> Target:
+    return claim.identifier if isinstance(claim, Splits) else claim.slots
+
+
+def _strengthened(small: Representative, claim: Claim, tested: Evidence, strength: Strength) -> Evidence:
+    if strength.verdict is Verdict.REFUTED:
+        assert strength.counter_example is not None and small.signature.bound is not None
+        text = small.signature.bound.text
+        finding = refuted_by_proof(small.runner.spec, str(claim), text, strength.counter_example)
+        return replace(tested, verdict=Verdict.REFUTED, finding=finding)
+    if small.other_numbers and strength.verdict is not Verdict.TESTED_EXACT:
+        bounded = Verdict.TESTED_EXACT if small.samples else Verdict.PROVED_BOUNDED
+        return replace(tested, verdict=bounded, blocker="it was looked at with other numbers among its arguments")
+    conditions = strength.blocker.split("; ") if strength.blocker else []
+    if strength.verdict is Verdict.PROVED_BOUNDED and conditions and set(conditions) <= _GRANTED:
+        return replace(tested, verdict=Verdict.PROVED_ALL_SIZES)
+    blocker = strength.blocker
+    if strength.verdict is Verdict.PROVED_BOUNDED and len(conditions) > 1:
+        blocker = f"it takes for granted that {conditions[0]}, and {len(conditions) - 1} more relations of sizes"
+    return replace(tested, verdict=strength.verdict, blocker=blocker)
+
+
+def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evidence]) -> Evidence:
+    """Two splits at once are as strong as each alone where the call of a shard is made axis by axis."""
+    first, second = claim.identifiers
+    alone = [found[Splits(name)] for name in dict.fromkeys(claim.identifiers)]
+    weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))
+    if small.runner.spec.random:
+        return found[claim]
+    if not _axis_by_axis(small, first, second):
+        return replace(found[claim], blocker="its call is rewritten for both axes at once")
+    return replace(found[claim], verdict=weakest.verdict, blocker=weakest.blocker)
+
+
+def _axis_by_axis(small: Representative, first: str, second: str) -> bool:
+    """Whether the operator's hook, if it has one, has nothing to do with one of the splits."""
+    if small.runner.spec.localize is None:
+        return True
+    try:
+        call = _content(small.signature.call)
+        if first == second:  # shards of two axes are those of one that has as many parts
+            return _rewritten(small, first, first) == _rewritten(small, first, parts=4)
+        for one, other in ((first, second), (second, first)):
+            if _rewritten(small, one) == call and _rewritten(small, other, one) == _rewritten(small, other):
+                return True
+    except Refusal:
+        return False
+    return False
+
+
+def _rewritten(small: Representative, *names: str, parts: int = 2) -> tuple[str, object, object]:
+    """What the hook makes of the call where one axis after the other splits these identifiers."""
+    spec, bound = small.runner.spec, small.signature.bound
+    assert bound is not None and spec.localize is not None
+    shards: dict[str, tuple[AxisShard, ...]] = {}
+    for axis, name in zip(AXES, names, strict=False):
+        for member in bound.tied.get(name, (name,)):
+            before = shards.get(member, ())
+            shards[member] = (*before, AxisShard(axis, parts, parts ** len(before)))
+    return _content(spec.localize(small.signature.call, shards))
+
+
+def _content(call: Call) -> tuple[str, object, object]:
+    return call.operator, call.args, dict(call.kwargs)

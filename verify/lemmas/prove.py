@@ -1,0 +1,180 @@
+"""L1: the statements about operators that a proof of a program relies on, each looked at once.
+
+Obligations that differ in sizes, ranks, layers, names or axes become the same lemmas. A plan of hundreds of layers on
+thousands of ranks relies on some tens of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from op_registry.call import DType, TensorArgument
+from op_registry.spec import OperatorSpec
+
+from verify.lemmas import evidence, whole
+from verify.lemmas.evidence import Evidence, Subject
+from verify.lemmas.memo import Memo
+from verify.lemmas.obligation import Obligation
+from verify.lemmas.representative import Representative, Unrepresented, represent
+from verify.lemmas.result import Lemma, LemmaResult
+from verify.lemmas.statement import Claim, RunsWhole, claims_of, strided
+from verify.verdict import Verdict
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class _Form:
+    """Calls of one form. `small` is None where the claims need no call (`reason` empty) or there is none."""
+
+    operator: str
+    text: str
+    spec: OperatorSpec | None
+    small: Representative | None
+    reason: str = ""
+    uses: dict[Claim, int] = field(default_factory=dict)
+    strided: set[str] = field(default_factory=set)
+    examples: dict[Claim, str] = field(default_factory=dict)
+
+    def add(self, claim: Claim, obligation: Obligation) -> None:
+        self.uses[claim] = self.uses.get(claim, 0) + obligation.uses
+        self.examples.setdefault(claim, obligation.example)
+        self.strided |= strided(obligation)
+
+
+def prove_obligations(
+    obligations: Sequence[Obligation],
+    *,
+    deadline: float,
+    progress: Progress | None = None,
+    memo: Memo | None = None,
+    seed: int = 0,
+) -> LemmaResult:
+    """Tests every lemma that the obligations rely on, and proves what it can.
+
+    `deadline` (of `time.monotonic`): what is not tested by then is INCONCLUSIVE, what is not proved is TESTED. `memo`:
+    evidence of earlier calls. Does not raise for what is wrong with an operator.
+    """
+    started = time.perf_counter()
+    forms = _forms(obligations, seed)
+    subjects = [Subject(form.small, dict.fromkeys(form.uses), form.strided) for form in forms if form.small]
+    found = _gather(subjects, deadline, progress or (lambda text: None), memo or Memo())
+    lemmas: list[Lemma] = []
+    for form in forms:
+        known = found[id(form.small)] if form.small is not None else {}
+        lemmas += [_lemma(form, claim, known) for claim in form.uses]
+    return LemmaResult(tuple(lemmas), len(obligations), time.perf_counter() - started)
+
+
+def _gather(
+    subjects: Sequence[Subject], deadline: float, progress: Progress, memo: Memo
+) -> dict[int, Mapping[Claim, Evidence]]:
+    """Evidence by the representative's id: all tests first, then proofs while there is time."""
+    found: dict[int, Mapping[Claim, Evidence]] = {}
+    open_: list[tuple[Subject, dict[Claim, Evidence]]] = []
+    for subject in subjects:
+        known = memo.known(subject)
+        if known is not None:
+            found[id(subject.small)] = known
+            continue
+        progress(f"lemmas of {subject.small.runner.spec.name}")
+        open_.append((subject, {claim: _tested(subject, claim, deadline) for claim in subject.claims}))
+    for subject, tested in open_:
+        progress(f"the proof of {subject.small.runner.spec.name}")
+        found[id(subject.small)] = memo.keep(subject, evidence.prove(subject, tested, deadline))
+    return found
+
+
+def _tested(subject: Subject, claim: Claim, deadline: float) -> Evidence:
+    if time.monotonic() > deadline:
+        return Evidence(Verdict.INCONCLUSIVE, "the time was spent before it was tested")
+    return whole.look_at(subject) if isinstance(claim, RunsWhole) else evidence.test(subject, claim)
+
+
+def _forms(obligations: Sequence[Obligation], seed: int) -> list[_Form]:
+    """Obligations by the form of their call: small representatives that are equal are one form."""
+    by_call: dict[object, _Form] = {}
+    by_form: dict[object, _Form] = {}
+    for obligation in obligations:
+        signature = obligation.signature
+        call, spec = signature.call, signature.spec
+        claims = list(claims_of(obligation))
+        if _is_users(spec) or (spec is not None and spec.random):
+            claims.append(RunsWhole())  # a function of its inputs is what every claim is about
+        for claim in dict.fromkeys(claims):
+            constructed = isinstance(claim, RunsWhole) and _by_construction(obligation) is not None
+            key = call.operator if constructed else repr((call, id(spec), signature.bound and signature.bound.text))
+            if key not in by_call:
+                made = _Form(call.operator, "", spec, None) if constructed else _form(obligation, seed)
+                by_call[key] = by_form.setdefault(_key(made), made)
+            by_call[key].add(claim, obligation)
+    return list(by_form.values())
+
+
+def _is_users(spec: OperatorSpec | None) -> bool:
+    return spec is not None and spec.target is not None
+
+
+def _by_construction(obligation: Obligation) -> Evidence | None:
+    spec = obligation.signature.spec
+    if _is_users(spec) or (spec is not None and spec.random):
+        return None
+    return whole.by_construction(obligation.signature.call.operator)
+
+
+def _form(obligation: Obligation, seed: int) -> _Form:
+    signature = obligation.signature
+    text = signature.bound.text if signature.bound is not None else ""
+    try:
+        small = represent(signature, seed)
+    except Unrepresented as error:
+        return _Form(signature.call.operator, text, signature.spec, None, f"no small call of it runs: {error}")
+    return _Form(signature.call.operator, text, signature.spec, small)
+
+
+def _key(form: _Form) -> object:
+    if form.small is None:
+        return form.operator, form.text, id(form.spec), form.reason
+    return repr(form.small.signature.call), form.text, id(form.spec)
+
+
+def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
+    found = known.get(claim)
+    if found is None and form.reason:
+        found = Evidence(Verdict.INCONCLUSIVE, form.reason)
+    elif found is None:
+        found = whole.by_construction(form.operator) or Evidence(Verdict.INCONCLUSIVE, "nothing is known of it")
+    annotated = f" (`{form.text}`)" if form.text else ""
+    return Lemma(
+        f"`{form.operator}`{annotated} {claim}",
+        form.operator,
+        _called(form),
+        found.verdict,
+        found.blocker,
+        form.uses[claim],
+        form.examples[claim],
+        found.count,
+        found.finding,
+        form.spec.where if form.spec is not None else None,
+    )
+
+
+def _called(form: _Form) -> str:
+    """How the operator was called, at small sizes."""
+    if form.small is None:
+        return form.operator
+
+    def shown(value: object) -> str:
+        if isinstance(value, TensorArgument):
+            return str(list(value.shape))
+        if isinstance(value, DType):
+            return value.name
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(shown, value)) + "]"
+        return repr(value)
+
+    call = form.small.signature.call
+    given = [*map(shown, call.args), *(f"{key}={shown(value)}" for key, value in call.kwargs.items())]
+    return f"{call.operator}({', '.join(given)})"

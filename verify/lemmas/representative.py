@@ -1,0 +1,308 @@
+"""One small call that stands for all calls of its form, whatever their sizes.
+
+Sizes of a real model (16384 wide, a vocabulary of 128256) are never allocated: identifiers get small sizes, each its
+own, and the arguments that the operator's record declares as sizes follow. Everything else of the call stays, for an
+argument that is not a size is part of the form. Where that is no call of the operator (a number that the record does
+not declare is a size after all), numbers that are sizes are taken for them; a call of which `small` is an instance of
+the same form with other sizes is what has been looked at, and the form is what the lemma names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.call import Call, TensorArgument
+from op_registry.errors import AnnotationError
+from op_registry.samples import samples_of
+from op_registry.spec import OperatorSpec, Refusal
+
+from nnscaler.errors import NnscalerError
+from nnscaler.transform.signature import Signature
+from verify.op_checks.cases import Inputs
+from verify.op_checks.concrete import ConcreteCall
+from verify.op_checks.draw import builtin_call, sample_calls
+from verify.op_checks.options import OpOptions
+from verify.op_checks.runner import Runner, WholeRaised
+from verify.op_checks.values import fill, fill_whole_numbers
+from verify.op_proofs.bounded.shrink import same_kind, variants
+from verify.op_proofs.symbolic import operand_sizes, with_symbols
+
+FREE = (12, 6, 18, 24)  # splits in 2 and 3, under an outer of 2 as well
+MANY = (6, 4, 12, 8, 10, 2, 3)  # where there are more identifiers than that
+REST = (2, 3, 5, 7, 4)  # beside those that a case splits
+FROZEN = (5, 7, 3, 9, 4)
+LARGEST = 1 << 18  # elements of one tensor
+LABEL = -2  # a whole number below this among the arguments is a label that is ignored
+
+
+@dataclass(frozen=True)
+class Representative:
+    """
+    runner         runs cases on the small call, which is its only sample; `inputs` name it
+    follows        an argument that no record declares as a size was taken for one
+    samples        it is one of the operator's sample calls
+    other_numbers  arguments that are not sizes are others than the program's
+    """
+
+    runner: Runner
+    inputs: Inputs
+    signature: Signature
+    follows: bool = False
+    samples: bool = False
+    other_numbers: bool = False
+
+
+class Unrepresented(Exception):
+    """No small call could be run; the message says what the first one raised."""
+
+
+def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Representative:
+    """The first small call that runs and that the annotation fits as it fits the real one. `large`: identifiers that
+    are to be split (none: all of them). Raises Unrepresented."""
+    spec, bound = signature.spec, signature.bound
+    if spec is None or bound is None:
+        raise Unrepresented(signature.reason or "the operator has no annotation")
+    attempt = _Attempt(spec, bound, seed)
+    integers = any(t.dtype.startswith(("int", "uint")) for t in signature.call.tensors())
+    if integers:  # of samples, they are in range, in order, whatever the operator asks
+        for concrete in _samples(spec, seed):
+            same = _plain(concrete.call) == _plain(signature.call)
+            found = attempt.on(concrete, samples=True) if same else None
+            if found is not None:
+                return found
+    attempt.reason = ""
+    for call, small in _clipped(spec, signature, bound, large):
+        for concrete in _concrete(call, seed):
+            found = attempt.on(concrete, wanted=small)
+            if found is not None:
+                return replace(found, other_numbers=True)
+    for call, wanted, follows in _calls(spec, signature, bound, large):
+        if any(prod(t.shape) > LARGEST for t in call.tensors()):
+            continue
+        for concrete in _concrete(call, seed):
+            found = attempt.on(concrete, follows=follows, wanted=wanted)
+            if found is not None:
+                return found
+    for concrete in _samples(spec, seed):
+        same = _plain(concrete.call, values=False) == _plain(signature.call, values=False)
+        found = attempt.on(concrete, samples=True, literals=False) if same else None
+        if found is not None:
+            return replace(found, other_numbers=True)
+    raise Unrepresented(attempt.reason or "its tensors are too large, and its sizes are not identifiers")
+
+
+@dataclass
+class _Attempt:
+    """Tries calls; `reason`: why the first of them was no representative."""
+
+    spec: OperatorSpec
+    bound: BoundAnnotation
+    seed: int
+    reason: str = ""
+
+    def on(
+        self,
+        concrete: ConcreteCall,
+        follows: bool = False,
+        samples: bool = False,
+        literals: bool = True,
+        wanted: Mapping[str, int] | None = None,
+    ) -> Representative | None:
+        """The representative, if the call runs and is of the same form. `literals`: and has the same fixed sizes;
+        `wanted`: and these sizes."""
+        try:
+            runner, inputs, signature = self.run(concrete)
+        except (WholeRaised, AnnotationError, NnscalerError, Refusal) as error:
+            self.reason = self.reason or (str(error).splitlines() or [""])[0]
+            return None
+        problem = self.other_form(signature, literals)
+        assert signature.bound is not None
+        if not problem and wanted is not None and dict(signature.bound.sizes) != dict(wanted):
+            problem = "its sizes are arguments that its record does not declare"
+        if problem:
+            self.reason = self.reason or problem
+            return None
+        return Representative(runner, inputs, signature, follows, samples)
+
+    def run(self, concrete: ConcreteCall) -> tuple[Runner, Inputs, Signature]:
+        """Runs the whole operator. Raises WholeRaised and AnnotationError."""
+        runner = Runner(self.spec, OpOptions(self.seed))
+        runner.rows, runner.given = (), (concrete,)
+        inputs = Inputs(0, (), "integers", self.seed)
+        try:
+            return runner, inputs, runner.prepare(inputs).signature
+        except WholeRaised:
+            inputs = replace(inputs, kind="positive")
+            return runner, inputs, runner.prepare(inputs).signature
+
+    def other_form(self, signature: Signature, literals: bool) -> str:
+        """Why a call is not of the same form; empty if it is."""
+        assert signature.bound is not None
+        if not same_kind(self.bound, signature.bound):
+            return "at small sizes its annotation is another one"
+        if literals and _literals(self.bound) != _literals(signature.bound):
+            return "at small sizes its annotation has other fixed sizes"
+        return "" if _ones(self.bound) == _ones(signature.bound) else "at small sizes other dims have size 1"
+
+
+def _samples(spec: OperatorSpec, seed: int) -> Iterator[ConcreteCall]:
+    """The operator's own sample calls."""
+    if spec.sample_inputs is not None:
+        yield from sample_calls(spec)
+    elif spec.target is None:
+        for row in samples_of(spec.name):
+            yield builtin_call(row, "integers", torch.Generator().manual_seed(seed))
+
+
+def _clipped(
+    spec: OperatorSpec, signature: Signature, bound: BoundAnnotation, large: Sequence[str]
+) -> Iterator[tuple[Call, Mapping[str, int]]]:
+    """Small calls in which a number that counts entries of an identifier (the row of a padding token), and lies beyond
+    all small sizes, is the last of its entries. Left as it is, it would mean none of them. Without a hook, a built-in
+    operator makes the same of a number on every shard."""
+    if spec.localize is None and spec.target is None:
+        return
+    for sizes in _tables(bound, large):
+        call = _resized(signature, bound, sizes)
+        top = max(sizes.values(), default=0)
+        for name, size in bound.sizes.items():
+            args = tuple(_inside(a, top, size, sizes[name]) for a in call.args)
+            kwargs = {key: _inside(value, top, size, sizes[name]) for key, value in call.kwargs.items()}
+            if (args, kwargs) != (call.args, call.kwargs):
+                yield Call(call.operator, args, kwargs), sizes
+
+
+def _inside(value: Any, top: int, size: int, small: int) -> Any:
+    counts = isinstance(value, int) and not isinstance(value, bool) and top <= value < size
+    return small - 1 if counts else value
+
+
+def _plain(call: Call, values: bool = True) -> str:
+    """The arguments of a call but for the shapes and dtypes of its tensors, and without `values` but for numbers."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return ("tensor", value.index)
+        if not values and isinstance(value, int | float) and not isinstance(value, bool):
+            return "number"
+        return tuple(map(convert, value)) if isinstance(value, list | tuple) else value
+
+    return repr((convert(call.args), {key: convert(call.kwargs[key]) for key in sorted(call.kwargs)}))
+
+
+def _literals(bound: BoundAnnotation) -> list[int]:
+    return [
+        f.size
+        for operand in (*bound.inputs, *bound.outputs)
+        for dim in (operand.dims if operand is not None else ())
+        for f in dim.factors
+        if f.identifier is None
+    ]
+
+
+def _ones(bound: BoundAnnotation) -> frozenset[str]:
+    return frozenset(name for name, size in bound.sizes.items() if size == 1)
+
+
+def _calls(
+    spec: OperatorSpec, signature: Signature, bound: BoundAnnotation, large: Sequence[str]
+) -> Iterator[tuple[Call, Mapping[str, int] | None, bool]]:
+    """Calls to try, those that change least first, with their sizes where these are ours to choose, and whether
+    undeclared numbers were taken for sizes."""
+    for sizes in _tables(bound, large):
+        yield _resized(signature, bound, sizes), sizes, False
+    free = [n for n in bound.sizes if n in large or (not large and bound.marks.get(n) != "^" and bound.sizes[n] > 1)]
+    for call in variants(spec, signature, dict(zip(free, FREE, strict=False))):
+        yield call, None, True
+    call = signature.call
+    yield Call(call.operator, call.args, call.kwargs), None, False
+
+
+def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Sizes by identifier: frozen ones small, then as they are. A size of 1 stays: it broadcasts."""
+    splittable = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.sizes[n] > 1]
+    for keep in (False, True):
+        frozen = iter(FROZEN * len(bound.sizes))
+        wanted = [n for n in splittable if n in large] if large else splittable
+        split = iter((FREE if len(wanted) <= len(FREE) else MANY) * len(bound.sizes))
+        rest = iter(REST * len(bound.sizes))
+        sizes: dict[str, int] = {}
+        for name, size in bound.sizes.items():
+            if size <= 1:
+                sizes[name] = size
+            elif bound.marks.get(name) == "^":
+                sizes[name] = size if keep else next(frozen)
+            else:
+                sizes[name] = next(split if name in wanted else rest)
+        yield _tied(bound, sizes)
+
+
+def _tied(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
+    """Members of a concatenation: multiples of one number, equal where they were equal."""
+    for names in dict.fromkeys(n for n in bound.tied.values() if len(n) > 1):
+        distinct = sorted({bound.sizes[n] for n in names if n in bound.sizes})
+        for name in names:
+            if name in sizes and sizes[name] > 1:
+                sizes[name] = 12 * (1 + distinct.index(bound.sizes[name]))
+    return sizes
+
+
+def _resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, int]) -> Call:
+    """The call with these sizes, and the arguments that the record declares as sizes following them."""
+    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
+    call = with_symbols(signature, sizes, outputs)
+    shapes = [
+        t.shape if o is None else tuple(int(s) for s in operand_sizes(o, sizes))
+        for t, o in zip(signature.call.tensors(), bound.inputs, strict=True)
+    ]
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return TensorArgument(value.index, shapes[value.index], value.dtype)
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return value
+
+    return Call(call.operator, tuple(map(convert, call.args)), {k: convert(v) for k, v in call.kwargs.items()})
+
+
+def _concrete(call: Call, seed: int) -> Iterator[ConcreteCall]:
+    """The call with tensors. Whole numbers: labels, some of them ignored; below each size of the call, the largest
+    first, since the first that does not reach beyond a table is the table's own; 0 and 1."""
+    tensors = call.tensors()
+    integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
+    if not integers:
+        yield _filled(call, tensors, 2, None, seed)
+        return
+    sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {2}, reverse=True)
+    labels = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and v < LABEL]
+    for ignored in (*labels, None):
+        for below in sizes:
+            yield _filled(call, tensors, below, ignored, seed)
+
+
+def _filled(call: Call, tensors: Sequence[TensorArgument], below: int, ignored: int | None, seed: int) -> ConcreteCall:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(argument: TensorArgument) -> Tensor:
+        if argument.dtype.startswith(("float", "bfloat")):
+            return fill(argument.shape, "integers", generator)
+        if argument.dtype.startswith("complex"):
+            return torch.complex(fill(argument.shape, "normal", generator), fill(argument.shape, "normal", generator))
+        if argument.dtype == "bool" and not argument.shape:
+            return torch.tensor(True)
+        if argument.dtype == "bool":
+            return fill_whole_numbers(argument.shape, 0, "integers", generator)
+        found = fill_whole_numbers(argument.shape, below, "integers", generator).to(getattr(torch, argument.dtype))
+        if ignored is not None:
+            found[torch.rand(argument.shape, generator=generator) < 0.25] = ignored
+        return found
+
+    return ConcreteCall(call, tuple(map(make, tensors)))

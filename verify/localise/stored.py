@@ -1,0 +1,96 @@
+"""Stored tensors that a program holds otherwise than it uses them: cut differently, or another one in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nnscaler.runtime.layout import Sharded, State
+from nnscaler.runtime.role import Parameter, Stage
+from nnscaler.runtime.shards import shard
+from verify.localise.culprit import Culprit, Line
+from verify.localise.declarations import Key
+from verify.localise.judge import Wrong
+from verify.localise.numeric import cuts
+from verify.localise.replay import Replay
+
+_GROUPS = ("parameters", "frozen", "buffers", "constants")
+
+
+def wrongly_held(
+    replay: Replay, wrong: Sequence[Wrong], lines: Mapping[Key, Line]
+) -> tuple[list[Culprit], frozenset[int]]:
+    """Declarations that are wrong, and the numbers of the statements that are right once they are repaired."""
+    culprits: list[Culprit] = []
+    explained: set[int] = set()
+    for one in wrong:
+        if one.statement.number in explained:
+            continue
+        stage = one.statement.stage
+        attributes, text = _repair(replay, one)
+        for attribute in attributes:
+            reading = (w.statement.number for w in wrong if f"self.{attribute}" in w.statement.reads)
+            explained |= {number for number in reading if replay.run.statements[number].stage == stage}
+            culprits.append(_culprit(replay, one, attribute, text, lines))
+    return culprits, frozenset(explained)
+
+
+def _culprit(replay: Replay, user: Wrong, attribute: str, text: str, lines: Mapping[Key, Line]) -> Culprit:
+    stage = user.statement.stage
+    declared = replay.run.teacher.stored(stage, attribute)
+    line = next((lines[stage, g, attribute] for g in _GROUPS if (stage, g, attribute) in lines), None)
+    message = f"`{attribute}`, the tensor `{declared.fqn}`, is not held as stage {stage} uses it"
+    facts = {"stage": str(stage), "declared": str(dict(declared.states)), "used": f"to compute `{user.result}`"}
+    return Culprit("tensor_differs", message, declared.fqn, line, user.statement.model, text, None, facts)
+
+
+def _repair(replay: Replay, wrong: Wrong) -> tuple[tuple[str, ...], str]:
+    """The first other holding with which the statement is right: of one stored tensor, or of all that it reads."""
+    teacher = replay.run.teacher
+    stage = teacher.stages[wrong.statement.stage]
+    reads = [read.removeprefix("self.") for read in wrong.statement.reads if read.startswith("self.")]
+    attributes = [name for name in reads if teacher.stored(stage.index, name) is not None]
+    choices = [(name, holding) for name in attributes for holding in _holdings(replay, stage, name)]
+    for name, (text, tensor, states) in choices:
+        if _is_right(replay, wrong, {name: (tensor, states)}):
+            return (name,), text
+    for _, (text, _, _) in choices:  # the same change of several
+        same = {name: (tensor, states) for name, (other, tensor, states) in choices if other == text}
+        if len(same) > 1 and _is_right(replay, wrong, same):
+            return tuple(same), text
+    return (), ""
+
+
+def _is_right(replay: Replay, wrong: Wrong, held: Mapping[str, tuple[Tensor, Mapping[str, State]]]) -> bool:
+    def instead(here: Stage, read: str) -> Any:
+        name = read.removeprefix("self.")
+        if name == read or name not in held:
+            return None
+        piece = shard(*held[name], here.sizes(), here.coordinates())
+        return piece.to(getattr(here, name).dtype)
+
+    return replay.repairs(wrong.statement, wrong.statement, instead)
+
+
+def _holdings(replay: Replay, stage: type[Stage], attribute: str) -> Iterator[tuple[str, Tensor, dict[str, State]]]:
+    """Other layouts of the same local shape, then other tensors of the model."""
+    declared = replay.run.teacher.stored(stage.index, attribute)
+    sizes = dict(stage.axes)
+    states = dict(declared.states)
+    values = replay.run.teacher.logical.values
+    logical = next(v for t, v in values.items() if declared.fqn in replay.run.graph.tensors[t].fqns)
+    for axis, state in states.items():
+        if isinstance(state, Sharded):
+            for other in cuts(tuple(declared.shape), states, axis, sizes):
+                if other != state:
+                    kind = "strided, not contiguous" if state.outer == 1 and other.outer > 1 else "cut otherwise"
+                    text = f"held as {other} over {axis} instead of {state} ({kind}), what uses it is right"
+                    yield text, logical, {**states, axis: other}
+    if not isinstance(declared, Parameter) and not states:
+        return
+    for tensor in replay.run.graph.with_role("parameter", "buffer", "constant"):
+        if tensor.fqns[0] != declared.fqn and tuple(tensor.shape) == tuple(declared.shape):
+            text = f"with `{tensor.fqns[0]}` in its place, what uses it is right: another tensor is held"
+            yield text, values[tensor.name], states

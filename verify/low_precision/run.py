@@ -1,0 +1,164 @@
+"""The level of low precision: a program in bfloat16 and float16 against the noise of its model in these dtypes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from nnscaler.compile import Progress
+from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.finding import Finding
+from verify.low_precision.measure import measured
+from verify.low_precision.noise import (
+    Noise,
+    Subject,
+    Target,
+    choose_loss_scale,
+    draw_noise,
+    parts_of,
+    subject_of,
+    targets_of,
+)
+from verify.low_precision.outcomes import outcomes_of, rows_of
+from verify.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, NoiseRow
+from verify.plan_checks import replicas
+from verify.plan_checks.context import Comparison, Outcome
+from verify.program_directory import ProgramDirectory
+from verify.reference import Trajectory
+from verify.report import Check
+from verify.tolerance import Key
+from verify.verdict import Verdict
+
+# (the precision of the executor: a dtype's name, or None for the dtypes as written; the scale of the loss)
+# -> what the ranks computed so, or why they did not
+Run = Callable[[str | None, float], Comparison | Outcome]
+
+
+class Requested(Protocol):
+    """What is used of a `PlanRequest`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def progress(self) -> Progress: ...
+
+
+class Built(Protocol):
+    """What is used of a `Prepared`: `model` with its random parameters, in its own dtypes."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def sample(self) -> SampleInputs: ...
+    @property
+    def program(self) -> ProgramDirectory: ...
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The noise of one dtype on one model, which serves every program of it under the same axes."""
+
+    subject: Subject
+    targets: Mapping[Key, Target]
+    noise: Noise
+
+    @property
+    def dtype(self) -> str:
+        return str(self.subject.dtype).removeprefix("torch.")
+
+    @property
+    def precision(self) -> str | None:
+        """Of the executor."""
+        return self.dtype if self.subject.replaced else None
+
+    def with_more_draws(self) -> Calibration:
+        """As many draws again, up to the most."""
+        count = min(self.noise.draws, MOST_DRAWS - self.noise.draws)
+        more = draw_noise(self.subject, self.targets, self.noise.draws, count)
+        return replace(self, noise=self.noise.joined(more))
+
+
+@dataclass(frozen=True)
+class Result:
+    outcomes: tuple[Outcome, ...]
+    rows: tuple[NoiseRow, ...] = ()
+    draws: int = 0
+
+
+def low_precision_outcomes(
+    request: Requested, prepared: Built, reference: Trajectory, dtypes: Sequence[str], run: Run
+) -> tuple[list[Outcome], tuple[NoiseRow, ...]]:
+    """The checks of every dtype, and the rows behind them.
+
+    `reference`: the float64 run of the model; its number of steps, learning rate and settings are used. `run` runs the
+    program from the state and batch of `prepared` with the same; what its Comparison compares with is not looked at.
+    """
+    outcomes: list[Outcome] = []
+    rows: list[NoiseRow] = []
+    for name in dtypes:
+        started = time.perf_counter()
+        result = _one_dtype(request, prepared, reference, name, run)
+        seconds = time.perf_counter() - started
+        first, *others = result.outcomes
+        outcomes += [replace(first, check=replace(first.check, seconds=seconds)), *others]
+        rows += result.rows
+        worst = max((row.ratio for row in result.rows), default=0.0)
+        text = f"{name}: {len(result.rows)} tensors, {result.draws} draws, worst ratio to noise {worst:.2g}"
+        request.progress("low precision", seconds, text)
+    return outcomes, tuple(rows)
+
+
+def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name: str, run: Run) -> Result:
+    calibration = calibrate(request, prepared, reference, name)
+    if calibration.noise.overflowed is not None:
+        return Result((_overflows(calibration),), draws=calibration.noise.draws)
+    comparison = run(calibration.precision, calibration.subject.loss_scale)
+    if isinstance(comparison, Outcome):
+        check = replace(comparison.check, name=f"program ran in {name}")
+        return Result((replace(comparison, check=check),), draws=calibration.noise.draws)
+    return compare(calibration, comparison)
+
+
+def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: str) -> Calibration:
+    """The noise of the dtype called `name`, from the first draws."""
+    program = prepared.program
+    parts = parts_of(program.axes, int(program.manifest["micro_batches"]))
+    subject = subject_of(prepared.model, prepared.sample, getattr(torch, name), reference, parts, request.seed)
+    targets = targets_of(subject.truth)
+    subject = replace(subject, loss_scale=choose_loss_scale(subject, targets))
+    return Calibration(subject, targets, draw_noise(subject, targets, 0, FIRST_DRAWS))
+
+
+def compare(calibration: Calibration, comparison: Comparison) -> Result:
+    """The checks of one run of a program. Draws again while a tensor is near the threshold, and none beyond."""
+    tensors = measured(comparison, calibration.targets)
+    while True:
+        noise = calibration.noise
+        if noise.overflowed is not None:
+            return Result((_overflows(calibration),), draws=noise.draws)
+        rows = rows_of(tensors, calibration.targets, noise, calibration.dtype)
+        decided = any(row.verdict is Verdict.REFUTED for row in rows) or not any(row.near for row in rows)
+        if decided or noise.draws >= MOST_DRAWS:
+            break
+        calibration = calibration.with_more_draws()
+    outcomes = outcomes_of(comparison, tensors, rows, noise.draws, calibration.dtype)
+    copies = replicas.check(comparison)
+    if copies.check.count:
+        name = f"{copies.check.name} in {calibration.dtype}"
+        outcomes.append(replace(copies, check=replace(copies.check, name=name)))
+    return Result(tuple(outcomes), rows, noise.draws)
+
+
+def _overflows(calibration: Calibration) -> Outcome:
+    assert calibration.noise.overflowed is not None
+    dtype, (kind, step, name) = calibration.dtype, calibration.noise.overflowed
+    what = f"the loss of step {step}" if kind == "loss" else f"the {kind} of `{name}` at step {step}"
+    message = f"the model itself computes NaN or infinity in {dtype}, though not in float64: {what}"
+    help = "a model that was built in the dtype (`.half()`) keeps what its code does in float32; or use bfloat16"
+    finding = Finding("reference_not_finite", message, counter_example={"tensor": name, "dtype": dtype}, help=help)
+    return Outcome(Check(f"reference in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))

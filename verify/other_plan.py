@@ -1,0 +1,57 @@
+"""The checkpoint under another plan: what many ranks wrote is a state from which one rank goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nnscaler.compile import compile_traced
+from nnscaler.runtime.checkpoint import load_checkpoint
+from nnscaler.runtime.loader import load_role
+from verify.backends import run_simulator
+from verify.failure import Failure, finding_of
+from verify.places import Places
+from verify.plan_checks import run_checks
+from verify.plan_checks.context import Comparison, Outcome, merge_outcomes
+from verify.plan_checks.logical import holdings_of
+from verify.plan_prepare import Prepared
+from verify.plan_request import PlanRequest
+from verify.program_directory import open_program
+from verify.rank_program import Task
+from verify.report import Check
+from verify.verdict import Verdict
+
+NAME = "checkpoint under another plan"
+
+
+def check_other_plan(
+    request: PlanRequest, prepared: Prepared, comparison: Comparison, task: Task, folder: Path
+) -> Outcome:
+    """Makes the last step on one rank, from the checkpoint, and compares as after the last step of all ranks."""
+    if prepared.traced is None or task.checkpoint is None:
+        return Outcome(Check(NAME, Verdict.INCONCLUSIVE, 0))
+    compiled = compile_traced(prepared.traced, ranks=1, plan=None, model={"name": type(prepared.model).__name__})
+    program = open_program(compiled.save(folder))
+    checkpoint = load_checkpoint(task.checkpoint)
+    # names of constants are those of the trace, which both programs come from
+    torch.save({**program.state(), **checkpoint.state}, folder / "resumed.pt")
+    alone = replace(
+        task,
+        program=str(program.path),
+        state=str(folder / "resumed.pt"),
+        steps=1,
+        first_step=checkpoint.step,
+        trials=(),
+        evaluation=None,
+        checkpoint=None,
+    )
+    outcome = run_simulator(alone, 1, request.timeout)
+    if isinstance(outcome, Failure):
+        return Outcome(Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, Places(prepared.graph)),))
+    parameters, buffers = holdings_of([load_role(program.path / file) for file in program.role_files])
+    reference = comparison.reference
+    last = replace(reference, losses=reference.losses[-1:], gradients=reference.gradients[-1:])
+    other = replace(comparison, reference=last, results=outcome, parameters=parameters, buffers=buffers, steps=1)
+    return merge_outcomes(NAME, f"{NAME}: ", run_checks(other, {n: t.clone() for n, t in reference.buffers.items()}))

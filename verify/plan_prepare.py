@@ -1,0 +1,136 @@
+"""Before anything runs: the model with random parameters, its trace, the program, and the random numbers of both."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import nnscaler
+from nnscaler.compile import compile_traced
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.tracing import Traced, trace
+from nnscaler.tracing.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
+from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
+from verify.plan_request import PlanRequest
+from verify.program_directory import ProgramDirectory, open_program
+from verify.randomise import randomise_parameters
+from verify.reference import record_draws
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The model with its random parameters, and the program.
+
+    `draws`: the operation of the graph that each random call of the model is, in order; None where there are none, and
+    where they do not match: then `unmatched` says why. `traced`: None where the program alone is known. `runs`: whether
+    the model has data, so that the program can be run and compared.
+    """
+
+    model: nn.Module
+    sample: SampleInputs
+    program: ProgramDirectory
+    graph: Graph
+    notes: tuple[str, ...]
+    draws: tuple[Draw | None, ...] | None = None
+    unmatched: str | None = None
+    traced: Traced | None = None
+    runs: bool = True
+
+
+def prepare(request: PlanRequest, folder: Path) -> Prepared:
+    """Builds, traces and compiles; a new program is written to `folder`. Raises NnscalerError."""
+    given = request.module_or_factory
+    model = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+    if not isinstance(model, nn.Module):
+        raise NnscalerError("not_a_module", f"the factory returned {type(model).__name__}, not an nn.Module")
+    runs = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if not runs and request.level == "run":
+        message = "the model has parameters without data, so it cannot be run and compared"
+        raise NnscalerError("meta_model", message, help="--level static proves what can be proved without data")
+    sample = flatten_inputs(model, request.sample_inputs)
+    if runs:
+        randomise_parameters(model, request.seed)
+    if runs and request.dtype != torch.float64:
+        _round_parameters(model, request.dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced, program = _compile(request, model, folder)
+    notes = tuple(dict.fromkeys(str(w.message) for w in caught if _is_note(w)))
+    _check_inputs(program, sample)
+    for line in program.details:
+        request.detail(line)
+    if not runs:
+        notes = (*notes, "the model has no data: the program was not run, and the trace not compared with the model")
+    if not runs or request.level == "static":
+        return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs)
+    draws, unmatched = _match(model, sample, traced.graph)
+    return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced)
+
+
+def _match(model: nn.Module, sample: SampleInputs, graph: Graph) -> tuple[tuple[Draw | None, ...] | None, str | None]:
+    """The operation of each random call of the model, or why that is not known."""
+    wanted = draws_of(graph)
+    if not wanted:
+        return None, None
+    try:
+        return match_draws(record_draws(model, sample).calls, wanted), None
+    except UnmatchedDraws as error:
+        return None, str(error)
+
+
+def _is_note(warning: warnings.WarningMessage) -> bool:
+    """Whether it is the compiler that says something, and not torch or the interpreter."""
+    ours = str(Path(nnscaler.__file__).parent)
+    return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
+
+
+def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Traced, ProgramDirectory]:
+    opened = None
+    if request.program is not None:
+        opened = open_program(request.program)
+        if opened.ranks != request.ranks:
+            message = f"{request.program} is a program for {opened.ranks} ranks, not {request.ranks}"
+            raise NnscalerError("plan_illegal", message, help=f"use --ranks {opened.ranks}")
+    started = time.perf_counter()
+    traced = trace(model, request.sample_inputs, specialise=request.specialise)
+    request.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")
+    if opened is not None:
+        return traced, opened
+    compiled = compile_traced(
+        traced,
+        ranks=request.ranks,
+        plan=request.plan,
+        schedule=request.schedule,
+        micro_batches=request.micro_batches,
+        replicate=request.replicate,
+        model=request.model or {"name": type(model).__name__},
+        progress=request.progress,
+    )
+    return traced, open_program(compiled.save(folder))
+
+
+def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Both sides start from the same values, so they must be values of the dtype."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.copy_(parameter.to(dtype))
+
+
+def _check_inputs(program: ProgramDirectory, sample: SampleInputs) -> None:
+    for name, shape in program.inputs.items():
+        given = sample.tensors.get(name)
+        if given is None or tuple(given.shape) != shape:
+            found = "missing" if given is None else f"of shape {tuple(given.shape)}"
+            raise NnscalerError(
+                "inputs_differ",
+                f"the program was compiled for an input `{name}` of shape {shape}, which is {found} in the sample",
+                help="compile the model again",
+            )

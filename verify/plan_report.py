@@ -1,0 +1,124 @@
+"""The report of `verify-plan`, from the outcomes of the checks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from op_registry.spec import SourceLocation
+
+from verify.environment import environment
+from verify.finding import Finding
+from verify.plan_checks.context import Outcome, Row
+from verify.plan_prepare import Prepared
+from verify.plan_proof import Proof
+from verify.plan_request import PlanRequest
+from verify.reference import Trajectory
+from verify.report import Check, Report
+from verify.verdict import Verdict
+
+
+def make_report(
+    request: PlanRequest,
+    prepared: Prepared,
+    reference: Trajectory | None,
+    outcomes: Sequence[Outcome],
+    proof: Proof | None,
+    seconds: float,
+) -> Report:
+    """Checks in order, findings worst first. `reference`: None where nothing was run."""
+    program = prepared.program
+    if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
+        nothing = Finding("nothing_checked", "there was nothing to compare")
+        outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
+    findings = sorted((f for outcome in outcomes for f in outcome.findings), key=_urgency)
+    name = request.model.get("name") or type(prepared.model).__name__
+    return Report(
+        "verify-plan",
+        name,
+        f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({program.summary})" if program.summary else ""),
+        request.seed,
+        tuple(outcome.check for outcome in outcomes if outcome.check.name),
+        tuple(f.with_reproduce(request.reproduce) for f in findings),
+        (*_notes(prepared, reference), *(() if proof is None else proof.notes)),
+        {**environment(), **_settings(request, reference), "plan": json.dumps(program.axes)},
+        seconds,
+        _attachments(prepared, outcomes, proof),
+    )
+
+
+def _attachments(prepared: Prepared, outcomes: Sequence[Outcome], proof: Proof | None) -> dict[str, Any]:
+    """What a page of the report shows besides: tensors compared, lemmas, and what the manifest says of a step."""
+    manifest = prepared.program.manifest
+    kept = {name: manifest[name] for name in ("timeline", "communication_profile", "memory") if name in manifest}
+    rows = [_row(row) for outcome in outcomes for row in outcome.rows]
+    return {**kept, **({"tensors": rows} if rows else {}), **({} if proof is None else proof.attachments)}
+
+
+def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, str]:
+    """How the program was run; empty where it was not."""
+    if reference is None:
+        return {}
+    return {
+        "backend": request.backend,
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "steps": str(request.steps),
+        "learning_rate": f"{reference.learning_rate:g}",
+        "max_norm": "none" if reference.settings.max_norm is None else f"{reference.settings.max_norm:g}",
+    }
+
+
+def _notes(prepared: Prepared, reference: Trajectory | None) -> tuple[str, ...]:
+    notes = [*prepared.notes, *prepared.program.changes]
+    draws = [] if reference is None else [draw for draw in reference.settings.draws or () if draw is not None]
+    if reference is None:
+        notes.append("nothing was run")
+    elif draws:
+        notes.append(f"both sides drew the same random numbers, by place in the whole tensor: {_count(len(draws))}")
+    elif prepared.unmatched is None and any(
+        op.operator.startswith("nnscaler.random_") for op in prepared.graph.operations
+    ):
+        notes.append("random numbers were the same on both sides: a function of their place in the tensor")
+    if prepared.program.unannotated:
+        names = ", ".join(prepared.program.unannotated)
+        notes.append(f"without annotation, so run whole on every rank: {names} (register_op gives one)")
+    return tuple(dict.fromkeys(notes))
+
+
+def _count(draws: int) -> str:
+    return f"{draws} random operation{'s' * (draws != 1)} (dropout included)"
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "verdict": row.verdict.value}
+
+
+def _urgency(finding: Finding) -> tuple[int, int]:
+    """What the text shows to be wrong, for it names the mechanism; where values go wrong first; then what differs at
+    the first step: the rest follows from it."""
+    kind = 0 if "program" in finding.counter_example else 1 if finding.code.startswith("tensor_") else 2
+    return kind, int(finding.counter_example.get("step", "0"))
+
+
+def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
+    """Moves the program out of the temporary folder, for findings name its lines."""
+    if request.program is not None or not report.findings:
+        return report
+    kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-"))
+    shutil.copytree(program, kept, dirs_exist_ok=True)
+
+    def moved(finding: Finding) -> Finding:
+        related = tuple((what, _moved(place, program, kept)) for what, place in finding.related)
+        return replace(finding, related=related)
+
+    findings = tuple(moved(f) for f in report.findings)
+    return replace(report, findings=findings, notes=(*report.notes, f"the program is kept in {kept}"))
+
+
+def _moved(place: SourceLocation, old: Path, new: Path) -> SourceLocation:
+    return replace(place, file=place.file.replace(str(old), str(new)))

@@ -1,0 +1,134 @@
+"""The schedule, rank by time: a lane per role, a bar per forward and backward pass of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verify.report_formats.html.text import amount, escape, panel, percent
+
+HUES = (212, 28, 145, 340, 265, 180, 50, 0)
+LEGEND = 24  # stages that are named; beyond, each bar says its own
+COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, and beyond which bars get narrower
+_PIXELS = 11  # of the narrowest bar
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    kind: str
+    stage: str
+    micro: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Ranks that do the same at the same time."""
+
+    name: str
+    bars: tuple[Bar, ...]
+
+
+def timeline_panel(timeline: Any) -> str:
+    """The lanes; nothing where there are no bars."""
+    lanes = lanes_of(timeline)
+    end = max((bar.end for lane in lanes for bar in lane.bars), default=0.0)
+    if not end:
+        return ""
+    stages = sorted({bar.stage for lane in lanes for bar in lane.bars}, key=_natural)
+    hues = {stage: hue(index) for index, stage in enumerate(stages)}
+    height = 24 if len(lanes) <= 24 else 16 if len(lanes) <= 64 else 11
+    narrowest = min(bar.end - bar.start for lane in lanes for bar in lane.bars if bar.end > bar.start)
+    wanted = round(end / narrowest * (_PIXELS if height >= 14 else _PIXELS / 4))
+    width = min(wanted, WIDEST) if wanted > 1.3 * COLUMN else min(wanted, COLUMN)
+    names = min(16, 2 + max(len(lane.name) for lane in lanes) * 0.62)
+    body = "".join(_lane(lane, end, hues, height, max(width, 300)) for lane in lanes) + _times(end, timeline)
+    inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
+    busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))
+    remark = f"Forward passes are light, backward passes dark; the number is the micro-batch. Idle: {1 - busy:.0%}."
+    return panel("Schedule", f'{_legend(hues)}<div class="scroll">{inside}</div>', remark)
+
+
+def hue(index: int) -> int:
+    """A hue that stands apart from its neighbours."""
+    return HUES[index] if index < len(HUES) else round(index * 137.508) % 360
+
+
+def lanes_of(timeline: Any) -> list[Lane]:
+    """Rows of the timeline; those with the same bars are one lane."""
+    rows = timeline.get("rows", ()) if isinstance(timeline, Mapping) else ()
+    lanes: dict[tuple[Bar, ...], list[str]] = {}
+    for row in rows:
+        bars = tuple(_bar(bar) for bar in row.get("bars", ()))
+        if bars:
+            lanes.setdefault(bars, []).append(str(row.get("ranks", row.get("role", ""))))
+    return [Lane(", ".join(names), bars) for bars, names in lanes.items()]
+
+
+def _bar(bar: Mapping[str, Any]) -> Bar:
+    start = amount(bar.get("start"))
+    end = max(start, amount(bar.get("end")))
+    return Bar(str(bar.get("kind", "")), str(bar.get("stage", "")), str(bar.get("micro", "")), start, end)
+
+
+def _lane(lane: Lane, end: float, hues: Mapping[str, int], height: int, width: int) -> str:
+    drawn: list[str] = []
+    for bar in lane.bars:
+        share = (bar.end - bar.start) / end
+        color = _color(hues[bar.stage], bar.kind)
+        title = f"{bar.kind} of micro-batch {bar.micro}, stage {bar.stage}: {bar.start:g} to {bar.end:g}"
+        box = f'x="{percent(bar.start / end)}" width="{percent(share)}" height="{height}"'
+        drawn.append(f'<rect {box} fill="{color}"><title>{escape(title)}</title></rect>')
+        if height >= 14 and share * width >= 6 * len(bar.micro) + 1:
+            middle = percent((bar.start + bar.end) / 2 / end)
+            style = "f" if bar.kind == "F" else "b"
+            text = f'<text class="{style}" x="{middle}" y="{height / 2 + 4:g}" text-anchor="middle">'
+            drawn.append(f"{text}{escape(bar.micro)}</text>")
+    who = f'<div class="who">{escape(lane.name)}</div>'
+    return f'<div class="lane">{who}<svg height="{height}">{"".join(drawn)}</svg></div>\n'
+
+
+def _color(hue: int, kind: str) -> str:
+    if kind == "F":
+        return f"hsl({hue} 65% 70%)"
+    return f"hsl({hue} 55% 40%)" if kind == "B" else f"hsl({hue} 20% 50%)"
+
+
+def _times(end: float, timeline: Mapping[str, Any]) -> str:
+    ticks = _ticks(end)
+    drawn = "".join(
+        f'<line x1="{percent(t / end)}" x2="{percent(t / end)}" y1="0" y2="5"/>'
+        f'<text x="{percent(t / end)}" y="16" text-anchor="{"start" if not t else "middle"}">{t:g}</text>'
+        for t in ticks
+    )
+    unit = escape(timeline.get("unit", ""))
+    return (
+        '<div class="lane times"><div class="who faint">ranks</div>'
+        f'<svg height="20" aria-hidden="true">{drawn}</svg></div>'
+        f'<div class="remark" style="margin:0">time in {unit or "units"}</div>'
+    )
+
+
+def _ticks(end: float) -> list[float]:
+    """Round numbers, at most ten, the last well before the end."""
+    step = 10.0 ** len(str(int(end)))
+    while end / step < 4:
+        step /= 2 if str(step)[0] != "5" else 2.5
+    return [step * index for index in range(int(end / step * 0.97) + 1)]
+
+
+def _legend(hues: Mapping[str, int]) -> str:
+    if len(hues) > LEGEND:
+        return f'<p class="legend">{len(hues)} stages, each with a colour of its own</p>'
+    items = (
+        f'<span><i style="background:{_color(found, "F")}"></i><i style="background:{_color(found, "B")}"></i>'
+        f"stage {escape(stage)}</span>"
+        for stage, found in hues.items()
+    )
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+def _natural(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdecimal() else (1 << 30, text)

@@ -1,0 +1,142 @@
+"""What the levels of verification say of one mutant."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from verify.backends import run_simulator
+from verify.compare import difference, family_scale
+from verify.failure import Failure, finding_of
+from verify.localise import localise
+from verify.places import Places
+from verify.plan_checks import run_checks
+from verify.plan_checks.context import Outcome
+from verify.plan_prepare import Prepared
+from verify.plan_run import make_comparison, make_task
+from verify.program_directory import open_program
+from verify.randomise import logical_state
+from verify.rank_program import RankResult
+from verify.reference import Settings, run_reference
+from verify.report import Check
+from verify.self_test.plans.subjects import TIMEOUT, Base
+from verify.static import check_program
+from verify.tolerance import FLOAT64_BOUND
+from verify.verdict import Verdict
+
+Fault = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one level says. `codes`: of its findings, the first one being the most telling; `said`: that one's text
+    and cause."""
+
+    refuted: bool
+    codes: tuple[str, ...] = ()
+    said: str = ""
+    seconds: float = 0.0
+    undecided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """Level 2. `first_loss`, `losses`: whether comparing the loss of the first step, or of each step, would show it."""
+
+    answer: Answer
+    first_loss: bool
+    losses: bool
+
+
+def read_statically(sources: Mapping[str, str], graph: Graph) -> Answer:
+    """Level 0: the text alone."""
+    started = time.perf_counter()
+    result = check_program(sources, graph)
+    return answer_of(result.outcomes, time.perf_counter() - started)
+
+
+def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
+    """What the outcomes of checks come to."""
+    verdicts = [o.check.verdict for o in outcomes]
+    refuted = [o for o in outcomes if o.check.verdict is Verdict.REFUTED]
+    findings = [f for o in (refuted or outcomes) for f in o.findings]
+    said = " | ".join(f"{f.message} ({f.cause})" if f.cause else f.message for f in findings[:3])
+    undecided = not refuted and (not verdicts or any(not v.passes for v in verdicts))
+    return Answer(bool(refuted), tuple(dict.fromkeys(f.code for f in findings)), said, seconds, undecided)
+
+
+class Execution:
+    """Runs programs of one model in this process, on the simulator, against one reference run of the model."""
+
+    def __init__(self, base: Base, folder: Path) -> None:
+        self.base = base
+        self.folder = folder
+        settings = Settings(clip=True, draws=base.prepared.draws, seed=base.request.seed)
+        self.reference = run_reference(
+            base.prepared.model, base.prepared.sample, steps=base.request.steps, settings=settings
+        )
+        self.task = make_task(base.request, base.prepared, self.reference, folder)
+
+    def write(self, sources: Mapping[str, str]) -> Path:
+        """The program as files, in a folder of its own."""
+        path = Path(tempfile.mkdtemp(dir=self.folder))
+        for file, text in sources.items():
+            (path / file).write_text(text, encoding="utf-8")
+        (path / "manifest.json").write_text(json.dumps(self.base.subject.program.manifest), encoding="utf-8")
+        return path
+
+    def judge(self, sources: Mapping[str, str], fault: Fault = nullcontext, localised: bool = False) -> Executed:
+        """Level 2: runs the program and compares everything that comes out with the model. `fault`: a bug of the
+        runtime, for the time of the run. `localised`: also look where it goes wrong first."""
+        started = time.perf_counter()
+        path = self.write(sources)
+        try:
+            with fault():
+                results = run_simulator(replace(self.task, program=str(path)), self.base.spec.ranks, TIMEOUT)
+                if isinstance(results, Failure):
+                    return self._failed(results, path, time.perf_counter() - started)
+                outcomes = self._compare(path, results)
+                if localised and any(o.check.verdict is Verdict.REFUTED for o in outcomes):
+                    outcomes[:0] = self._localise(path)
+        except (KeyError, ValueError, NnscalerError) as error:  # declarations that contradict each other
+            undecided = Answer(False, (type(error).__name__,), str(error), time.perf_counter() - started, True)
+            return Executed(undecided, False, False)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        answer = answer_of(outcomes, time.perf_counter() - started)
+        wrong = [self._loss_differs(results, step) for step in range(self.base.request.steps)]
+        return Executed(answer, wrong[0], any(wrong))
+
+    def _failed(self, failure: Failure, path: Path, seconds: float) -> Executed:
+        refuted = failure.verdict is Verdict.REFUTED
+        finding = finding_of(failure, path, Places(self.base.traced.graph))
+        return Executed(Answer(refuted, (failure.kind,), finding.message, seconds, not refuted), refuted, refuted)
+
+    def _opened(self, path: Path) -> Prepared:
+        return replace(self.base.prepared, program=open_program(path))
+
+    def _compare(self, path: Path, results: tuple[RankResult, ...]) -> list[Outcome]:
+        prepared = self._opened(path)
+        comparison = make_comparison(self.base.request, prepared, self.reference, results)
+        kept = {n: t for n, t in logical_state(prepared.model).items() if n in self.reference.buffers}
+        return run_checks(comparison, kept)
+
+    def _localise(self, path: Path) -> list[Outcome]:
+        graph = self.base.traced.graph
+        task = replace(self.task, program=str(path)).plain()
+        found = localise(task, graph, open_program(path), Places(graph), TIMEOUT)
+        return [] if found is None else [Outcome(Check("", Verdict.REFUTED, 0), (found,))]
+
+    def _loss_differs(self, results: tuple[RankResult, ...], step: int) -> bool:
+        expected = self.reference.losses[step]
+        scale = family_scale(self.reference.losses)
+        known = [loss for r in results if (loss := r.losses[step]) is not None]
+        return not known or any(difference(loss, expected, scale).relative > FLOAT64_BOUND for loss in known)

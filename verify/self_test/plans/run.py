@@ -1,0 +1,134 @@
+"""Judges every mutant: the text alone, then execution, then, for what nothing refutes, the third oracle."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from verify.self_test.plans.catalogue import mutants_of
+from verify.self_test.plans.judge import Answer, Executed, Execution, read_statically
+from verify.self_test.plans.mutant import Mutant
+from verify.self_test.plans.subjects import Spec, build
+from verify.self_test.plans.third_oracle import Told, compare_programs
+
+LEVELS = ("L0", "L2")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A mutant, what each level says (None: not asked), and the third oracle of what neither refutes."""
+
+    mutant: Mutant
+    static: Answer | None
+    executed: Executed | None
+    third: Told | None = None
+
+    @property
+    def by_text(self) -> bool:
+        return self.static is not None and self.static.refuted
+
+    @property
+    def by_running(self) -> bool:
+        return self.executed is not None and self.executed.answer.refuted
+
+    @property
+    def killed(self) -> bool:
+        return self.by_text or self.by_running
+
+    @property
+    def equivalent(self) -> bool:
+        """Nothing refutes it and it computes the same: there is nothing to find."""
+        return not self.killed and self.third is not None and self.third.same
+
+    @property
+    def first(self) -> str:
+        """The level that catches it first."""
+        return "L0" if self.by_text else "L2" if self.by_running else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A right program, which no level may refute. `broken`: what was said against it."""
+
+    spec: Spec
+    broken: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Everything about one program."""
+
+    original: Original
+    judged: tuple[Judged, ...]
+    seconds: float
+
+
+def judge_spec(spec: Spec, seed: int, each: int, levels: Sequence[str] = LEVELS, every: int = 1) -> Batch:
+    """Makes the program and its mutants, and judges them, or every so many of them."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="nnscaler-mutants-") as folder:
+        base = build(spec, Path(folder))
+        execution = Execution(base, Path(folder))
+        original = _original(execution, levels)
+        mutants = islice(mutants_of(base, seed, each), sum(map(ord, spec.model)) % every, None, every)
+        judged = tuple(_judge(execution, mutant, levels) for mutant in mutants)
+    return Batch(original, judged, time.perf_counter() - started)
+
+
+def _original(execution: Execution, levels: Sequence[str]) -> Original:
+    started = time.perf_counter()
+    base, program = execution.base, execution.base.subject.program
+    said: list[str] = []
+    if "L0" in levels:
+        answer = read_statically(program.sources, program.graph)
+        said += [f"L0: {answer.said}"] if answer.refuted or answer.undecided else []
+    if "L2" in levels:
+        executed = execution.judge(program.sources).answer
+        said += [f"L2: {executed.said}"] if executed.refuted or executed.undecided else []
+    return Original(base.spec, "; ".join(said), time.perf_counter() - started)
+
+
+def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judged:
+    program = execution.base.subject.program
+    sources = mutant.sources(program.sources)
+    static = read_statically(sources, program.graph) if "L0" in levels else None
+    executed = execution.judge(sources) if "L2" in levels else None
+    judged = Judged(mutant, static, executed)
+    if judged.by_running or (judged.killed and executed is None):
+        return judged
+    return Judged(mutant, static, executed, compare_programs(execution, sources))
+
+
+def judge_all(
+    specs: Sequence[Spec],
+    seed: int,
+    each: int,
+    levels: Sequence[str],
+    progress: Callable[[str], None],
+    processes: int = 2,
+    every: int = 1,
+) -> Iterator[Batch]:
+    """Every program, in the order in which they are done. `processes` 1: in this one."""
+    if processes < 2:
+        for number, spec in enumerate(specs, 1):
+            progress(f"{number} of {len(specs)}: {spec.model} {spec.name}")
+            yield judge_spec(spec, seed, each, levels, every)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(judge_spec, spec, seed, each, levels, every): spec for spec in specs}
+        for number, done in enumerate(as_completed(waiting), 1):
+            spec = waiting[done]
+            batch = done.result()
+            made = f"{len(batch.judged)} mutants, {batch.seconds:.0f} s"
+            progress(f"{number} of {len(specs)}: {spec.model} {spec.name}: {made}")
+            yield batch
