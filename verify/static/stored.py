@@ -72,7 +72,8 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
             "uses it: its gradient would stay None" if in_use else "does not use it: it would get a gradient of zeros"
         )
         message = f"`{stored.fqn}` is declared used={stored.used}, and the model {word}"
-        found.append(Mistake("gradient_reduced_wrongly", message, tensor=tensor.name))
+        cause = "a missing gradient is None, and not zeros: optimizers treat them differently"
+        found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
     return found
 
 
