@@ -1,4 +1,4 @@
-"""How much the reference itself moves in a lower precision: the yardstick for programs that run in it."""
+"""How much the reference itself moves when its parameters move by a unit of rounding: is the model ill-conditioned?"""
 
 from __future__ import annotations
 
@@ -11,27 +11,11 @@ from torch import Tensor, nn
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.compare import difference, family_scale
 from verify.reference import Trajectory, run_reference
-from verify.tolerance import Key, Tolerance, calibrated_tolerance, exact_tolerance
-from verify.verdict import Verdict
+from verify.tolerance import Key, Tolerance, exact_tolerance
 
 
-def measure_tolerance(
-    model: nn.Module, sample: SampleInputs, reference: Trajectory, dtype: torch.dtype, steps: int
-) -> Tolerance:
-    """The tolerance for a run in `dtype`: fixed for float64, else measured by a run of the eager model in it."""
-    if dtype == torch.float64:
-        return exact_tolerance()
-    rate, settings = reference.learning_rate, reference.settings
-    low = run_reference(model, sample, steps=steps, dtype=dtype, learning_rate=rate, settings=settings)
-    return calibrated_tolerance(noise_between(low, reference), torch.finfo(dtype).eps)
-
-
-def measure_condition(
-    model: nn.Module, sample: SampleInputs, reference: Trajectory, tolerance: Tolerance, steps: int
-) -> Tolerance:
-    """The float64 tolerance with the noise that one unit of rounding in the parameters makes. Others as they are."""
-    if tolerance.level is not Verdict.TESTED_EXACT:
-        return tolerance
+def measure_condition(model: nn.Module, sample: SampleInputs, reference: Trajectory, steps: int) -> Tolerance:
+    """The tolerance with the noise that one unit of rounding in the parameters makes."""
     moved = copy.deepcopy(model).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -64,6 +64,14 @@ CODES: Mapping[str, str] = MappingProxyType(
         "opcheck_failed": "One of the four tests of torch.library.opcheck fails on the operator.",
         "uninformative": "The operator computes NaN, infinity or only zeros on every input tried.",
         "random_operator": "The operator draws random numbers, so that its shards cannot be compared with the whole.",
+        # gate
+        "not_run": "An item of the gate was not run, or only in part: the time was up, or somebody interrupted it.",
+        "could_not_run": "An item of the gate could not be run: its model, plan, operator or settings are at fault.",
+        "internal_error": "nnScaler itself failed on an item of the gate.",
+        "item_died": "The process that ran an item of the gate ended without a result.",
+        "item_timed_out": "An item of the gate was still running when its own time was up.",
+        "baseline_expired": "A known finding of the baseline is past the date until which it may stay.",
+        "baseline_stale": "The baseline does not say what is found: a known finding is gone, or comes with more.",
     }
 )
 

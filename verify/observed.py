@@ -14,8 +14,8 @@ from torch import Tensor
 from nnscaler.ir.layout import parse_state
 from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
 from nnscaler.runtime.role import MICRO, Stage
-from nnscaler.runtime.shards import Coordinates, assemble, ravel, shard, unravel
-from verify.compare import difference
+from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
+from verify.compare import FAMILY_SHARE, difference, largest
 from verify.op_checks.random_calls import runtime_state
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
@@ -90,8 +90,22 @@ def compare_variable(
         return Unequal(str(error))
     found = difference(assembled.value, expected, scale)
     if found.relative <= bound:
-        return None
+        return _unequal_copies(variable, assembled, expected, bound, scale)
     return Unequal(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
+
+
+def _unequal_copies(
+    variable: Variable, assembled: Assembled, expected: Tensor, bound: float, scale: float
+) -> Unequal | None:
+    """Partial sums whose copies on another axis differ: the first copy alone is right."""
+    allowed = bound * max(largest(expected), FAMILY_SHARE * scale)
+    unequal = [found for found in assembled.differences if found.largest > allowed]
+    if not unequal:
+        return None
+    at = dict(unequal[0].other)
+    axes = ", ".join(axis for axis, index in unequal[0].coordinates if at[axis] != index)
+    rank = variable.stage.ranks[ravel(at, variable.stage.axes)]
+    return Unequal(str(unequal[0]), (rank,), cause=f"only the first rank of {axes} is right, and its copies differ")
 
 
 def _likely_cause(

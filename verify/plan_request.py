@@ -16,7 +16,12 @@ from nnscaler.errors import NnscalerError
 if TYPE_CHECKING:
     from nnscaler.runtime.launcher import ForkServer
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 BACKENDS = ("simulator", "gloo", "nccl")
 Depth = Literal["quick", "default", "deep"]
 Level = Literal["all", "static", "run"]
@@ -26,8 +31,9 @@ Level = Literal["all", "static", "run"]
 class PlanRequest:
     """What is to be verified. `program`: an already generated program, instead of generating one.
 
+    `dtype`: float64 compares up to rounding, the others up to the model's own noise in them.
     `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, evaluation mode and a
-    checkpoint; "deep" also reloads the checkpoint under another plan.
+    checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16.
     `level`: "static" proves and runs nothing, "run" runs and proves nothing. A model without data is never run.
     """
 

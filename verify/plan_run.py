@@ -14,20 +14,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from nnscaler.runtime.checkpoint import load_checkpoint
-from nnscaler.runtime.loader import load_role
 from nnscaler.tracing.program_draws import UnmatchedDraws
 from verify.backends import run_program
-from verify.calibrate import measure_condition, measure_tolerance
+from verify.calibrate import measure_condition
 from verify.compare import is_finite
-from verify.evaluation import Evaluation, plan_evaluation
-from verify.failure import Failure, finding_of
+from verify.evaluation import plan_evaluation
+from verify.failure import Failure
 from verify.finding import Finding
 from verify.localise import localise
 from verify.other_plan import check_other_plan
@@ -36,29 +33,20 @@ from verify.plan_checks import evaluation as evaluation_check
 from verify.plan_checks import resume, run_checks, timed
 from verify.plan_checks import trials as trial_check
 from verify.plan_checks.context import Comparison, Outcome
-from verify.plan_checks.logical import holdings_of
+from verify.plan_compare import Beside, failed, make_comparison, make_task
+from verify.plan_low import low_precision
 from verify.plan_prepare import Prepared, prepare
 from verify.plan_proof import Proof, combine, prove_program
 from verify.plan_report import keep_program, make_report
 from verify.plan_request import BACKENDS, DTYPES, PlanRequest, check_request
 from verify.randomise import logical_state
-from verify.rank_program import RankResult, Task
-from verify.reference import Settings, Trajectory, names_of, run_reference
+from verify.rank_program import Task
+from verify.reference import Settings, Trajectory, run_reference
 from verify.report import Check, Report
-from verify.trials import Trial, plan_trials
+from verify.trials import plan_trials
 from verify.verdict import Verdict
 
 __all__ = ["BACKENDS", "DTYPES", "Beside", "PlanRequest", "Prepared", "run_and_compare", "verify_request"]
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What is run beside the trajectory; `notes` on what could not be."""
-
-    trials: tuple[Trial, ...] = ()
-    evaluation: Evaluation | None = None
-    checkpoint: bool = False
-    notes: tuple[str, ...] = ()
 
 
 def verify_request(request: PlanRequest) -> Report:
@@ -90,9 +78,15 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
     broken = _not_finite(reference)
     if broken is not None:
         return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (broken,))]
+    if not request.exact:
+        name = next(n for n, dtype in DTYPES.items() if dtype == request.dtype)
+        return prepared, reference, low_precision(request, prepared, reference, work, [name])
     beside = _beside(request, prepared, reference, work)
     prepared = replace(prepared, notes=(*prepared.notes, *beside.notes))
-    return prepared, reference, run_and_compare(request, prepared, reference, work, beside)
+    outcomes = run_and_compare(request, prepared, reference, work, beside)
+    if request.depth == "deep" and all(o.check.verdict.passes for o in outcomes):
+        outcomes += low_precision(request, prepared, reference, work, ["bfloat16"])
+    return prepared, reference, outcomes
 
 
 def _reference(request: PlanRequest, prepared: Prepared) -> tuple[Prepared, Trajectory]:
@@ -137,7 +131,7 @@ def run_and_compare(
     seconds = time.perf_counter() - started
     if isinstance(outcome, Failure):
         request.progress("run", seconds, "did not end")
-        return [*_random_numbers(prepared), _failed(outcome, prepared, seconds)]
+        return [*_random_numbers(prepared), failed(outcome, prepared, seconds)]
     request.progress("run", seconds, f"{request.ranks} ranks on {request.backend}, {request.steps} steps")
     comparison = make_comparison(request, prepared, reference, outcome)
     ran = Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, request.ranks, 0, seconds))
@@ -153,45 +147,6 @@ def run_and_compare(
     return outcomes
 
 
-def make_task(
-    request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
-) -> Task:
-    """What the ranks run; its files are written to `work`."""
-    extra = beside or Beside()
-    state = {**prepared.program.state(), **logical_state(prepared.model)}
-    torch.save(state, work / "state.pt")
-    torch.save(dict(prepared.sample.tensors), work / "batch.pt")
-    return Task(
-        str(prepared.program.path),
-        str(work / "state.pt"),
-        str(work / "batch.pt"),
-        request.steps,
-        reference.learning_rate,
-        next(n for n, dtype in DTYPES.items() if dtype == request.dtype),
-        draws=reference.settings.draws is not None,
-        seed=reference.settings.seed,
-        max_norm=reference.settings.max_norm,
-        trials=tuple(trial.task(work) for trial in extra.trials),
-        evaluation=None if extra.evaluation is None else str(extra.evaluation.program),
-        checkpoint=str(work / "checkpoint") if extra.checkpoint else None,
-    )
-
-
-def make_comparison(
-    request: PlanRequest, prepared: Prepared, reference: Trajectory, results: tuple[RankResult, ...]
-) -> Comparison:
-    """What the checks are given."""
-    modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
-    parameters, buffers = holdings_of(modules)
-    tolerance = measure_tolerance(prepared.model, prepared.sample, reference, request.dtype, request.steps)
-    places = Places(prepared.graph)
-    names, used = names_of(prepared.model), places.of_parameters()
-    loss = prepared.graph.loss
-    return Comparison(
-        reference, results, parameters, buffers, names, used, tolerance, request.steps, loss, places.of_tensor(loss)
-    )
-
-
 def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> tuple[Comparison, list[Outcome]]:
     """The checks of the trajectory, and the comparison with the tolerance that they were made with in the end."""
     reference = comparison.reference
@@ -200,7 +155,7 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
     if all(o.check.verdict.passes for o in outcomes):
         return comparison, outcomes
     # is the model so ill-conditioned that rounding explains it? asked only now, for it costs another reference run
-    condition = measure_condition(prepared.model, prepared.sample, reference, comparison.tolerance, request.steps)
+    condition = measure_condition(prepared.model, prepared.sample, reference, request.steps)
     comparison = replace(comparison, tolerance=condition)
     return comparison, run_checks(comparison, buffers)
 
@@ -232,9 +187,3 @@ def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Out
         "localise", time.perf_counter() - started, "first tensor that differs" if found else "nothing more"
     )
     return [] if found is None else [Outcome(Check("", Verdict.REFUTED, 0), (found,))]
-
-
-def _failed(failure: Failure, prepared: Prepared, seconds: float) -> Outcome:
-    refuted = int(failure.verdict is Verdict.REFUTED)
-    check = Check("program ran on every rank", failure.verdict, refuted, refuted, seconds)
-    return Outcome(check, (finding_of(failure, prepared.program.path, Places(prepared.graph)),))

@@ -37,12 +37,14 @@ class TrialTask:
 
 @dataclass(frozen=True)
 class Task:
-    """`program`: its directory. `state` and `batch`: files with the logical tensors. `precision`: a dtype's name.
+    """`program`: its directory. `state` and `batch`: files with the logical tensors. `precision`: a dtype's name; None
+    for the dtypes as written.
 
     `draws`: whether random numbers are drawn by (seed, operation, step); without, nothing is dropped. `max_norm`: to
     which the gradients of the last step are clipped. `trials` come after the steps. `evaluation`: the directory of a
     program whose loss is computed forward only. `checkpoint`: a folder to which the state before the last step is
-    written, from which a new executor then makes the last step. `first_step`: number of the first step, for draws.
+    written, from which a new executor then makes the last step.
+    `first_step`: number of the first step, for draws. `loss_scale`: of the steps.
     """
 
     program: str
@@ -50,7 +52,7 @@ class Task:
     batch: str
     steps: int
     learning_rate: float
-    precision: str
+    precision: str | None
     draws: bool = False
     seed: int = 0
     max_norm: float | None = None
@@ -58,6 +60,7 @@ class Task:
     evaluation: str | None = None
     checkpoint: str | None = None
     first_step: int = 0
+    loss_scale: float = 1.0
 
     def plain(self) -> Task:
         """The steps alone: nothing dropped, nothing clipped, nothing afterwards."""
@@ -100,7 +103,9 @@ def run_rank(communicator: Communicator, task: Task, observe: Callable[..., None
     """Trains this rank's part for `task.steps` steps of SGD, and does what else the task asks for."""
     state = torch.load(task.state, mmap=True, weights_only=True)
     batch = torch.load(task.batch, mmap=True, weights_only=True)
-    executor = _executor(communicator, task, state, first_step=task.first_step, observe=observe)
+    executor = _executor(
+        communicator, task, state, loss_scale=task.loss_scale, first_step=task.first_step, observe=observe
+    )
     losses: list[Tensor | None] = []
     gradients: list[tuple[Entry, ...]] = []
     norm = None

@@ -1,41 +1,50 @@
-"""`nnscaler gate`: everything that a project wants to be verified before it is deployed."""
+"""`nnscaler gate`: everything that the project wants verified, with one exit code."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import add_report_options, seconds
+from nnscaler.cli.options import add_report_options, positive
+from nnscaler.config import seconds_of
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from verify.gate.child import ItemResult
-    from verify.gate.items import GateSettings, Item
-    from verify.gate.run import GateResult
+    from verify.gate.baseline import Entry
+    from verify.gate.items import Item
+    from verify.gate.outcome import Outcome, Result
+    from verify.gate.run import Clock
+    from verify.gate.settings import GateSettings
 
 EPILOG = """examples:
-  nnscaler gate                                        all that [tool.nnscaler.gate] lists
-  nnscaler gate --budget 120 --only gpt.py             two minutes, items that have gpt.py in their name
-  nnscaler gate --output-format sarif=gate.sarif --output-format junit=gate.xml --html gate.html
-  nnscaler gate --list                                 what would run
-  nnscaler gate --update-baseline --owner ann --expires 2027-01-31
+  nnscaler gate                                        all that [tool.nnscaler.gate] of pyproject.toml names
+  nnscaler gate --budget 120s                          what does not fit is INCONCLUSIVE, never a pass
+  nnscaler gate --only 'gpt.py*' --list                show the items whose name matches, and run nothing
+  nnscaler gate --output-format sarif=nnscaler.sarif --output-format junit=nnscaler.xml --output-format github
+  nnscaler gate --update-baseline --owner me@example.org --expires 2027-01-31 --reason 'the fix is in review'
 
 in pyproject.toml:
   [tool.nnscaler.gate]
-  budget = "10m"
-  ops = ["my_ops.py"]
-  baseline = "nnscaler-baseline.toml"
+  budget = "120s"
+  baseline = "nnscaler-baseline.toml"                  known findings, each with owner and expiry date
 
-  [[tool.nnscaler.gate.plans]]
-  model = "gpt.py"
-  ranks = 8
-  plan = ["dp=2,tp=2,pp=2", "dp=8"]
+  [[tool.nnscaler.gate.models]]
+  model = "model.py"
+  plans = [{ ranks = 4, plan = "dp=2,tp=2" }, { ranks = 2, plan = "pp=2", micro-batches = 4 }]
 
-every item runs in a process of its own. What failed last time runs first. What does not fit into the budget, dies or
-hangs is not a pass. The table at the end is Markdown, to paste into a review.
+  [tool.nnscaler.gate.ops]
+  files = ["my_ops.py"]
+
+every item runs in a process of its own, worst first: what failed last time, then the texts of all programs, then what
+is quick. The summary on stdout is Markdown, for a review. Options go before NNSCALER_BUDGET, NNSCALER_BASELINE,
+NNSCALER_SEED, NNSCALER_OP_TIMEOUT, NNSCALER_PLAN_TIMEOUT, NNSCALER_JOBS, NNSCALER_CACHE and NNSCALER_CONFIG, and those
+before the file.
 """
 
 
@@ -43,101 +52,273 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     """Adds the command to the parser."""
     parser = commands.add_parser(
         "gate",
-        help="verify the plans and operators that the project lists",
-        description="Verify everything that [tool.nnscaler.gate] of pyproject.toml lists.",
+        help="verify all models, plans and operators that pyproject.toml names",
+        description="Verify everything that [tool.nnscaler.gate] names, within a budget of time.",
         epilog=f"{EPILOG}\n{exit_codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="this file, not the nearest pyproject.toml")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="items with this in their name")
-    parser.add_argument("--budget", type=seconds, metavar="S", help="seconds for all items together")
-    parser.add_argument("--seed", type=int, metavar="S", help="of parameters, batches and inputs (default: 0)")
-    parser.add_argument("--list", action="store_true", help="show the items and run none")
-    group = parser.add_argument_group("baseline")
-    group.add_argument("--update-baseline", action="store_true", help="write what is found now as known")
-    group.add_argument("--owner", metavar="NAME", help="who answers for new entries")
-    group.add_argument("--expires", type=date.fromisoformat, metavar="YYYY-MM-DD", help="until when they are known")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings (default: the nearest pyproject.toml)")
+    parser.add_argument("--list", action="store_true", help="show the items, and run none")
+    parser.add_argument("--show-config", action="store_true", help="show every setting and where it comes from")
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="items whose name contains or matches this; may be given several times",
+    )
+    group.add_argument("--budget", type=duration, metavar="TIME", help="for all items together: 120, 120s, 2m, 1h30m")
+    group.add_argument("--op-timeout", type=duration, metavar="TIME", help="for one operator (default: 60s)")
+    group.add_argument("--plan-timeout", type=duration, metavar="TIME", help="for one model and plan (default: 300s)")
+    group.add_argument("--seed", type=int, metavar="S", help="of parameters, batches and inputs (default: 0)")
+    group.add_argument("--jobs", type=positive, metavar="N", help="operators at a time (default: one per processor)")
+    group.add_argument("--no-cache", action="store_true", help="run operators that passed and have not changed too")
+    group = parser.add_argument_group("known findings")
+    group.add_argument("--baseline", type=Path, metavar="FILE", help="known findings, each with owner and expiry date")
+    group.add_argument("--update-baseline", action="store_true", help="write what is found to the baseline")
+    group.add_argument("--owner", metavar="NAME", help="who answers for what --update-baseline adds")
+    group.add_argument("--expires", type=day, metavar="DATE", help="until when: 2027-01-31")
+    group.add_argument("--reason", metavar="TEXT", help="why it may stay until then")
     add_report_options(parser)
     parser.set_defaults(command=run)
 
 
+def duration(text: str) -> float:
+    """Seconds of `120s`, `2m`, `1h30m` or `120`."""
+    found = seconds_of(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: 120s, 2m or 1h30m")
+    return found
+
+
+def day(text: str) -> date:
+    """A date as 2027-01-31."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no date: 2027-01-31") from None
+
+
 def run(options: argparse.Namespace) -> int:
-    """Runs the items, prints the summary, writes the reports, and returns the exit code of the worst."""
-    from nnscaler.config import find_settings, read_settings
-    from verify.gate.baseline import read_baseline
-    from verify.gate.items import read_gate, select
-    from verify.gate.run import run_gate
-
+    """Verifies every item, prints the summary, and returns the exit code of the worst."""
+    settings = gate_settings(options)
     console: Console = options.console
-    file = options.config or find_settings()
-    if file is None:
-        raise NnscalerError("nothing_named", "there is no pyproject.toml here or above", help="--config names a file")
-    gate = read_gate(read_settings(file), options.budget, options.seed)
-    _check_update(options, gate)
-    items = select(gate.items, options.only)
-    if options.list:
-        _show(console, "\n".join(_listed(item) for item in items))
+    if options.show_config:
+        for setting in settings.values.values():
+            console.result(f"{setting.name:<14} {_shown(setting.value):<28} {setting.source}")
         return 0
-    known = read_baseline(gate.baseline)
-    console.progress(f"gate         {len(items)} items of {file}")
-    result = run_gate(gate, items, known, lambda number, count, r: _tell(console, number, count, r))
-    _print(options, gate, result)
+    entries = _entries(options, settings)
+    from verify.gate.run import Clock, find_operators, preload
+    from verify.gate.settings import all_items
+
+    clock = Clock(time.perf_counter(), settings.get("budget"))
+    if settings.sources or not options.list:
+        preload()
+    results: dict[str, Result] = {}
+    interrupted = False
+    every: list[Item] = list(settings.plans)
+    chosen: list[Item] = []
+    try:
+        operators, failed = find_operators(settings.sources, settings.folder, clock)
+        every = all_items(settings, operators)
+        chosen = _chosen(every, failed, options.only)
+        if options.list:
+            for item in chosen:
+                console.result(item.name)
+            for result in failed:
+                console.warning(result.report.findings[0].message)
+            return 2 if failed else 0
+        results = {} if options.only else {result.name: result for result in failed}
+        _run(chosen, results, settings, clock, console)
+    except KeyboardInterrupt:
+        interrupted = True
+        chosen = chosen or every
+    code = _finish(options, settings, (every, chosen), results, entries, clock, interrupted)
+    return 130 if interrupted else code
+
+
+def gate_settings(options: argparse.Namespace) -> GateSettings:
+    """The settings, with what the command line says. Raises NnscalerError."""
+    from verify.gate.settings import read_settings
+
+    asked = {
+        "budget": options.budget,
+        "baseline": options.baseline,
+        "seed": options.seed,
+        "op-timeout": options.op_timeout,
+        "plan-timeout": options.plan_timeout,
+        "jobs": options.jobs,
+        "cache": False if options.no_cache else None,
+    }
+    return read_settings(options.config, asked, os.environ)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:g} s" if isinstance(value, float) else str(value)
+
+
+def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry, ...]:
+    """The known findings. Raises NnscalerError, `usage` among others, before anything runs."""
+    from nnscaler.cli.outputs import check_writable
+    from verify.gate.baseline import read_baseline
+
+    file = settings.baseline
     if options.update_baseline:
-        return _update(options, gate, result)
-    return result.exit_code
+        missing = [name for name in ("owner", "expires", "reason") if not getattr(options, name)]
+        if missing:
+            words = ", ".join(f"--{name}" for name in missing)
+            raise NnscalerError(
+                "usage", f"--update-baseline needs {words}: nothing is known without who and until when"
+            )
+        if options.expires < date.today():
+            raise NnscalerError("usage", f"--expires {options.expires} is in the past")
+        if file is None:
+            help = '--baseline FILE, or baseline = "nnscaler-baseline.toml" in [tool.nnscaler.gate]'
+            raise NnscalerError("usage", "--update-baseline does not know which file", help=help)
+        check_writable(file)
+        return read_baseline(file) if file.is_file() else ()
+    if file is None:
+        return ()
+    if not file.is_file() and settings.values["baseline"].source == "default":
+        return ()
+    return read_baseline(file)
 
 
-def _check_update(options: argparse.Namespace, gate: GateSettings) -> None:
-    if not options.update_baseline:
-        return
-    if gate.baseline is None:
-        raise NnscalerError("usage", "the gate has no baseline", help='baseline = "nnscaler-baseline.toml"')
-    if options.owner is None or options.expires is None:
-        raise NnscalerError("usage", "--update-baseline needs --owner and --expires")
-    if options.expires < date.today():
-        raise NnscalerError("usage", f"--expires {options.expires} is in the past")
-    if options.only:
-        raise NnscalerError("usage", "--update-baseline is about all items, and --only names some")
+def _chosen(every: Sequence[Item], failed: Sequence[Result], only: Sequence[str]) -> list[Item]:
+    from verify.gate.items import check_names, select
+
+    check_names(every)
+    return select(every, only) if every or not failed else []
 
 
-def _listed(item: Item) -> str:
-    return f"{item.name}\n    nnscaler {' '.join(item.arguments)}"
+def _run(
+    chosen: Sequence[Item], results: dict[str, Result], settings: GateSettings, clock: Clock, console: Console
+) -> None:
+    """Fills `results`, also where it is interrupted."""
+    from contextlib import closing
+
+    from nnscaler.cli.gate_work import perform_item
+    from verify.gate.run import run_items
+    from verify.gate.state import read_state, state_file
+    from verify.op_run.cache import open_cache
+
+    state = read_state(state_file(settings.folder))
+    cache = open_cache(settings.folder) if settings.get("cache") else None
+    perform = perform_item(settings.folder, cache)
+    with closing(run_items(chosen, state, clock, perform, settings.get("jobs"))) as runs:
+        for unit, result in runs:
+            results[unit.item.name] = result
+            done = sum(r.finished or r.stop > 0 for r in results.values())
+            console.progress(f"{done:>3} of {len(chosen)}  {_line(unit.phase, result)}")
 
 
-def _tell(console: Console, number: int, count: int, result: ItemResult) -> None:
-    word = {0: "PASS", 1: "FAIL", 3: "OPEN"}.get(result.exit_code, "ERROR")
-    console.progress(f"{word:<5} {number} of {count}  {result.item.name}  {result.seconds:.1f} s")
+def _line(phase: str, result: Result) -> str:
+    """`PASS my_ops.py::f  PROVED (all sizes)  48 checks  0.2 s`."""
+    report = result.report
+    word = "PASS" if report.verdict.passes else "FAIL" if report.exit_code == 1 and not result.stop else "OPEN"
+    word = {2: "STOP", 101: "BUG "}.get(result.stop, word)
+    taken = "cached" if result.cached else f"{report.seconds:.1f} s"
+    how = "text " if phase == "static" else ""
+    return f"{word} {how}{result.name}  {report.verdict}  {report.total} checks  {taken}"
 
 
-def _print(options: argparse.Namespace, gate: GateSettings, result: GateResult) -> None:
-    """The summary on stdout, in place of the reports in full; every format that was asked for as well."""
-    from nnscaler.cli.show import print_reports
-    from verify.environment import environment
-    from verify.gate.summary import markdown
-    from verify.report_formats.line import plain_lines
+def _finish(
+    options: argparse.Namespace,
+    settings: GateSettings,
+    items: tuple[Sequence[Item], Sequence[Item]],
+    results: dict[str, Result],
+    entries: Sequence[Entry],
+    clock: Clock,
+    interrupted: bool,
+) -> int:
+    """Judges, remembers, prints; the exit code."""
+    from verify.gate.outcome import judge
+    from verify.gate.run import complete
 
-    lines = plain_lines(markdown(result, environment(), gate.seed))
-    print_reports(result.reports, options.output_format, options.console, result.seconds, lines)
+    every, chosen = items
+    asked = {item.name for item in chosen}
+    completed = complete(chosen, results, "interrupted" if interrupted else "budget")
+    completed += [result for name, result in results.items() if name not in asked]  # sources that cannot be listed
+    names = {item.name for item in every}
+    whole = not interrupted and len(completed) == len(chosen)
+    file = settings.baseline
+    if options.update_baseline and not interrupted:
+        assert file is not None
+        entries = _updated(options, file, completed, entries, names)
+    if not whole:  # what a source that cannot be listed would have named is not gone
+        names |= {entry.item for entry in entries}
+    outcome = judge(completed, entries, names, date.today(), "" if file is None else os.path.relpath(file))
+    _remember(settings, outcome)
+    deliver(outcome, options, clock.spent, clock.budget, interrupted)
+    return outcome.exit_code
 
 
-def _show(console: Console, text: str) -> None:
-    from verify.report_formats.line import plain_lines
-
-    console.lines(plain_lines(text))
-
-
-def _update(options: argparse.Namespace, gate: GateSettings, result: GateResult) -> int:
-    """Writes the baseline; what could not be run has no findings to be known."""
-    from verify.gate.baseline import baseline_text, read_baseline
+def _updated(
+    options: argparse.Namespace, file: Path, results: Sequence[Result], old: Sequence[Entry], names: set[str]
+) -> tuple[Entry, ...]:
+    from verify.gate.baseline import read_baseline, write_baseline
+    from verify.gate.outcome import updated_entries
 
     console: Console = options.console
-    assert gate.baseline is not None
-    if result.exit_code in (2, 101, 130):
-        console.warning(f"{gate.baseline} was not written: items could not be run")
-        return result.exit_code
-    found = [(j.result.item.name, f) for j in result.items for f in (*j.new, *(f for f, _ in j.known))]
-    text = baseline_text(found, read_baseline(gate.baseline), options.owner, options.expires)
-    gate.baseline.write_text(text, encoding="utf-8")
-    console.progress(f"wrote {gate.baseline}: {len(found)} known")
-    return 0
+    blame = {"owner": options.owner, "expires": options.expires, "reason": options.reason}
+    entries, refused = updated_entries(results, old, names, date.today(), blame)
+    for finding in refused:
+        console.warning(f"not written to the baseline, for it says that nothing was decided: {finding.message}")
+    write_baseline(file, entries)
+    console.progress(f"wrote {len(entries)} known findings to {file}")
+    return read_baseline(file)
+
+
+def _remember(settings: GateSettings, outcome: Outcome) -> None:
+    from verify.gate.state import Last, read_state, state_file, write_state
+
+    file = state_file(settings.folder)
+    now = {
+        judged.result.name: Last(judged.exit_code == 0, judged.result.report.seconds)
+        for judged in outcome.judged
+        if judged.word != "NOT RUN" and not judged.result.cached
+    }
+    write_state(file, read_state(file), now)
+
+
+def deliver(
+    outcome: Outcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
+) -> None:
+    """The summary to stdout, and every format to where it was asked for.
+
+    Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
+    """
+    from nnscaler.cli.options import TEXT_FORMATS
+    from nnscaler.cli.show import destinations
+    from verify.gate.marked import render
+    from verify.gate.summary import summary
+
+    console: Console = options.console
+    text = summary(outcome, seconds, budget, interrupted)
+    where = destinations(options.output_format, os.environ)
+    asked = [output.name for output in options.output_format if output.path is None]
+    for name in where.stdout:
+        if name == "github" or name not in TEXT_FORMATS or name in asked:
+            console.result(render(name, outcome, seconds).rstrip("\n"))
+    if any(name in TEXT_FORMATS for name in where.stdout):
+        console.result(text.rstrip("\n"))
+    problems = [_written(path, render(name, outcome, seconds), "w") for name, path in where.files]
+    if where.summary is not None:
+        problems.append(_written(where.summary, text, "a"))
+    told = [problem for problem in problems if problem is not None]
+    if told:
+        raise NnscalerError("cannot_write", "; ".join(told))
+
+
+def _written(path: str, text: str, mode: str) -> str | None:
+    """Why the file could not be written; None where it was."""
+    try:
+        with Path(path).open(mode, encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
+            stream.write(text)
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}"
+    return None

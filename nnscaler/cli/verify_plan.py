@@ -29,10 +29,10 @@ EPILOG = """examples:
   nnscaler verify-plan llama_405b.py::llama_8b --plan dp=2,pp=2,tp=2 --level static     prove it, run nothing
 
 first the program's text is read and proved, for all values and for all batches that divide; nothing runs for that.
-Then it runs. What is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient put together
-from its shards, parameters and buffers after the steps, and copies bitwise; the last step clips the gradients, and
-dropout draws the same on both sides. Then single steps with other loss scales and with unequal labels, the loss in
-evaluation mode, and a checkpoint. Parameters are disturbed at random first.
+Then it runs. What is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient
+put together from its shards, parameters and buffers after the steps, and copies bitwise; the last step clips the
+gradients, and dropout draws the same on both sides. Then single steps with other loss scales and with unequal labels,
+the loss in evaluation mode, and a checkpoint. Parameters are disturbed at random first.
 """
 
 
@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     group.add_argument(
         "--dtype",
-        choices=("float64", "float32", "bfloat16"),
+        choices=("float64", "float32", "bfloat16", "float16"),
         default="float64",
         help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
     )
@@ -80,7 +80,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     how.add_argument(
         "--quick", action="store_true", help="training alone: no other loss scale or labels, evaluation or checkpoint"
     )
-    how.add_argument("--deep", action="store_true", help="more loss scales, and the checkpoint under another plan")
+    how.add_argument(
+        "--deep", action="store_true", help="more loss scales, the checkpoint under another plan, a run in bfloat16"
+    )
     add_option(parser)
     add_report_options(parser)
     parser.set_defaults(command=run)
@@ -90,6 +92,16 @@ def run(options: argparse.Namespace) -> int:
     """Verifies, prints the report, and returns the verdict's exit code."""
     from nnscaler.cli.show import print_report
 
+    report = verify(options)
+    print_report(report, options.output_format, options.console)
+    if options.certificate is not None:
+        _write_certificate(options.certificate, report, options.console)
+    show_profile(report.attachments.get("communication_profile"), options.comm_profile, options.console)
+    return report.exit_code
+
+
+def verify(options: argparse.Namespace) -> Report:
+    """Verifies what the options say. Raises NnscalerError for what could not be run."""
     if not Path(options.model.partition("::")[0]).is_file():
         raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help="MODEL is a Python file")
     ranks = _ranks(options)
@@ -101,12 +113,7 @@ def run(options: argparse.Namespace) -> int:
             server = stack.enter_context(start_server())  # imports torch while this process traces the model
         from verify.plan_run import verify_request
 
-        report = verify_request(_request(options, ranks, server))
-    print_report(report, options.output_format, options.console)
-    if options.certificate is not None:
-        _write_certificate(options.certificate, report, options.console)
-    show_profile(report.attachments.get("communication_profile"), options.comm_profile, options.console)
-    return report.exit_code
+        return verify_request(_request(options, ranks, server))
 
 
 def _write_certificate(path: Path, report: Report, console: Console) -> None:

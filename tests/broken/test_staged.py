@@ -94,7 +94,7 @@ BUGS = [
         "loss divided by the number of micro-batches",
         '{"loss": cross_entropy_loss}',
         '{"loss": cross_entropy_loss / self.micro_batches}',
-        GRADIENT,
+        VALUE,
         "cross_entropy_loss",
         "1/4 of the model's, the size of micro",
         role=1,

@@ -107,8 +107,8 @@ def test_a_token_holds_everything_that_decides_what_is_run(model: Path) -> None:
     assert (token.model.path, token.factory, token.plan) == ("small.py", "build_small", "dp=2")
     assert token.options["seed"] == 7 and token.options["ranks"] == 2 and token.options["backend"] == "simulator"
     assert token.options["steps"] == 3 and token.options["replicate"] == ["a*"]
-    showing = {"command", "console", "output_format", "quiet", "verbose", "color", "model", "plan", "program"}
-    assert set(token.options) == set(vars(asked)) - showing
+    showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "certificate"}
+    assert set(token.options) == set(vars(asked)) - showing - {"model", "plan", "program"}
     assert not token.changes()
     model.write_text(MODEL + "# changed\n")
     assert token.changes() == ["small.py was changed since the token was made"]

@@ -25,13 +25,51 @@ Batch = dict[str, Tensor]
     [("dp=2", 2, 1), ("dp=3", 3, 1), ("tp=2", 2, 1), ("pp=2", 2, 4), ("dp=2,tp=2,pp=2", 8, 2), (None, 1, 1)],
 )
 def test_right_plans_pass(tiny: Factory, batch: Batch, plan: str | None, ranks: int, micro_batches: int) -> None:
-    report = verify.verify_plan(tiny, batch, ranks=ranks, plan=plan, micro_batches=micro_batches)
+    report = verify.verify_plan(tiny, batch, ranks=ranks, plan=plan, micro_batches=micro_batches, level="run")
     assert report.exit_code == 0, report.to_json()
     assert report.verdict is Verdict.TESTED_EXACT
     names = [check.name for check in report.checks]
     trained = ["coverage", "loss", "gradients", "gradient norm, clipped", "parameters after 2 steps"]
     assert names[1:7] == [*trained, "buffers after 2 steps"]
     assert report.total > 50
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=3", 3), ("dp=2,tp=2,pp=2", 8)])
+def test_right_plans_are_proved_up_to_their_weakest_lemma(tiny: Factory, batch: Batch, plan: str, ranks: int) -> None:
+    static = verify.verify_plan(tiny, batch, ranks=ranks, plan=plan, level="static")
+    both = verify.verify_plan(tiny, batch, ranks=ranks, plan=plan)
+    assert static.verdict is both.verdict is Verdict.TESTED_EXACT  # dropout draws by position, which is only tested
+    lemmas = next(check for check in both.checks if check.name == "operator lemmas")
+    assert "nnscaler.dropout" in lemmas.detail
+    assert {"nothing was run"} <= set(static.notes)
+    assert both.total > static.total
+    assert both.attachments["certificate"]["proved"]
+
+
+def test_a_line_that_computes_the_same_in_another_way_is_undecided(program: Path, tiny: Factory, batch: Batch) -> None:
+    edit(program, 1, "gelu_1 = aten.gelu(linear_2)", "gelu_1 = aten.add.Tensor(aten.gelu(linear_2), 0.0)")
+    report = verified(program, tiny, batch, level="all")
+    assert report.exit_code == 3, report.to_json()
+    assert report.findings[0].code == "program_unreadable"
+
+
+def test_what_is_read_to_be_wrong_is_told_first(program: Path, tiny: Factory, batch: Batch) -> None:
+    edit(program, 0, "comm.all_reduce(linear_1, self.tp)", "linear_1")
+    report = verified(program, tiny, batch, level="all")
+    assert report.exit_code == 1
+    first = report.findings[0]
+    assert first.code == "layouts_disagree" and "an all_reduce over tp is missing" in str(first.cause)
+    assert any(f.code == "tensor_differs" for f in report.findings)
+
+
+def test_a_model_without_data_is_proved_and_not_run(batch: Batch, tiny: Factory) -> None:
+    with torch.device("meta"):
+        model = tiny()
+    report = verify.verify_plan(model, batch, ranks=4, plan="dp=2,tp=2")
+    assert report.exit_code == 0, report.to_json()
+    assert any("the program was not run" in note for note in report.notes)
+    with pytest.raises(NnscalerError, match="cannot be run"):
+        verify.verify_plan(model, batch, ranks=4, plan="dp=2,tp=2", level="run")
 
 
 def test_a_module_is_taken_too_and_not_changed(tiny: Factory, batch: Batch) -> None:
@@ -47,9 +85,9 @@ def test_dropout_is_compared_and_said_so(tiny: Factory, batch: Batch) -> None:
     assert any("2 random operations (dropout included)" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_calibrated(tiny: Factory, batch: Batch, dtype: torch.dtype) -> None:
-    report = verify.verify_plan(tiny, batch, ranks=2, plan="tp=2", dtype=dtype)
+    report = verify.verify_plan(tiny, batch, ranks=2, plan="tp=2", dtype=dtype, level="run")
     assert report.verdict is Verdict.TESTED_CALIBRATED, report.to_json()
 
 
@@ -152,7 +190,8 @@ def edit(program: Path, role: int | None, text: str, replacement: str) -> None:
 
 
 def verified(program: Path, tiny: Factory, batch: Batch, **options: object) -> Report:
-    report = verify_request(PlanRequest(tiny, batch, ranks=8, program=program, **options))  # type: ignore[arg-type]
+    asked = {"level": "run", **options}
+    report = verify_request(PlanRequest(tiny, batch, ranks=8, program=program, **asked))  # type: ignore[arg-type]
     assert {finding.code for finding in report.findings} <= set(CODES)
     return report
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from verify.environment import environment
 from verify.finding import Finding
-from verify.gate.baseline import UNDECIDED, Entry, failing_checks, fingerprints
+from verify.gate.baseline import UNDECIDED, Entry, entries_of, failing_checks, fingerprints
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
@@ -108,7 +108,9 @@ def worst_code(codes: set[int]) -> int:
 def judge(results: Sequence[Result], entries: Sequence[Entry], items: set[str], today: date, baseline: str) -> Outcome:
     """Compares the results with the known findings. `items`: the names of all items of the gate, those that were not
     asked for this time as well. `baseline`: the name of its file."""
-    judged = sorted((judge_one(r, entries, today) for r in results), key=lambda j: (_WORST.index(j.word), j.result.name))
+    judged = sorted(
+        (judge_one(r, entries, today) for r in results), key=lambda j: (_WORST.index(j.word), j.result.name)
+    )
     wrong = [_expired(entry) for entry in entries if entry.expired(today)]
     wrong += [_stale(entry) for entry in stale_entries(judged, entries, items) if not entry.expired(today)]
     return Outcome(tuple(judged), _baseline_report(wrong, len(entries), baseline) if wrong else None)
@@ -171,3 +173,22 @@ def _stale(entry: Entry) -> Finding:
 def _baseline_report(wrong: Sequence[Finding], count: int, name: str) -> Report:
     check = Check("known findings", Verdict.REFUTED, count, len(wrong), detail="expired, or gone")
     return Report("gate", name, "", 0, (check,), tuple(wrong), (), environment())
+
+
+def updated_entries(
+    results: Sequence[Result], old: Sequence[Entry], names: set[str], today: date, blame: Mapping[str, Any]
+) -> tuple[list[Entry], list[Finding]]:
+    """What the baseline should hold now, and the findings that cannot be known. Entries of items that did not run to
+    their end stay as they are; those of items that are gone do not."""
+    entries: list[Entry] = []
+    refused: list[Finding] = []
+    ran = {r.name for r in results if r.finished and not r.stop}
+    for result in sorted(results, key=lambda r: r.name):
+        report = replace(result.report, subject=result.name)
+        if result.name not in ran:
+            refused += report.findings
+        elif not report.verdict.passes:
+            made, others = entries_of(result.name, report, old, today, blame)
+            entries += made
+            refused += others
+    return [*entries, *(entry for entry in old if entry.item in names - ran)], refused

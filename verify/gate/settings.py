@@ -7,14 +7,14 @@ where it came from.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nnscaler.config import Document, Key, KeyPath, find_pyproject, read_document, read_table, seconds_of, spelled
 from nnscaler.errors import NnscalerError
-from verify.gate.items import OpSource, Option, PlanItem, SourceKind, check_names, plan_name
+from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
 EXAMPLE = """\
@@ -179,7 +179,9 @@ def _from_text(name: str, variable: str, text: str) -> Any:
     elif kind in ("integer", "count"):
         value = int(text) if text.lstrip("-").isdigit() and (kind == "integer" or int(text) >= 1) else None
     if value is None:
-        raise NnscalerError("bad_settings", f"the environment variable {variable} is {text!r}, which is no value for it")
+        raise NnscalerError(
+            "bad_settings", f"the environment variable {variable} is {text!r}, which is no value for it"
+        )
     return value
 
 
@@ -258,3 +260,8 @@ def from_here(folder: Path, text: str) -> str:
     absolute = os.path.abspath(folder / path)
     inside = Path(absolute).is_relative_to(Path.cwd().resolve())
     return (Path(os.path.relpath(absolute)).as_posix() if inside else absolute) + separator + rest
+
+
+def all_items(settings: GateSettings, operators: Sequence[OpItem]) -> list[Item]:
+    """Plans and operators, in the order of the settings."""
+    return [*settings.plans, *operators]

@@ -61,7 +61,9 @@ def read_state(file: Path) -> State:
 def write_state(file: Path, before: State, now: Mapping[str, Last]) -> None:
     """Replaces the file; items that did not run keep what they had. A folder that cannot be written is not an error."""
     items = {**before.items, **now}
-    text = json.dumps({name: {"passed": last.passed, "seconds": round(last.seconds, 3)} for name, last in items.items()})
+    text = json.dumps(
+        {name: {"passed": last.passed, "seconds": round(last.seconds, 3)} for name, last in items.items()}
+    )
     with suppress(OSError):
         make_folder(file.parent)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=".gate", suffix=".tmp")
@@ -80,4 +82,3 @@ def make_folder(folder: Path) -> None:
     ignore = folder / ".gitignore"
     if not ignore.exists():
         ignore.write_text("*\n", encoding="utf-8")
-

@@ -39,7 +39,6 @@ MANY = (6, 4, 12, 8, 10, 2, 3)  # where there are more identifiers than that
 REST = (2, 3, 5, 7, 4)  # beside those that a case splits
 FROZEN = (5, 7, 3, 9, 4)
 LARGEST = 1 << 18  # elements of one tensor
-LABEL = -2  # a whole number below this among the arguments is a label that is ignored
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,9 @@ def _concrete(call: Call, seed: int) -> Iterator[ConcreteCall]:
         yield _filled(call, tensors, 2, None, seed)
         return
     sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {2}, reverse=True)
-    labels = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and v < LABEL]
+    labels = [
+        v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and not isinstance(v, bool) and v < 0
+    ]
     for ignored in (*labels, None):
         for below in sizes:
             yield _filled(call, tensors, below, ignored, seed)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from nnscaler.runtime.layout import Invariant, State
 from nnscaler.runtime.role import MICRO
+from nnscaler.runtime.shards import shard, unravel
 from verify.compare import difference
 from verify.localise.culprit import Culprit, Line
 from verify.localise.declarations import Key
@@ -22,7 +23,7 @@ def wrong_ends(teacher: Teacher, lines: Lines, schedules: Mapping[int, Line]) ->
     found = [*_taken(teacher, lines), *_not_sent_back(teacher, lines)]
     if not any(culprit.code == "tensor_gradient_differs" for culprit in found):
         found += _never_backward(teacher, schedules) or _wrongly_sent_back(teacher, lines)
-    return [*found, *_loss(teacher, lines)]
+    return [*found, *_loss(teacher, lines), *_buffers(teacher, lines)]
 
 
 def _taken(teacher: Teacher, lines: Lines) -> list[Culprit]:
@@ -139,6 +140,37 @@ def _loss(teacher: Teacher, lines: Lines) -> list[Culprit]:
     )
     line = None if stage is None else lines.get((stage.index, "loss", ""))
     return [Culprit("loss_differs", message, loss, line, None, cause, None, {"step": str(teacher.logical.step)})]
+
+
+def _buffers(teacher: Teacher, lines: Lines) -> list[Culprit]:
+    """Buffers whose new value was right and is not what is stored."""
+    found: list[Culprit] = []
+    new = dict(teacher.logical.graph.updates)
+    for (index, name), pieces in sorted(teacher.seen.buffers.items()):
+        stage = teacher.stages[index]
+        tensor = teacher.tensor_of(index, f"self.{name}")
+        if tensor is None:
+            continue
+        right = teacher.logical.values[new.get(tensor, tensor)]
+        states = stage.buffers[name].states
+        wrong = [
+            rank
+            for rank, piece in sorted(pieces.items())
+            if difference(
+                piece, shard(right, states, stage.axes, unravel(stage.ranks.index(rank), stage.axes))
+            ).relative
+            > BOUND
+        ]
+        if not wrong:
+            continue
+        fqn = stage.buffers[name].fqn
+        message = f"the buffer `{fqn}` is not what was computed for it, on rank {', '.join(map(str, wrong))}"
+        stored = name in stage.updates.values()
+        cause = None if stored else "its new value is not stored: `updates` does not name it"
+        line = lines.get((index, "updates", "")) or lines.get((index, "buffers", name))
+        facts = {"stage": str(index), "step": str(teacher.logical.step)}
+        found.append(Culprit("buffer_differs", message, fqn, line, None, cause, None, facts))
+    return found
 
 
 def _facts(variable: Variable, unequal: Unequal) -> dict[str, str]:

@@ -34,7 +34,7 @@ def explain(wrong: Wrong, operands: Mapping[str, Tensor]) -> str | None:
     if len(at) != _count(sizes) or not largest(wrong.expected) > 0:
         return None
     case = _Case(at, wrong.expected.double(), states, sizes, variable.stage.ranks, variable.stage.axes)
-    tried = (case.whole_where_parts(), case.zero(), case.unsummed(), case.scaled())
+    tried = (case.whole_where_parts(), case.zero(), case.first_alone(), case.unsummed(), case.scaled())
     found = next((text for text in tried if text), None) or wrong.unequal.cause
     later = (case.order, case.other_cut, case.transposed, lambda: case.operand(operands), case.offset, case.some_ranks)
     return found or next((text for f in later if (text := f())), None)
@@ -81,6 +81,17 @@ class _Case:
     def zero(self) -> str | None:
         if all(largest(piece) == 0 for _, piece in self.at):
             return "it is zero everywhere"
+        return None
+
+    def first_alone(self) -> str | None:
+        """The first rank of an axis has all of it, the others zeros, and the layout says that all have it."""
+        for axis, size in self.sizes.items():
+            if axis == MICRO or size == 1 or isinstance(self.states.get(axis), Sharded | Partial):
+                continue
+            if any(largest(piece) for c, piece in self.at if c[axis]):
+                continue
+            if self._assembles({**self.states, axis: Partial()}):
+                return f"only the first rank of {axis} is right: it has all of it, and the others have zeros"
         return None
 
     def unsummed(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from nnscaler.runtime.role import MICRO, Parameter, Stage
 from nnscaler.runtime.shards import shard, unravel
 from verify.compare import difference
-from verify.localise.culprit import Culprit, Line
+from verify.localise.culprit import SHOWN, Culprit, Line
 from verify.localise.declarations import Key
 from verify.localise.statements import Foreign
 from verify.localise.teacher import Teacher
@@ -25,7 +25,8 @@ Column = tuple[str, int, int]  # stage (as text, "before" for the last step), ra
 def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, Line]) -> list[Culprit]:
     """Parameters whose `reduce` is not the axes on which what reads them leaves parts."""
     found: list[Culprit] = []
-    for (stage, attribute), axes in sorted(summed.items()):
+    for stage, attribute in _in_order(teacher, summed):
+        axes = summed[stage, attribute]
         declared = teacher.stages[stage].parameters.get(attribute)
         if declared is None or not declared.used:
             continue
@@ -50,7 +51,13 @@ def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, Line]) 
                 f"for its reduce={declared.reduce} names {over}, on which it is whole"
             )
         found.append(_culprit("gradient_differs", stage, attribute, declared, lines, cause))
-    return found
+    return _merged(found) if len(found) > SHOWN else found
+
+
+def _in_order(teacher: Teacher, keys: Collection[tuple[int, str]]) -> list[tuple[int, str]]:
+    """(stage, attribute) in the order of the declarations."""
+    order = [(index, name) for index, stage in sorted(teacher.stages.items()) for name in stage.parameters]
+    return [key for key in order if key in keys]
 
 
 def frozen(teacher: Teacher, lines: Mapping[Key, Line]) -> list[Culprit]:
@@ -72,7 +79,8 @@ def wrongly_accumulated(
 ) -> list[Culprit]:
     """Parameters whose gradient is not the sum of the right parts. `before`: what the last step left."""
     found: list[Culprit] = []
-    for (stage, attribute), pieces in sorted(teacher.seen.gradients.items()):
+    for stage, attribute in _in_order(teacher, teacher.seen.gradients):
+        pieces = teacher.seen.gradients[stage, attribute]
         declared = teacher.stages[stage].parameters.get(attribute)
         right = (
             None
@@ -86,7 +94,8 @@ def wrongly_accumulated(
             continue
         cause = _cause(teacher, stage, attribute, declared, wrong[0], pieces[wrong[0]], before, right)
         culprit = _culprit("gradient_differs", stage, attribute, declared, lines, cause)
-        culprit = replace(culprit, facts={**culprit.facts, "ranks": _named(wrong)})
+        facts = {**culprit.facts, "step": str(teacher.logical.step), "ranks": _named(wrong)}
+        culprit = replace(culprit, facts=facts)
         found.append(_at_foreign(culprit, foreign, stage, attribute))
     return _merged(found)
 
@@ -103,7 +112,8 @@ def changed(teacher: Teacher, lines: Mapping[Key, Line], foreign: Sequence[Forei
         cause = "only the optimizer may change a parameter" + (": its copies on other ranks stay as they were" * some)
         code = "replicas_differ" if some else "parameter_differs"
         line = lines.get((stage, "parameters", attribute))
-        culprit = Culprit(code, message, declared.fqn, line, None, cause, None, {"stage": str(stage), "step": "0"})
+        facts = {"stage": str(stage), "step": str(teacher.logical.step)}
+        culprit = Culprit(code, message, declared.fqn, line, None, cause, None, facts)
         found.append(_at_foreign(culprit, foreign, stage, attribute))
     return found
 

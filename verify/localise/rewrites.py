@@ -82,6 +82,12 @@ def _operands(teacher: Teacher, statement: Statement, operation: Operation | Non
     result = results_of(statement)[0]
     target = teacher.target(statement, result)
     wanted = set(operation.inputs) if operation is not None else {target.tensor} if target is not None else set()
+    stored = [f"self.{name}" for name in _stored(teacher, statement.stage)]
+    for other in stored:
+        if teacher.tensor_of(statement.stage, other) in wanted and other not in statement.reads:
+            for read in [r for r in statement.reads if r in stored]:
+                changed = with_body(statement, _renamed(body, {_name(read): _name(other)}))
+                yield Rewrite(changed, f"it reads `{read}` where `{other}` belongs")
     for (stage, name), variable in teacher.variables.items():
         if stage != statement.stage or name in statement.names or name in statement.reads:
             continue
@@ -92,6 +98,11 @@ def _operands(teacher: Teacher, statement: Statement, operation: Operation | Non
             for argument in _arguments(body):
                 changed = with_body(statement, _replaced(body, argument, ast.Name(name, ast.Load())), (name,))
                 yield Rewrite(changed, f"`{shown(argument)}` stands where `{name}` belongs")
+
+
+def _stored(teacher: Teacher, stage: int) -> list[str]:
+    declared = teacher.stages[stage]
+    return [name for group in (declared.parameters, declared.frozen, declared.buffers) for name in group]
 
 
 def _arguments(body: ast.expr) -> list[ast.expr]:

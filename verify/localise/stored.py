@@ -25,11 +25,12 @@ def wrongly_held(
     """Declarations that are wrong, and the numbers of the statements that are right once they are repaired."""
     culprits: list[Culprit] = []
     explained: set[int] = set()
+    numbers = frozenset(one.statement.number for one in wrong)
     for one in wrong:
         if one.statement.number in explained:
             continue
         stage = one.statement.stage
-        attributes, text = _repair(replay, one)
+        attributes, text = _repair(replay, one, numbers)
         for attribute in attributes:
             reading = (w.statement.number for w in wrong if f"self.{attribute}" in w.statement.reads)
             explained |= {number for number in reading if replay.run.statements[number].stage == stage}
@@ -46,12 +47,19 @@ def _culprit(replay: Replay, user: Wrong, attribute: str, text: str, lines: Mapp
     return Culprit("tensor_differs", message, declared.fqn, line, user.statement.model, text, None, facts)
 
 
-def _repair(replay: Replay, wrong: Wrong) -> tuple[tuple[str, ...], str]:
+def _always_wrong(replay: Replay, stage: int, attribute: str, numbers: frozenset[int]) -> bool:
+    """Whether every statement that reads it is wrong: what suits one of them is held rightly."""
+    readers = [s for s in replay.run.statements.values() if s.stage == stage and f"self.{attribute}" in s.reads]
+    return all(s.number in numbers for s in readers)
+
+
+def _repair(replay: Replay, wrong: Wrong, numbers: frozenset[int]) -> tuple[tuple[str, ...], str]:
     """The first other holding with which the statement is right: of one stored tensor, or of all that it reads."""
     teacher = replay.run.teacher
     stage = teacher.stages[wrong.statement.stage]
     reads = [read.removeprefix("self.") for read in wrong.statement.reads if read.startswith("self.")]
     attributes = [name for name in reads if teacher.stored(stage.index, name) is not None]
+    attributes = [name for name in attributes if _always_wrong(replay, stage.index, name, numbers)]
     choices = [(name, holding) for name in attributes for holding in _holdings(replay, stage, name)]
     for name, (text, tensor, states) in choices:
         if _is_right(replay, wrong, {name: (tensor, states)}):

@@ -96,6 +96,8 @@ class TaughtRun:
         for index, name, _, gradient in executor.local_tensors("gradient"):
             kept = None if gradient is None else gradient.detach().clone()
             seen.gradients.setdefault((index, name), {})[rank] = kept
+        for key, buffer in executor.buffers.items():
+            seen.buffers.setdefault(key, {})[rank] = buffer.detach().clone()
         for index, name, tensor in _stored(executor):
             if not same_bits(before[index, name], tensor):
                 seen.changed.setdefault((index, name), []).append(rank)

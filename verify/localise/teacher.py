@@ -51,6 +51,7 @@ class Seen:
     backwards: dict[int, set[At]] = field(default_factory=dict)
     gradients: dict[tuple[int, str], dict[int, Tensor | None]] = field(default_factory=dict)  # (stage, attribute)
     changed: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # stored tensors that a step changed
+    buffers: dict[tuple[int, str], dict[int, Tensor]] = field(default_factory=dict)  # after the step
     losses: dict[int, Tensor] = field(default_factory=dict)  # rank -> the loss of the step
 
 

@@ -30,7 +30,9 @@ def units_of(plan: Plan, graph: Graph) -> tuple[Unit, ...]:
     partitioned = apply_plan(graph, known, plan)
     found: dict[tuple[str, str], Unit] = {}
     for operation in graph.operations:
-        placement = partitioned.placements[operation.name]
+        placement = partitioned.placements.get(operation.name)
+        if placement is None:  # runs once per step, whole batches at a time
+            continue
         for stage in placement.stages:
             named = zip(partitioned.stages[stage].names, placement.choices[stage], strict=True)
             for axis, choice in named:

@@ -137,6 +137,9 @@ def test_a_plan_is_not_run_for_a_report_that_cannot_be_written(
     (tmp_path / "model.py").write_text("raise RuntimeError('it was run')\n")
     assert main(["verify-plan", str(tmp_path / "model.py"), "--html", str(FULL)]) == 2
     assert "No space left" in (err := capsys.readouterr().err) and "it was run" not in err
+    for option in (["--comm-profile", f"json={tmp_path}"], ["--certificate", str(tmp_path)]):
+        assert main(["verify-plan", str(tmp_path / "model.py"), *option]) == 2
+        assert "it is a folder" in (err := capsys.readouterr().err) and "it was run" not in err
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
     assert main(["verify-plan", str(tmp_path / "model.py"), "--output-format", "github"]) == 2
     assert "it is a folder" in capsys.readouterr().err

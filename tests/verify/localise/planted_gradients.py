@@ -9,6 +9,13 @@ COPIES = ", copies=((0, 1), (2, 3))"
 
 BACKWARD = (
     Planted(
+        "gradient of a bias on the first rank alone",
+        "sharded",
+        "comm.keep_first(self.blocks_0_down_bias, self.tp)",
+        "comm.keep_first_replicated(self.blocks_0_down_bias, self.tp)",
+        ("only the first rank of tp is right",),
+    ),
+    Planted(
         "backward all_reduce missing",
         "sharded",
         "comm.replicate(layer_norm_1, self.tp)",

@@ -7,6 +7,13 @@ from tests.verify.localise.planted import Planted
 
 FORWARD = (
     Planted(
+        "weight of another block",
+        "sharded",
+        "aten.linear(layer_norm_3_v1, self.blocks_1_up_weight,",
+        "aten.linear(layer_norm_3_v1, self.blocks_0_up_weight,",
+        ("reads `self.blocks_0_up_weight` where `self.blocks_1_up_weight` belongs",),
+    ),
+    Planted(
         "all_reduce missing",
         "sharded",
         "comm.all_reduce(linear_1, self.tp)",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -137,14 +136,3 @@ def test_everything_whole(prepared: Prepared, plan: Plan) -> None:
     found = minimise(plan, prepared.graph, lambda _: True)
     assert found is not None
     assert found.text == "still fails on 1 rank with every operation run whole"
-
-
-def test_a_bug_of_one_place(
-    monkeypatch: pytest.MonkeyPatch, prepared: Prepared, plan: Plan, trial: PlanTrial, tmp_path: Path
-) -> None:
-    """Recompute, order and stages do not matter to it, and are gone."""
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setitem(conversion.ROWS, (Invariant, Partial), Row("replicate", "", ""))
-    small = minimise_plan(plan, prepared.graph, trial.fails, seconds=120.0)
-    assert small.devices == 1
-    assert small.chunks == 1

@@ -43,10 +43,12 @@ a { color:var(--accent) }
 .good { color:var(--good) } .bad { color:var(--bad) } .unsure { color:var(--unsure) } .none { color:var(--faint) }
 .banner,.panel { color:var(--text) }
 table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
-th { text-align:left; font-size:.82em; color:var(--faint); font-weight:600 }
+th { text-align:left; font-size:.82em; color:var(--faint); font-weight:600; white-space:nowrap }
 th,td { padding:6px 10px 6px 0; border-bottom:1px solid var(--line); vertical-align:top }
 tbody tr:last-child td { border-bottom:0 }
-.checks td:nth-child(1) { width:4.2em } .checks td:nth-child(3),.checks td:nth-child(4) { white-space:nowrap }
+.checks td:nth-child(1) { width:4.2em }
+.checks td:nth-child(2) { min-width:17em } td { overflow-wrap:break-word }
+.checks td:nth-child(3),.checks td:nth-child(4) { white-space:nowrap }
 .checks td:last-child { text-align:right; white-space:nowrap } .checks th:last-child { text-align:right }
 details { margin-top:8px } summary { cursor:pointer; color:var(--faint) }
 .report { margin-top:0 } .report>summary { color:var(--text); font-weight:600 }
@@ -98,7 +100,8 @@ footer { color:var(--faint); font-size:.85em; margin-top:20px }
   thead { position:absolute; left:-9999px }
   table,tbody { display:block } tr { display:flex; flex-wrap:wrap; gap:1px 10px; padding:8px 0;
     border-bottom:1px solid var(--line) } tbody tr:last-child { border-bottom:0 }
-  td { display:block; border:0; padding:0; width:auto!important; max-width:100% } td:empty { display:none }
+  td { display:block; border:0; padding:0; width:auto!important; min-width:0!important;
+    max-width:100% } td:empty { display:none }
   .checks td:nth-child(2) { flex:1 1 70% } .checks td:nth-child(5) { flex:1 1 60% } .checks td { font-size:.95em }
   .plain td { flex:1 1 40% } .plain td::before { content:attr(data-name) " "; color:var(--faint); font-size:.85em }
   .bars { grid-template-columns:minmax(3.6em,max-content) 1fr; } .bars .value { grid-column:1/-1; margin:-4px 0 4px }

@@ -1,0 +1,208 @@
+"""The pytest plugin: what it gives, and that it does nothing to a test run that does not use it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ("pytester",)
+
+PLUGIN = ("-p", "nnscaler.pytest_plugin", "-p", "no:cacheprovider")
+OPS = """
+import nnscaler
+from torch import Tensor
+
+
+@nnscaler.register_op("m k+, k+ n -> m n", name="{name}_right")
+def right(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+@nnscaler.register_op("a b -> a b", name="{name}_wrong")
+def wrong(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+"""
+MODEL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.layer(x), labels)
+
+
+def build_model():
+    return Model()
+
+
+def sample_inputs():
+    return {"x": torch.randn(12, 8), "labels": torch.randint(0, 4, (12,))}
+"""
+UNSHADOWED = """
+import sys
+
+import op_registry
+import verify
+
+
+def test_mine():
+    assert verify.MINE == 1 and op_registry.MINE == 2
+    ours = [n for n in sys.modules if n.split(".")[0] == "torch" or n.startswith(("nnscaler.", "verify.", "op_registry."))]
+    assert ours == ["nnscaler.pytest_plugin"], ours
+"""
+
+
+def test_a_suite_with_a_verify_of_its_own_is_left_alone(pytester: pytest.Pytester) -> None:
+    """pytest puts a test's folder first on the path: whatever the plugin imported of ours would be the user's file."""
+    pytester.makepyfile(verify="MINE = 1", op_registry="MINE = 2", test_mine=UNSHADOWED)
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(passed=1)
+
+
+def test_a_suite_with_a_verify_of_its_own_is_told_why_ours_cannot_run(pytester: pytest.Pytester) -> None:
+    test = "import verify\n\ndef test_op(verify_op):\n    verify_op('aten.relu')\n"
+    pytester.makepyfile(verify="MINE = 1", test_it=test)
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*cannot verify anything in this process: the package `verify` in use is not nnScaler's*"])
+
+
+def test_operators(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        plugin_ops=OPS.format(name="plugin"),
+        test_it="""
+            def test_right(verify_op):
+                assert verify_op("plugin_ops.py::right").verdict.passes
+
+            def test_wrong(verify_op):
+                verify_op("plugin_ops.py::wrong")
+
+            def test_none(verify_op):
+                verify_op("plugin_ops.py::nothing")
+        """,
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["REFUTED  plugin_wrong*", "annotation_wrong *", "*reproduce: nnscaler reproduce nns1:*"])
+    result.stdout.fnmatch_lines(["could not be verified: *plugin_ops.py::nothing does not exist*"])
+    result.stdout.no_fnmatch_line("*in_tests.py*")
+
+
+def test_plans(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        model=MODEL,
+        test_it="""
+            import pytest
+            from model import build_model, sample_inputs
+
+            @pytest.mark.nnscaler_plan(ranks=2, plan="dp=2", depth="quick")
+            def test_file():
+                return "model.py"
+
+            @pytest.mark.nnscaler_plan(ranks=4, plan="dp=2,tp=2", depth="quick")
+            def test_module():
+                return build_model, sample_inputs()
+
+            @pytest.mark.nnscaler_plan(ranks=2, depth="quick")
+            def test_fixture(verify_plan):
+                assert "2 ranks" in verify_plan("model.py").setting
+                assert "1 rank" in verify_plan("model.py", ranks=1).setting
+
+            @pytest.mark.nnscaler_plan(ranks=2)
+            def test_nothing():
+                pass
+
+            @pytest.mark.nnscaler_plan(ranks=2)
+            def test_unused(verify_plan):
+                pass
+
+            @pytest.mark.nnscaler_plan(ranks=3, plan="dp=2")
+            def test_illegal():
+                return "model.py"
+
+            @pytest.mark.nnscaler_plan(ranks=2)
+            def test_no_inputs():
+                return build_model
+        """,
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN, "--strict-markers")
+    result.assert_outcomes(passed=3, failed=4)
+    result.stdout.fnmatch_lines(["test_nothing returned nothing, so nothing was verified: *"])
+    result.stdout.fnmatch_lines(["test_unused returned nothing, so nothing was verified: *"])
+    result.stdout.fnmatch_lines(["could not be verified: *plan*"])
+    result.stdout.fnmatch_lines(["could not be verified: a module needs its inputs: *"])
+
+
+def test_a_wrong_plan_fails_with_its_report(pytester: pytest.Pytester) -> None:
+    """A random operator of the user's whose annotation is wrong makes a wrong program."""
+    pytester.makepyfile(
+        model=MODEL.replace("self.layer(x)", "wrong(self.layer(x))").replace("import torch\n", "import torch\nfrom ops2 import wrong\n", 1),
+        ops2=OPS.format(name="plugin_plan"),
+        test_it="""
+            import pytest
+
+            @pytest.mark.nnscaler_plan(ranks=2, plan="tp=2", depth="quick")
+            def test_file():
+                return "model.py"
+        """,
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["REFUTED  model.py on 2 ranks*"])
+
+
+def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        gate_ops=OPS.format(name="plugin_gate"), test_it="def test_first():\n    pass\n", model=MODEL
+    )
+    pytester.makepyprojecttoml("""
+        [tool.nnscaler.gate]
+        baseline = "known.toml"
+        [[tool.nnscaler.gate.models]]
+        model = "model.py"
+        plans = [{ ranks = 2, backend = "simulator", depth = "quick" }]
+        [tool.nnscaler.gate.ops]
+        files = ["gate_ops.py", "gone.py"]
+    """)
+    entry = '[[finding]]\nitem = "{}"\ncode = "annotation_wrong"\nowner = "ann"\nexpires = {}\nreason = "why"\n'
+    known = pytester.path / "known.toml"
+    known.write_text("", encoding="utf-8")
+    result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-v")
+    result.assert_outcomes(passed=3, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "test_it.py::test_first PASSED*",
+            "nnscaler-gate::model.py ranks=2 backend=simulator depth=quick PASSED*",
+            "nnscaler-gate::gate_ops.py::right PASSED*",
+            "nnscaler-gate::gate_ops.py::wrong FAILED*",
+            "nnscaler-gate::gone.py FAILED*",
+        ]
+    )
+    result.stdout.fnmatch_lines(["*nnscaler gate: gate_ops.py::wrong*", "REFUTED  gate_ops.py::wrong*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    known.write_text(entry.format("gate_ops.py::wrong", "2999-01-01"), encoding="utf-8")
+    pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-k", "wrong or baseline").assert_outcomes(
+        passed=2, deselected=4
+    )
+    known.write_text(entry.format("gate_ops.py::right", "2999-01-01"), encoding="utf-8")
+    stale = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate", "-k", "right")
+    stale.assert_outcomes(failed=1, deselected=5)
+    stale.stdout.fnmatch_lines(["*does not occur any more*"])
+
+
+@pytest.mark.parametrize("text", ["", "[tool.nnscaler.gate]\nbudgett = 1\n"])
+def test_a_gate_without_settings_is_a_usage_error(pytester: pytest.Pytester, text: str) -> None:
+    pytester.makepyprojecttoml(text)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: *tool.nnscaler.gate*"])
+
+
+def test_without_the_option_there_is_no_gate(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it="def test_first():\n    pass\n")
+    pytester.makepyprojecttoml("[tool.nnscaler.gate]\nbudgett = 1\n")
+    pytester.runpytest_subprocess(*PLUGIN).assert_outcomes(passed=1)

@@ -1,0 +1,210 @@
+"""`[tool.nnscaler.gate]`: what it may say, and which source of a setting counts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from nnscaler.cli.gate_work import plan_arguments
+from nnscaler.cli.main import build_parser
+from nnscaler.errors import NnscalerError
+from verify.gate.items import OpItem, OpSource, check_names, select
+from verify.gate.settings import EXAMPLE, GateSettings, read_settings
+from verify.plan_request import BACKENDS, DTYPES
+
+MODELS = """
+[[tool.nnscaler.gate.models]]
+model = "sub/model.py::tiny"
+timeout = "40s"
+plans = [
+    { ranks = 4, plan = "dp=2,tp=2", micro-batches = 4, replicate = ["lm_head*", "a"], dtype = "float32" },
+    { ranks = 2, plan = "plan.json", seed = 7, backend = "gloo", depth = "quick", timeout = 9 },
+    { plan = "pp=2", name = "my name", specialise = true, schedule = "1f1b", steps = 3 },
+]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings(text: str, **asked: object) -> GateSettings:
+    Path("pyproject.toml").write_text(text, encoding="utf-8")
+    return read_settings(None, asked)
+
+
+def refused(text: str) -> NnscalerError:
+    with pytest.raises(NnscalerError) as caught:
+        settings(text)
+    return caught.value
+
+
+def test_plans_are_items(folder: Path) -> None:
+    first, second, third = settings(f'[tool.nnscaler.gate]\nplan-timeout = "50s"\n{MODELS}').plans
+    assert first.name == (
+        "sub/model.py::tiny ranks=4 plan=dp=2,tp=2 micro-batches=4 replicate=lm_head*,a dtype=float32"
+    )
+    assert (first.model, first.timeout, first.seed) == ("sub/model.py::tiny", 40.0, 0)
+    assert second.name == "sub/model.py::tiny ranks=2 plan=plan.json backend=gloo depth=quick seed=7"
+    assert (second.seed, second.timeout) == (7, 9.0)
+    assert third.name == "my name"
+
+
+def test_each_option_reaches_verify_plan(folder: Path) -> None:
+    items = settings(f"[tool.nnscaler.gate]\n{MODELS}").plans
+    parsed: list[argparse.Namespace] = [build_parser().parse_args(plan_arguments(item, "all")) for item in items]
+    assert [p.ranks for p in parsed] == [4, 2, None]
+    assert [p.plan for p in parsed] == ["dp=2,tp=2", "plan.json", "pp=2"]
+    assert [p.micro_batches for p in parsed][0] == 4
+    assert [p.dtype for p in parsed] == ["float32", "float64", "float64"]
+    assert [p.seed for p in parsed] == [0, 7, 0]
+    assert [p.quick for p in parsed] == [False, True, False]
+    assert [p.specialise for p in parsed] == [False, False, True]
+    assert list(parsed[0].replicate) == ["lm_head*", "a"]
+    assert [p.timeout for p in parsed] == [32.0, pytest.approx(7.2), 32.0]
+    assert build_parser().parse_args(plan_arguments(items[0], "static")).level == "static"
+
+
+def test_choices_are_those_of_verify_plan(folder: Path) -> None:
+    text = '[tool.nnscaler.gate]\n[[tool.nnscaler.gate.models]]\nmodel = "m.py"\nplans = [{{ ranks = 2, {} = "{}" }}]\n'
+    for name, values in (("dtype", DTYPES), ("backend", BACKENDS)):
+        for value in values:
+            assert settings(text.format(name, value)).plans[0].options[name] == value
+    assert refused(text.format("dtype", "float46")).help == "did you mean float64?"
+
+
+def test_paths_are_relative_to_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "inner").mkdir()
+    settings(f'[tool.nnscaler.gate]\nbaseline = "b.toml"\n{MODELS}')
+    monkeypatch.chdir(folder / "inner")
+    found = read_settings()
+    assert found.plans[0].model == f"{folder}/sub/model.py::tiny", "outside of the current folder: whole"
+    assert found.plans[0].name.startswith("sub/model.py::tiny"), "the same name from everywhere"
+    assert found.baseline == folder / "b.toml"
+    assert read_settings(None, {"baseline": "c.toml"}).baseline == folder / "inner" / "c.toml"
+
+
+def test_sources_of_operators(folder: Path) -> None:
+    text = """
+[tool.nnscaler.gate]
+op-timeout = "7s"
+seed = 5
+[tool.nnscaler.gate.ops]
+names = ["aten.gelu", "ops/a.py::f"]
+files = ["ops/b.py"]
+modules = ["my.ops"]
+"""
+    assert settings(text).sources == (
+        OpSource("name", "aten.gelu", (), 5, 7.0),
+        OpSource("name", "ops/a.py::f", (), 5, 7.0),
+        OpSource("file", "ops/b.py", (), 5, 7.0),
+        OpSource("module", "my.ops", (), 5, 7.0),
+    )
+    user = settings(f"[tool.nnscaler.gate]\n{MODELS}\n[tool.nnscaler.gate.ops]\nuser = true\n").sources
+    assert [(s.kind, s.files) for s in user] == [("user", ("sub/model.py",))]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        ("[tool.nnscaler.gate]\nbudgett = 1", "[tool.nnscaler.gate] has no key 'budgett'", 2),
+        ("[tool.nnscaler]\ngates = 1", "[tool.nnscaler] has no key 'gates'", 2),
+        ("[tool.nnscaler.gate]\n", "[tool.nnscaler.gate] names neither models nor ops", 1),
+        ("[tool.nnscaler.gate]\nmodels = []\n", "[tool.nnscaler.gate] names neither models nor ops", 1),
+        ("[tool.nnscaler.gate.ops]\n", "[tool.nnscaler.gate.ops] names no operator", 1),
+        ("[tool.nnscaler.gate.ops]\nuser = true\n", "user = true takes the operators of the models", 2),
+        ("[tool.nnscaler.gate]\nmodels = [{ plans = [] }]\n", "[tool.nnscaler.gate.models] 1 lacks 'model'", 2),
+        ('[tool.nnscaler.gate]\nmodels = [{ model = "m.py", plans = [] }]', "plans of [tool.nnscaler.gate.models] 1", 2),
+        (
+            '[tool.nnscaler.gate]\nmodels = [\n{ model = "m.py", plans = [\n{ rank = 2 }] }]',
+            "[tool.nnscaler.gate.models.plans] 1 1 has no key 'rank'",
+            4,
+        ),
+        (
+            '[tool.nnscaler.gate]\nmodels = [{ model = "m.py", plans = [{ schedule = "gpipe" }] }]',
+            "[tool.nnscaler.gate.models.plans] 1 1 lacks ranks",
+            2,
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_with_their_line(folder: Path, text: str, message: str, line: int) -> None:
+    error = refused(text)
+    assert message in error.message
+    assert error.code == "bad_settings"
+    assert error.where is not None
+    assert (error.where.file, error.where.line) == (str(folder / "pyproject.toml"), line)
+
+
+def test_nothing_to_verify_is_an_error(folder: Path) -> None:
+    assert refused("[project]\n").code == "nothing_named"
+    Path("pyproject.toml").unlink()
+    with pytest.raises(NnscalerError, match=r"no pyproject.toml|no table \[tool.nnscaler.gate\]"):
+        read_settings()
+
+
+def test_the_example_of_the_help_is_right(folder: Path) -> None:
+    found = settings(EXAMPLE)
+    assert [item.name for item in found.plans] == ["model.py ranks=4 plan=dp=2,tp=2"]
+    assert found.get("budget") == 120.0
+
+
+def test_the_command_line_goes_before_the_environment_and_that_before_the_file(folder: Path) -> None:
+    text = f'[tool.nnscaler]\nseed = 3\n[tool.nnscaler.gate]\nbudget = "10s"\n{MODELS}'
+    Path("pyproject.toml").write_text(text, encoding="utf-8")
+    told = read_settings().values["budget"]
+    assert (told.value, told.source) == (10.0, "pyproject.toml:4")
+    told = read_settings(None, {}, {"NNSCALER_BUDGET": "20s"}).values["budget"]
+    assert (told.value, told.source) == (20.0, "NNSCALER_BUDGET")
+    told = read_settings(None, {"budget": 30.0}, {"NNSCALER_BUDGET": "20s"}).values["budget"]
+    assert (told.value, told.source) == (30.0, "--budget")
+    found = read_settings()
+    assert (found.values["seed"].value, found.values["seed"].source) == (3, "pyproject.toml:2")
+    assert found.values["jobs"].source == "default"
+    assert [p.seed for p in found.plans] == [3, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [("NNSCALER_CACHE", "0", False), ("NNSCALER_JOBS", "3", 3), ("NNSCALER_SEED", "-4", -4), ("NNSCALER_BASELINE", "b", "b")],
+)
+def test_the_environment_is_read_by_type(folder: Path, name: str, text: str, value: object) -> None:
+    settings(f"[tool.nnscaler.gate]\n{MODELS}")
+    assert read_settings(None, {}, {name: text}).get(name.removeprefix("NNSCALER_").lower()) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("NNSCALER_CACHE", "perhaps"), ("NNSCALER_JOBS", "0"), ("NNSCALER_SEED", "x"), ("NNSCALER_OP_TIMEOUT", "soon")],
+)
+def test_a_wrong_variable_is_refused(folder: Path, name: str, text: str) -> None:
+    settings(f"[tool.nnscaler.gate]\n{MODELS}")
+    with pytest.raises(NnscalerError, match=f"the environment variable {name} is '{text}'"):
+        read_settings(None, {}, {name: text})
+
+
+def test_a_file_can_be_named(folder: Path) -> None:
+    other = folder / "other.toml"
+    other.write_text(f"[tool.nnscaler.gate]\n{MODELS}", encoding="utf-8")
+    assert len(read_settings(other).plans) == 3
+    assert len(read_settings(None, {}, {"NNSCALER_CONFIG": str(other)}).plans) == 3
+
+
+def test_selecting_items() -> None:
+    items = [OpItem("a.py::f", "a.py::f"), OpItem("a.py::g", "a.py::g"), OpItem("aten.gelu", "aten.gelu")]
+    assert [i.name for i in select(items, ["::"])] == ["a.py::f", "a.py::g"]
+    assert [i.name for i in select(items, ["aten*", "*::g"])] == ["a.py::g", "aten.gelu"]
+    assert select(items, []) == items
+    with pytest.raises(NnscalerError, match="no item of the gate matches 'aten.gleu'") as caught:
+        select(items, ["aten.gleu"])
+    assert caught.value.help == "did you mean 'aten.gelu'?"
+
+
+def test_two_items_of_one_name_are_refused(folder: Path) -> None:
+    with pytest.raises(NnscalerError, match="two items of the gate are called 'a'"):
+        check_names([OpItem("a", "a"), OpItem("a", "b")])
+    double = '[tool.nnscaler.gate]\nmodels = [{ model = "m.py", plans = [{ ranks = 2 }, { ranks = 2 }] }]'
+    assert "two items of the gate are called 'm.py ranks=2'" in refused(double).message

@@ -1,0 +1,132 @@
+"""The summary, and known findings in machine formats."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+from tests.verify.gate.results import LATER, TODAY, entry, finding, result
+
+from verify.gate.marked import render
+from verify.gate.outcome import Outcome, judge
+from verify.gate.summary import cell, summary
+from verify.report_formats import FORMATS
+from verify.verdict import Verdict
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+
+
+def outcome(expired: bool = False) -> Outcome:
+    results = [
+        result("model.py ranks=2", finding()),
+        result("ops|pipe.py::f_1", finding("annotation_wrong", "x")),
+        result("ok"),
+        result("late", finding("not_run"), verdict=Verdict.INCONCLUSIVE, finished=False),
+    ]
+    known = [entry("model.py ranks=2")]
+    if expired:
+        known.append(entry("ok", expires=TODAY))
+    today = TODAY + timedelta(1) if expired else TODAY
+    return judge(results, known, {r.name for r in results}, today, "baseline.toml")
+
+
+def test_the_summary_says_it_all() -> None:
+    text = summary(outcome(), 12.34, 120.0)
+    head, counts = text.splitlines()[0], text.splitlines()[2]
+    assert head == "### nnscaler gate: REFUTED"
+    assert counts == (
+        "4 items: 1 refuted, 1 not run, 1 known, 1 verified; 20 checks, 8 refuted; 12.3 s of 120 s (seed 0)"
+    )
+    assert "| ops\\|pipe.py::f\\_1 | REFUTED | REFUTED | 6 | 1.5 s |" in text
+    assert "| late | NOT RUN | none | 2 | 1.5 s |" in text
+    assert "| model.py ranks=2 | KNOWN | REFUTED | 6 | 1.5 s |" in text
+    assert text.index("**annotation_wrong**") < text.index("**gradient_differs**"), "known ones last"
+    assert "known until 2027-01-31, owner: ann@example.org (the fix is in review)" in text
+    assert "reproduce: nnscaler reproduce nns2:abc" in text
+    assert text.endswith("nnscaler 0.1.0, torch 2.13.0, python 3.11.7, Linux x86_64\n")
+
+
+def test_rows_are_whole_tables() -> None:
+    lines = [line for line in summary(outcome(), 1.0, None).splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 4
+    assert {line.replace("\\|", "").count("|") for line in lines} == {6}
+
+
+def test_what_the_baseline_has_wrong_is_a_finding() -> None:
+    text = summary(outcome(expired=True), 1.0, None)
+    assert "**baseline_expired** in baseline.toml" in text
+    assert "has expired on 2026-11-21" in text
+
+
+def test_an_interrupt_is_told() -> None:
+    assert summary(outcome(), 1.0, None, interrupted=True).startswith("### nnscaler gate: REFUTED, interrupted\n")
+
+
+def test_an_item_without_findings_says_why() -> None:
+    open_ = judge([result("a", verdict=Verdict.INCONCLUSIVE)], [], {"a"}, TODAY, "")
+    assert "was not verified" in summary(open_, 1.0, None)
+
+
+def test_long_lines_are_cut_and_counted() -> None:
+    long = judge([result("a", finding(tensor="w" * 5000))], [], {"a"}, TODAY, "")
+    assert max(map(len, summary(long, 1.0, None).splitlines())) < 2100
+    assert "characters: see the full report" in summary(long, 1.0, None)
+
+
+def test_cells_are_plain() -> None:
+    assert cell("a | b\n<x> `c` *d*") == "a \\| b &lt;x&gt; \\`c\\` \\*d\\*"
+
+
+def test_sarif_suppresses_what_is_known() -> None:
+    log = json.loads(render("sarif", outcome(), 1.0))
+    jsonschema.validate(log, json.loads((DATA / "sarif-2.1.0-rtm.5.json").read_text(encoding="utf-8")))
+    suppressed = [r["message"]["text"] for r in log["runs"][0]["results"] if "suppressions" in r]
+    assert len(suppressed) == 1 and "layer.weight" in suppressed[0]
+    assert log["runs"][0]["invocations"][0]["exitCode"] == 1
+
+
+def test_junit_skips_what_is_known_and_nothing_else() -> None:
+    root = ElementTree.fromstring(render("junit", outcome(), 1.0))
+    by_name = {suite.get("name"): suite for suite in root.iter("testsuite")}
+    known = by_name["model.py ranks=2"]
+    assert (known.get("failures"), known.get("errors"), known.get("skipped")) == ("0", "0", "1")
+    (skipped,) = known.iter("skipped")
+    assert skipped.get("message") == (
+        "gradient_differs, known until 2027-01-31, owner: ann@example.org (the fix is in review)"
+    )
+    assert by_name["ops|pipe.py::f_1"].get("failures") == "1"
+    assert by_name["late"].get("errors") == "1"
+    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("8", "1", "1")
+
+
+def test_json_names_what_is_known() -> None:
+    document = json.loads(render("json", outcome(), 1.0))
+    schema = Path(__file__).resolve().parents[3] / "docs" / "reports" / "report.schema.json"
+    jsonschema.validate(document, json.loads(schema.read_text(encoding="utf-8")))
+    assert document["gate"]["exit_code"] == 1
+    assert document["gate"]["known"] == [
+        {
+            "item": "model.py ranks=2",
+            "code": "gradient_differs",
+            "owner": "ann@example.org",
+            "expires": LATER.isoformat(),
+            "reason": "the fix is in review",
+        }
+    ]
+    assert [i["verdict"] for i in document["gate"]["items"]] == ["REFUTED", "NOT RUN", "KNOWN", "VERIFIED"]
+
+
+def test_github_tells_known_findings_as_notices() -> None:
+    lines = render("github", outcome(), 1.0).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["::notice", "::error", "::warning", "REFUTED"]
+    known = judge([result("a", finding())], [entry("a")], {"a"}, TODAY, "")
+    assert [line.partition(" ")[0] for line in render("github", known, 1.0).splitlines()] == ["::notice"]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_ends_with_an_end_of_line(name: str) -> None:
+    assert render(name, outcome(), 1.0).endswith("\n")

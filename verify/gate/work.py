@@ -1,0 +1,108 @@
+"""What a child process of the gate does with operators. The gate's own process never imports a user's file.
+
+Plans are loaded as the command line loads them, so their part is in `nnscaler.cli`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from op_registry.registry import default_registry
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import NnscalerError
+from verify.gate.items import OpItem, OpSource
+from verify.op_checks.options import OpOptions
+from verify.op_checks.target import matching, registered_in
+from verify.op_checks.user_code import import_module, is_users
+from verify.op_run.cache import Cache
+from verify.op_run.job import address_of, make_job
+from verify.op_run.many import Settings, run_many
+from verify.op_run.targets import registered_by
+from verify.report import Report
+
+Note = Callable[[str], None]
+
+
+def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
+    """The operators of a source. `folder`: of the settings; items are named relative to it.
+
+    Raises NnscalerError where a file or module cannot be imported, or there is no operator.
+    """
+    _search(folder)
+    modules = (source.text,) if source.kind == "module" else ()
+    if source.kind == "module":
+        specs = registered_by(source.text)
+    elif source.kind == "file":
+        specs = matching(source.text) if "::" in source.text else registered_in(source.text)
+    elif source.kind == "user":
+        specs = _users(source.files)
+    else:
+        specs = matching(source.text)
+    return tuple(_item(spec, source, folder, modules) for spec in _annotated(specs))
+
+
+def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note) -> tuple[Report, bool]:
+    """The report on an operator, and whether it is an earlier one. The operator runs in a process of its own.
+
+    Raises NnscalerError for one that cannot be run at all.
+    """
+    _search(folder)
+    for module in item.modules:
+        import_module(module)
+    note(f"verifying {item.address}")
+    specs = _annotated(matching(item.address))
+    if len(specs) != 1:
+        raise NnscalerError("several_operators", f"{item.address!r} names {len(specs)} operators")
+    job = make_job(specs[0])
+    settings = Settings(workers=1, cache=cache, modules=item.modules)
+    (result,) = run_many([job], OpOptions(seed=item.seed, timeout=item.timeout), settings)
+    return result.report, result.cached
+
+
+def _search(folder: Path) -> None:
+    """Modules of the project are found, after all others."""
+    for path in (folder, folder / "src"):
+        if path.is_dir() and str(path) not in sys.path:
+            sys.path.append(str(path))
+
+
+def _annotated(specs: Iterable[OperatorSpec]) -> list[OperatorSpec]:
+    """Overloads without annotation beside one that has one are left out, as verify-op does."""
+    found = list({spec.name: spec for spec in specs}.values())
+    return [spec for spec in found if spec.annotation != ""] or found
+
+
+def _users(files: Iterable[str]) -> list[OperatorSpec]:
+    """What the user's own code registers when these files are imported. None is an error: nothing would be checked."""
+    for file in files:
+        registered_in(file, empty=True)
+    registry = default_registry()
+    specs = [spec for name in registry.names() if (spec := registry.lookup(name)) is not None]
+    found = [spec for spec in specs if spec.where is not None and is_users(spec.where.file)]
+    if not found:
+        raise NnscalerError("unknown_operator", "the models register no operator", help="take `user = true` out of ops")
+    return found
+
+
+def _item(spec: OperatorSpec, source: OpSource, folder: Path, modules: tuple[str, ...]) -> OpItem:
+    address = address_of(spec)
+    if address is None:
+        raise NnscalerError("unknown_operator", f"no text names the operator `{spec.name}`", spec.where)
+    file, separator, rest = address.partition("::")
+    name = address
+    if separator and file.endswith(".py"):
+        name = f"{Path(os.path.relpath(file, folder)).as_posix()}::{rest}"
+    needed = () if ":" in address or spec.target is None else modules
+    return OpItem(name, address, needed, source.seed, source.timeout)
+
+
+def without_repeats(items: Iterable[OpItem]) -> list[OpItem]:
+    """Each operator once, where it is named first."""
+    found: dict[str, OpItem] = {}
+    for item in items:
+        found.setdefault(item.name, item)
+    return list(found.values())

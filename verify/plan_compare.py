@@ -1,0 +1,87 @@
+"""What the ranks are given to run, and what the checks are given of what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nnscaler.runtime.loader import load_role
+from verify.evaluation import Evaluation
+from verify.failure import Failure, finding_of
+from verify.places import Places
+from verify.plan_checks.context import Comparison, Outcome
+from verify.plan_checks.logical import holdings_of
+from verify.plan_prepare import Prepared
+from verify.plan_request import DTYPES, PlanRequest
+from verify.randomise import logical_state
+from verify.rank_program import RankResult, Task
+from verify.reference import Trajectory, names_of
+from verify.report import Check
+from verify.tolerance import exact_tolerance
+from verify.trials import Trial
+from verify.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is run beside the trajectory; `notes` on what could not be."""
+
+    trials: tuple[Trial, ...] = ()
+    evaluation: Evaluation | None = None
+    checkpoint: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def make_task(
+    request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
+) -> Task:
+    """What the ranks run; its files are written to `work`."""
+    extra = beside or Beside()
+    state = {**prepared.program.state(), **logical_state(prepared.model)}
+    torch.save(state, work / "state.pt")
+    torch.save(dict(prepared.sample.tensors), work / "batch.pt")
+    return Task(
+        str(prepared.program.path),
+        str(work / "state.pt"),
+        str(work / "batch.pt"),
+        request.steps,
+        reference.learning_rate,
+        next(n for n, dtype in DTYPES.items() if dtype == request.dtype),
+        draws=reference.settings.draws is not None,
+        seed=reference.settings.seed,
+        max_norm=reference.settings.max_norm,
+        trials=tuple(trial.task(work) for trial in extra.trials),
+        evaluation=None if extra.evaluation is None else str(extra.evaluation.program),
+        checkpoint=str(work / "checkpoint") if extra.checkpoint else None,
+    )
+
+
+def make_comparison(
+    request: PlanRequest, prepared: Prepared, reference: Trajectory, results: tuple[RankResult, ...]
+) -> Comparison:
+    """What the checks are given."""
+    modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
+    parameters, buffers = holdings_of(modules)
+    places = Places(prepared.graph)
+    names, used = names_of(prepared.model), places.of_parameters()
+    loss = prepared.graph.loss
+    return Comparison(
+        reference,
+        results,
+        parameters,
+        buffers,
+        names,
+        used,
+        exact_tolerance(),
+        request.steps,
+        loss,
+        places.of_tensor(loss),
+    )
+
+
+def failed(failure: Failure, prepared: Prepared, seconds: float) -> Outcome:
+    refuted = int(failure.verdict is Verdict.REFUTED)
+    check = Check("program ran on every rank", failure.verdict, refuted, refuted, seconds)
+    return Outcome(check, (finding_of(failure, prepared.program.path, Places(prepared.graph)),))
