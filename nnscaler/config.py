@@ -145,6 +145,22 @@ def seconds_of(value: Any) -> float | None:
     return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text)) or None
 
 
+def value_of_variable(key: Key, variable: str, text: str) -> Any:
+    """What an environment variable sets a key to. Raises NnscalerError `bad_settings`."""
+    value: Any = text
+    if key.kind == "seconds":
+        value = seconds_of(text)
+    elif key.kind == "flag":
+        value = {"1": True, "true": True, "0": False, "false": False}.get(text.lower())
+    elif key.kind in ("integer", "count"):
+        value = int(text) if re.fullmatch(r"-?\d+", text) else None
+    if value is None or not _FITS[key.kind](value) or (key.choices and value not in key.choices):
+        message = f"the environment variable {variable} is {text!r}, not {_WANTED[key.kind]}"
+        help = f"one of {', '.join(key.choices)}" if key.choices else None
+        raise NnscalerError("bad_settings", message, help=help)
+    return value
+
+
 def _checked(document: Document, path: KeyPath, key: Key, value: Any) -> Any:
     if not _FITS[key.kind](value):
         message = f"{key.name} of {spelled(path[:-1])} is {_WANTED[key.kind]}, not {_shown(value)}"

@@ -97,21 +97,19 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 def _gate_items(session: pytest.Session) -> Iterator[pytest.Item]:
     gate = _tool(pytest.UsageError).open_gate()
     for name in gate.names:
-        yield GateItem.from_parent(session, name=f"gate: {name}", gate=gate, item=name)
+        yield GateItem.from_parent(session, name=name, nodeid=f"nnscaler-gate::{name}", gate=gate)
 
 
 class GateItem(pytest.Item):
     """One item of the gate. Its report is kept in the test's properties, and shown where it fails."""
 
-    def __init__(self, *, gate: Gate, item: str, **rest: Any) -> None:
+    def __init__(self, *, gate: Gate, **rest: Any) -> None:
         super().__init__(**rest)
         self._gate = gate
-        self._item = item
-        self._nodeid = f"nnscaler-gate::{item}"
 
     def runtest(self) -> None:
         """Raises CheckFailed with the report, unless the item passes or its findings are known."""
-        for name, value in self._gate.run(self._item).items():
+        for name, value in self._gate.run(self.name).items():
             self.user_properties.append((name, value))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
@@ -122,7 +120,7 @@ class GateItem(pytest.Item):
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         """The settings' file, and the item."""
-        return self._gate.file, None, f"nnscaler gate: {self._item}"
+        return self._gate.file, None, f"nnscaler gate: {self.name}"
 
 
 def _tool(kind: Callable[[str], BaseException] = pytest.fail.Exception) -> Any:

@@ -14,7 +14,7 @@ from op_registry.spec import SourceLocation
 
 from verify.environment import environment
 from verify.finding import Finding
-from verify.plan_checks.context import Outcome, Row
+from verify.plan_checks.context import LOCALISED, Outcome, Row
 from verify.plan_prepare import Prepared
 from verify.plan_proof import Proof
 from verify.plan_request import PlanRequest
@@ -36,7 +36,7 @@ def make_report(
     if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
         nothing = Finding("nothing_checked", "there was nothing to compare")
         outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
-    findings = sorted((f for outcome in outcomes for f in outcome.findings), key=_urgency)
+    findings = _ordered(outcomes, frozenset() if proof is None else frozenset(o.check.name for o in proof.outcomes))
     name = request.model.get("name") or type(prepared.model).__name__
     return Report(
         "verify-plan",
@@ -98,11 +98,22 @@ def _row(row: Row) -> dict[str, Any]:
     return {**asdict(row), "verdict": row.verdict.value}
 
 
-def _urgency(finding: Finding) -> tuple[int, int]:
-    """What the text shows to be wrong, for it names the mechanism; where values go wrong first; then what differs at
-    the first step: the rest follows from it."""
-    kind = 0 if "program" in finding.counter_example else 1 if finding.code.startswith("tensor_") else 2
-    return kind, int(finding.counter_example.get("step", "0"))
+def _ordered(outcomes: Sequence[Outcome], proofs: frozenset[str]) -> list[Finding]:
+    """What the text shows to be wrong, for it names the mechanism; the lines that compute something wrong; then what
+    differs, the first step first, for the rest follows from it. What a wrong line has said is not said again."""
+    ranked: list[tuple[int, int, Finding]] = []
+    for outcome in outcomes:
+        kind = 0 if outcome.check.name in proofs else 1 if outcome.check.name == LOCALISED else 2
+        ranked += [(kind, int(f.counter_example.get("step", "0")) if kind == 2 else 0, f) for f in outcome.findings]
+    ranked.sort(key=lambda entry: entry[:2])
+    said = {(f.code, _subject(f)) for kind, _, f in ranked if kind == 1}
+    return [f for kind, _, f in ranked if kind < 2 or (f.code, _subject(f)) not in said]
+
+
+def _subject(finding: Finding) -> str:
+    """The first name in the message."""
+    parts = finding.message.split("`")
+    return parts[1] if len(parts) > 1 else finding.message
 
 
 def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:

@@ -20,19 +20,21 @@ from pathlib import Path
 
 from nnscaler.runtime.checkpoint import load_checkpoint
 from nnscaler.tracing.program_draws import UnmatchedDraws
+from nnscaler.transform.plan import Plan
 from verify.backends import run_program
 from verify.calibrate import measure_condition
 from verify.compare import is_finite
 from verify.evaluation import plan_evaluation
 from verify.failure import Failure
 from verify.finding import Finding
-from verify.localise import localise
+from verify.localise import localise_all
+from verify.minimise import PlanTrial, minimise
 from verify.other_plan import check_other_plan
 from verify.places import Places
 from verify.plan_checks import evaluation as evaluation_check
 from verify.plan_checks import resume, run_checks, timed
 from verify.plan_checks import trials as trial_check
-from verify.plan_checks.context import Comparison, Outcome
+from verify.plan_checks.context import LOCALISED, Comparison, Outcome
 from verify.plan_compare import Beside, failed, make_comparison, make_task
 from verify.plan_low import low_precision
 from verify.plan_prepare import Prepared, prepare
@@ -45,6 +47,8 @@ from verify.reference import Settings, Trajectory, run_reference
 from verify.report import Check, Report
 from verify.trials import plan_trials
 from verify.verdict import Verdict
+
+MINIMISE_SECONDS = 20.0
 
 __all__ = ["BACKENDS", "DTYPES", "Beside", "PlanRequest", "Prepared", "run_and_compare", "verify_request"]
 
@@ -84,6 +88,9 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
     beside = _beside(request, prepared, reference, work)
     prepared = replace(prepared, notes=(*prepared.notes, *beside.notes))
     outcomes = run_and_compare(request, prepared, reference, work, beside)
+    if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
+        notes = _minimal(request, prepared, reference, work)
+        prepared = replace(prepared, notes=(*prepared.notes, *notes))
     if request.depth == "deep" and all(o.check.verdict.passes for o in outcomes):
         outcomes += low_precision(request, prepared, reference, work, ["bfloat16"])
     return prepared, reference, outcomes
@@ -180,10 +187,22 @@ def _random_numbers(prepared: Prepared) -> Sequence[Outcome]:
 
 
 def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Outcome]:
-    """The first tensor that differs, in a run where nothing is dropped."""
+    """Every line that is wrong by itself, in a run where nothing is dropped."""
     started = time.perf_counter()
-    found = localise(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
-    request.progress(
-        "localise", time.perf_counter() - started, "first tensor that differs" if found else "nothing more"
-    )
-    return [] if found is None else [Outcome(Check("", Verdict.REFUTED, 0), (found,))]
+    found = localise_all(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
+    text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
+    request.progress("localise", time.perf_counter() - started, text)
+    return [Outcome(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []
+
+
+def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> tuple[str, ...]:
+    """What is left of a plan whose program is wrong, as a note: the fault is in what it still splits."""
+    if request.program is not None or prepared.traced is None or request.depth == "quick":
+        return ()
+    started = time.perf_counter()
+    plan = Plan.from_json((prepared.program.path / "plan.json").read_text(encoding="utf-8"))
+    trial = PlanTrial(prepared.traced, make_task(request, prepared, reference, work), reference)
+    found = minimise(plan, prepared.graph, trial.fails, seconds=MINIMISE_SECONDS)
+    text = "it does not fail again" if found is None else f"{found.trials} plans tried"
+    request.progress("minimise", time.perf_counter() - started, text)
+    return () if found is None else (found.text,)

@@ -122,13 +122,13 @@ def run(options: argparse.Namespace) -> int:
     chosen: list[Item] = []
     try:
         operators, failed = find_operators(settings.sources, settings.folder, clock)
+        for result in failed:
+            console.warning(result.report.findings[0].message)
         every = all_items(settings, operators)
         chosen = _chosen(every, failed, options.only)
         if options.list:
             for item in chosen:
                 console.result(item.name)
-            for result in failed:
-                console.warning(result.report.findings[0].message)
             return 2 if failed else 0
         results = {} if options.only else {result.name: result for result in failed}
         _run(chosen, results, settings, clock, console)
@@ -300,9 +300,8 @@ def deliver(
     console: Console = options.console
     text = summary(outcome, seconds, budget, interrupted)
     where = destinations(options.output_format, os.environ)
-    asked = [output.name for output in options.output_format if output.path is None]
     for name in where.stdout:
-        if name == "github" or name not in TEXT_FORMATS or name in asked:
+        if name != "full":  # the summary holds all that is in it
             console.result(render(name, outcome, seconds).rstrip("\n"))
     if any(name in TEXT_FORMATS for name in where.stdout):
         console.result(text.rstrip("\n"))

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
@@ -44,8 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem is not None:
             print(f"error: {problem}", file=sys.stderr)
             return ExitCode.COULD_NOT_RUN
+        from nnscaler.cli.defaults import command_defaults
+
         try:
-            options = build_parser().parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            options = build_parser(command_defaults(words, os.environ)).parse_args(words)
         except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a usage error
             return stop.code if isinstance(stop.code, int) else ExitCode.COULD_NOT_RUN
         from nnscaler.cli.console import Console
@@ -72,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error, console)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all its commands. `options.command` is the function that runs the chosen one."""
+def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:
+    """The parser with all its commands. `options.command` is the function that runs the chosen one. `defaults`: of
+    verify-op and verify-plan, as the project sets them; each takes those that it has."""
     from nnscaler.cli import compile_command, explain, gate, list_things, reproduce, self_test, verify_op, verify_plan
 
     parser = argparse.ArgumentParser(
@@ -87,6 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (verify_plan, compile_command, verify_op, gate, explain, reproduce, self_test, list_things):
         command.add_parser(commands, EXIT_CODES)
+    for name in ("verify-op", "verify-plan"):
+        commands.choices[name].set_defaults(**(defaults or {}))
     return parser
 
 

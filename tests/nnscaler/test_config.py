@@ -102,7 +102,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_toml_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text("a = 1\nb = [\n", encoding="utf-8")
-    with pytest.raises(NnscalerError, match="x.toml is not TOML") as caught:
+    with pytest.raises(NnscalerError, match=r"x\.toml is not TOML") as caught:
         read_document(file)
     assert caught.value.where is not None
     file.write_bytes(b"a = '\xff'")
@@ -141,7 +141,9 @@ def test_times(value: object, seconds: float) -> None:
     assert seconds_of(value) == seconds
 
 
-@pytest.mark.parametrize("value", ["", "s", "2 days", "-1s", "1m2", 0, "0s", -1, True, None, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "value", ["", "s", "2 days", "-1s", "1m2", 0, "0s", -1, True, None, float("inf"), float("nan")]
+)
 def test_what_is_no_time(value: object) -> None:
     assert seconds_of(value) is None
 

@@ -51,7 +51,8 @@ import verify
 
 def test_mine():
     assert verify.MINE == 1 and op_registry.MINE == 2
-    ours = [n for n in sys.modules if n.split(".")[0] == "torch" or n.startswith(("nnscaler.", "verify.", "op_registry."))]
+    prefixes = ("torch.", "nnscaler.", "verify.", "op_registry.")
+    ours = [name for name in sys.modules if f"{name}.".startswith("torch.") or name.startswith(prefixes)]
     assert ours == ["nnscaler.pytest_plugin"], ours
 """
 
@@ -68,7 +69,9 @@ def test_a_suite_with_a_verify_of_its_own_is_told_why_ours_cannot_run(pytester: 
     pytester.makepyfile(verify="MINE = 1", test_it=test)
     result = pytester.runpytest_subprocess(*PLUGIN)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*cannot verify anything in this process: the package `verify` in use is not nnScaler's*"])
+    result.stdout.fnmatch_lines(
+        ["*cannot verify anything in this process: the package `verify` in use is not nnScaler's*"]
+    )
 
 
 def test_operators(pytester: pytest.Pytester) -> None:
@@ -87,7 +90,9 @@ def test_operators(pytester: pytest.Pytester) -> None:
     )
     result = pytester.runpytest_subprocess(*PLUGIN)
     result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["REFUTED  plugin_wrong*", "annotation_wrong *", "*reproduce: nnscaler reproduce nns1:*"])
+    result.stdout.fnmatch_lines(
+        ["REFUTED  plugin_wrong*", "annotation_wrong *", "*reproduce: nnscaler reproduce nns1:*"]
+    )
     result.stdout.fnmatch_lines(["could not be verified: *plugin_ops.py::nothing does not exist*"])
     result.stdout.no_fnmatch_line("*in_tests.py*")
 
@@ -140,7 +145,9 @@ def test_plans(pytester: pytest.Pytester) -> None:
 def test_a_wrong_plan_fails_with_its_report(pytester: pytest.Pytester) -> None:
     """A random operator of the user's whose annotation is wrong makes a wrong program."""
     pytester.makepyfile(
-        model=MODEL.replace("self.layer(x)", "wrong(self.layer(x))").replace("import torch\n", "import torch\nfrom ops2 import wrong\n", 1),
+        model=MODEL.replace("self.layer(x)", "wrong(self.layer(x))").replace(
+            "import torch\n", "import torch\nfrom ops2 import wrong\n", 1
+        ),
         ops2=OPS.format(name="plugin_plan"),
         test_it="""
             import pytest
@@ -156,9 +163,7 @@ def test_a_wrong_plan_fails_with_its_report(pytester: pytest.Pytester) -> None:
 
 
 def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        gate_ops=OPS.format(name="plugin_gate"), test_it="def test_first():\n    pass\n", model=MODEL
-    )
+    pytester.makepyfile(gate_ops=OPS.format(name="plugin_gate"), test_it="def test_first():\n    pass\n", model=MODEL)
     pytester.makepyprojecttoml("""
         [tool.nnscaler.gate]
         baseline = "known.toml"

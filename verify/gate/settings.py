@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnscaler.config import Document, Key, KeyPath, find_pyproject, read_document, read_table, seconds_of, spelled
+from nnscaler.config import (
+    Document,
+    Key,
+    KeyPath,
+    find_pyproject,
+    read_document,
+    read_table,
+    spelled,
+    value_of_variable,
+)
 from nnscaler.errors import NnscalerError
 from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
 
@@ -154,7 +163,8 @@ def _resolve(
         return Setting(name, asked[name], "--no-cache" if name == "cache" else f"--{name}")
     variable = f"NNSCALER_{name.upper().replace('-', '_')}"
     if environment.get(variable):
-        return Setting(name, _from_text(name, variable, environment[variable]), variable)
+        key = next(key for key in _GATE if key.name == name)
+        return Setting(name, value_of_variable(key, variable, environment[variable]), variable)
     path: KeyPath = (*TABLE, name)
     if name == "seed" and name not in table:
         shared = document.value((*TABLE[:2], name))
@@ -167,22 +177,6 @@ def _resolve(
 
 def _told(document: Document, path: KeyPath) -> str:
     return f"{document.file.name}:{document.place(path).line}"
-
-
-def _from_text(name: str, variable: str, text: str) -> Any:
-    kind = next(key.kind for key in _GATE if key.name == name)
-    value: Any = text
-    if kind == "seconds":
-        value = seconds_of(text)
-    elif kind == "flag":
-        value = {"1": True, "true": True, "0": False, "false": False}.get(text.lower())
-    elif kind in ("integer", "count"):
-        value = int(text) if text.lstrip("-").isdigit() and (kind == "integer" or int(text) >= 1) else None
-    if value is None:
-        raise NnscalerError(
-            "bad_settings", f"the environment variable {variable} is {text!r}, which is no value for it"
-        )
-    return value
 
 
 def _plans(document: Document, table: Mapping[str, Any], values: Mapping[str, Setting]) -> tuple[PlanItem, ...]:

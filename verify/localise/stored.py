@@ -10,10 +10,11 @@ from torch import Tensor
 from nnscaler.runtime.layout import Sharded, State
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import shard
+from verify.compare import difference
 from verify.localise.culprit import Culprit, Line
 from verify.localise.declarations import Key
 from verify.localise.judge import Wrong
-from verify.localise.numeric import cuts
+from verify.localise.numeric import CLOSE, cuts
 from verify.localise.replay import Replay
 
 _GROUPS = ("parameters", "frozen", "buffers", "constants")
@@ -60,6 +61,9 @@ def _repair(replay: Replay, wrong: Wrong, numbers: frozenset[int]) -> tuple[tupl
     reads = [read.removeprefix("self.") for read in wrong.statement.reads if read.startswith("self.")]
     attributes = [name for name in reads if teacher.stored(stage.index, name) is not None]
     attributes = [name for name in attributes if _always_wrong(replay, stage.index, name, numbers)]
+    for name in attributes:
+        if _is_stale(replay, wrong, stage, name):
+            return (name,), "stale: it is used as it was before the last update"
     choices = [(name, holding) for name in attributes for holding in _holdings(replay, stage, name)]
     for name, (text, tensor, states) in choices:
         if _is_right(replay, wrong, {name: (tensor, states)}):
@@ -69,6 +73,33 @@ def _repair(replay: Replay, wrong: Wrong, numbers: frozenset[int]) -> tuple[tupl
         if len(same) > 1 and _is_right(replay, wrong, same):
             return tuple(same), text
     return (), ""
+
+
+def _is_stale(replay: Replay, wrong: Wrong, stage: type[Stage], attribute: str) -> bool:
+    """Whether the statement, run again with the value of before the last update, gives what it gave: right programs
+    read the value of after it."""
+    declared = replay.run.teacher.stored(stage.index, attribute)
+    old = None if replay.run.earlier is None else replay.run.earlier.get(declared.fqn)
+    if old is None:
+        return False
+
+    def instead(here: Stage, read: str) -> Any:
+        if read != f"self.{attribute}":
+            return None
+        return shard(old, declared.states, here.sizes(), here.coordinates()).to(getattr(here, attribute).dtype)
+
+    again = replay.execute(wrong.statement, wrong.statement, instead)
+    recorded = replay.run.teacher.seen.executions.get(wrong.statement.number, {})
+    if not again or not recorded:
+        return False
+    return all(_same(again[at].outputs, execution.outputs) for at, execution in recorded.items())
+
+
+def _same(again: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    pairs = [(again.get(name), tensor) for name, tensor in recorded.items() if isinstance(tensor, Tensor)]
+    return bool(pairs) and all(
+        isinstance(a, Tensor) and a.shape == b.shape and difference(a, b).relative < CLOSE for a, b in pairs
+    )
 
 
 def _is_right(replay: Replay, wrong: Wrong, held: Mapping[str, tuple[Tensor, Mapping[str, State]]]) -> bool:

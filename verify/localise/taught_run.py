@@ -48,9 +48,12 @@ class TaughtRun:
     inputs: dict[str, Tensor]
     timeout: float
     dealer: Dealer
+    before: dict[str, Tensor] | None = None  # the state that the last update changed
+    earlier: dict[str, Tensor] | None = None  # the same, as of when the step that was taught last began
 
     def step(self, number: int) -> Logical:
         """Teaches one step; what it showed is `teacher.seen`. Raises what a rank raises, TimeUp."""
+        self.earlier = self.before
         logical = interpret(self.graph, self.state, self.inputs, self.dealer, number)
         self.teacher.begin(logical, self.dealer)
 
@@ -58,7 +61,7 @@ class TaughtRun:
             self._step(self.executors[communicator.rank], number)
 
         self.together(work)
-        self.state = next_state(logical, self.state, self.task.learning_rate)
+        self.before, self.state = self.state, next_state(logical, self.state, self.task.learning_rate)
         return logical
 
     def together(self, work: Callable[[Any], T]) -> list[T]:

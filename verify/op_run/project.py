@@ -16,6 +16,7 @@ from typing import Any
 from nnscaler.errors import NnscalerError, SourceLocation
 
 KEYS = ("modules", "files")
+OPTIONS = ("seed", "timeout", "jobs")  # defaults of the command line, which `nnscaler.cli.defaults` reads
 _EXAMPLE = '[tool.nnscaler.verify-op]\n        modules = ["my_package.ops"]'
 
 
@@ -58,6 +59,8 @@ def _checked(table: Any, file: Path) -> Project:
     if not isinstance(table, dict):
         raise _bad(file, "[tool.nnscaler.verify-op] is not a table", "verify-op")
     for key, value in table.items():
+        if key in OPTIONS:
+            continue
         if key not in KEYS:
             close = get_close_matches(key, KEYS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(KEYS)}"

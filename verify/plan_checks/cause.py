@@ -16,16 +16,20 @@ from verify.plan_checks.logical import Holding, Logical
 CLOSE = 1e-6
 
 
-def likely_cause(logical: Logical, expected: Tensor, tied: Sequence[Logical] = ()) -> str | None:
+def likely_cause(
+    logical: Logical, expected: Tensor, tied: Sequence[Logical] = (), before: Tensor | None = None
+) -> str | None:
     """A sentence when the wrong value is a simple function of the right one; None otherwise.
 
-    `tied`: the same parameter as every stage holds it, this one included.
+    `tied`: the same parameter as every stage holds it, this one included. `before`: the gradient of the step before.
     """
     value = logical.value
     if value is None or not value.numel() or value.shape != expected.shape or not largest(expected) > 0:
         return None
     if largest(value) == 0:
         return "the gradient is zero everywhere: nothing was added to it"
+    if before is not None and difference(value.double(), expected.double() + before.double()).relative < CLOSE:
+        return "the gradient of the step before is added to it: the buffer of gradients was not cleared"
     return (
         _untied(tied, expected)
         or _factor(logical, expected)

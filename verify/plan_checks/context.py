@@ -15,6 +15,7 @@ from verify.report import Check
 from verify.tolerance import Key, Tolerance
 from verify.verdict import Verdict, merge
 
+LOCALISED = "wrong lines"  # the check whose findings say where
 SHOWN = 5  # findings of one check; the count says how many there are
 
 

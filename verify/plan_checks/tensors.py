@@ -18,6 +18,7 @@ def check_gradients(comparison: Comparison) -> Outcome:
     """Each parameter's gradient at every step. A gradient that is missing, or one too many, is refuted: also where the
     program says that the parameter is not trained."""
     tally = Tally("gradients", comparison.tolerance.level, comparison.tolerance)
+    before: dict[tuple[int, str], Tensor | None] = {}
     for step in range(comparison.steps):
         expected = comparison.reference.gradients[step]
         scale = family_scale(expected.values())
@@ -25,7 +26,9 @@ def check_gradients(comparison: Comparison) -> Outcome:
         together = [put_together(holding, entries) for holding in comparison.parameters.values()]
         for logical in together:
             tied = [other for other in together if other.holding.name == logical.holding.name]
-            _compare(tally, comparison, "gradient", step, logical, expected, scale, tied)
+            last = before.get((logical.holding.stage, logical.holding.name))
+            _compare(tally, comparison, "gradient", step, logical, expected, scale, tied, last)
+        before = {(found.holding.stage, found.holding.name): found.value for found in together}
     return tally.outcome()
 
 
@@ -62,6 +65,7 @@ def _compare(
     reference: Mapping[str, Tensor | None],
     scale: float,
     tied: Sequence[Logical] = (),
+    before: Tensor | None = None,
 ) -> None:
     name = logical.holding.name
     if name not in reference:
@@ -86,7 +90,7 @@ def _compare(
     verdict = comparison.tolerance.judge(key, found.relative)
     finding = None
     if not verdict.passes:
-        cause = likely_cause(logical, expected, tied) if kind == "gradient" else None
+        cause = likely_cause(logical, expected, tied, before) if kind == "gradient" else None
         finding = _differs(comparison, kind, step, logical, found, verdict, cause)
     tally.add(verdict, finding, found.relative, key)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.verify.gate.results import LATER, entry
 
 from nnscaler.config import read_document
 from nnscaler.errors import NnscalerError
+from tests.verify.gate.results import LATER, entry
 from verify.catalogue import CODES
 from verify.gate.baseline import UNDECIDED, quoted, read_baseline, write_baseline
 

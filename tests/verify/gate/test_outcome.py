@@ -7,8 +7,8 @@ from datetime import date, timedelta
 from itertools import combinations
 
 import pytest
-from tests.verify.gate.results import LATER, TODAY, entry, finding, report, result
 
+from tests.verify.gate.results import LATER, TODAY, entry, finding, report, result
 from verify.gate.baseline import UNDECIDED, fingerprints
 from verify.gate.outcome import KNOWN, Outcome, judge, updated_entries, worst_code
 from verify.verdict import Verdict

@@ -1,4 +1,4 @@
-"""Each item runs in a process of its own: whatever becomes of one, the others go on, and nothing is a pass by default."""
+"""Each item runs in a process of its own: whatever becomes of one, the others go on, and nothing passes by default."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from tests.verify.gate.results import finding, report
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from tests.verify.gate.results import finding, report
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.order import Phase, batches, expected, first_units, other_units
 from verify.gate.outcome import Result, judge
@@ -169,7 +169,13 @@ def test_worst_first() -> None:
 
 
 def test_operators_run_side_by_side_and_plans_alone() -> None:
-    items: list[Item] = [*ops("a", "b", "c"), PlanItem("p", "m.py"), PlanItem("q", "m.py"), *ops("d", timeout=9), *ops("e")]
+    items: list[Item] = [
+        *ops("a", "b", "c"),
+        PlanItem("p", "m.py"),
+        PlanItem("q", "m.py"),
+        *ops("d", timeout=9),
+        *ops("e"),
+    ]
     units = other_units(items, State({i.name: Last(True, n) for n, i in enumerate(items)}), (), ())
     assert [[u.item.name for u in batch] for batch in batches(units, 2)] == [
         ["a", "b"],
@@ -191,8 +197,8 @@ def test_listing_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     Path("gate_listed.py").write_text(
         "import nnscaler\nfrom torch import Tensor\n"
-        '@nnscaler.register_op("a b -> a b", name="gate_listed_one")\ndef one(x: Tensor) -> Tensor:\n    return x + 0\n'
-        '@nnscaler.register_op("a b -> a b", name="gate_listed_two")\ndef two(x: Tensor) -> Tensor:\n    return x * 2\n',
+        '@nnscaler.register_op("a b -> a b", name="gate_one")\ndef one(x: Tensor) -> Tensor:\n    return x + 0\n'
+        '@nnscaler.register_op("a b -> a b", name="gate_two")\ndef two(x: Tensor) -> Tensor:\n    return x * 2\n',
         encoding="utf-8",
     )
     Path("gate_dies.py").write_text("import os\nos.abort()\n", encoding="utf-8")

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from tests.verify.gate.results import LATER, TODAY, entry, finding, result
 
+from tests.verify.gate.results import LATER, TODAY, entry, finding, result
 from verify.gate.marked import render
 from verify.gate.outcome import Outcome, judge
 from verify.gate.summary import cell, summary

@@ -16,12 +16,12 @@ from nnscaler.ir.graph import Graph
 from verify.backends import run_simulator
 from verify.compare import difference, family_scale
 from verify.failure import Failure, finding_of
-from verify.localise import localise
+from verify.localise import localise_all
 from verify.places import Places
 from verify.plan_checks import run_checks
 from verify.plan_checks.context import Outcome
+from verify.plan_compare import make_comparison, make_task
 from verify.plan_prepare import Prepared
-from verify.plan_run import make_comparison, make_task
 from verify.program_directory import open_program
 from verify.randomise import logical_state
 from verify.rank_program import RankResult
@@ -105,7 +105,7 @@ class Execution:
                     return self._failed(results, path, time.perf_counter() - started)
                 outcomes = self._compare(path, results)
                 if localised and any(o.check.verdict is Verdict.REFUTED for o in outcomes):
-                    outcomes[:0] = self._localise(path)
+                    outcomes[:0] = self._localised(path)
         except (KeyError, ValueError, NnscalerError) as error:  # declarations that contradict each other
             undecided = Answer(False, (type(error).__name__,), str(error), time.perf_counter() - started, True)
             return Executed(undecided, False, False)
@@ -129,11 +129,11 @@ class Execution:
         kept = {n: t for n, t in logical_state(prepared.model).items() if n in self.reference.buffers}
         return run_checks(comparison, kept)
 
-    def _localise(self, path: Path) -> list[Outcome]:
+    def _localised(self, path: Path) -> list[Outcome]:
         graph = self.base.traced.graph
         task = replace(self.task, program=str(path)).plain()
-        found = localise(task, graph, open_program(path), Places(graph), TIMEOUT)
-        return [] if found is None else [Outcome(Check("", Verdict.REFUTED, 0), (found,))]
+        found = localise_all(task, graph, open_program(path), Places(graph), TIMEOUT)
+        return [Outcome(Check("", Verdict.REFUTED, 0), found)] if found else []
 
     def _loss_differs(self, results: tuple[RankResult, ...], step: int) -> bool:
         expected = self.reference.losses[step]
