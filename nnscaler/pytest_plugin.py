@@ -22,7 +22,6 @@ import pytest
 
 if TYPE_CHECKING:
     from nnscaler.cli.in_tests import Gate
-    from verify.report import Report
 
 MARKER = "nnscaler_plan"
 _OPTION = "--nnscaler-gate"
@@ -43,13 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def verify_op() -> Callable[..., Report]:
-    """A function that verifies an operator and fails the test unless it passes; takes what `verify.verify_op` does."""
+def verify_op() -> Callable[..., Any]:
+    """A function that verifies an operator and fails the test unless it passes; takes what `verify.verify_op` does, and
+    returns its report."""
     return lambda operator, **options: _tool().check_op(operator, **options)
 
 
 @pytest.fixture
-def verify_plan(request: pytest.FixtureRequest) -> Callable[..., Report]:
+def verify_plan(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """A function that verifies a model and fails the test unless it passes.
 
     Takes a model file (`model.py` or `model.py::factory`), or a module (or a function that makes one) and its inputs;
@@ -59,8 +59,8 @@ def verify_plan(request: pytest.FixtureRequest) -> Callable[..., Report]:
     marker = item.get_closest_marker(MARKER)
     given = {} if marker is None else dict(marker.kwargs)
 
-    def check(model: Any, inputs: Any = None, **options: Any) -> Report:
-        report: Report = _tool().check_plan(model, inputs, **{"ranks": 2, **given, **options})
+    def check(model: Any, inputs: Any = None, **options: Any) -> Any:
+        report = _tool().check_plan(model, inputs, **{"ranks": 2, **given, **options})
         item.stash[_VERIFIED] = True
         return report
 

@@ -84,7 +84,10 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
         return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (broken,))]
     if not request.exact:
         name = next(n for n, dtype in DTYPES.items() if dtype == request.dtype)
-        return prepared, reference, low_precision(request, prepared, reference, work, [name])
+        outcomes = low_precision(request, prepared, reference, work, [name])
+        if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
+            outcomes[:0] = _localised(request, prepared, make_task(request, prepared, reference, work))
+        return prepared, reference, outcomes
     beside = _beside(request, prepared, reference, work)
     prepared = replace(prepared, notes=(*prepared.notes, *beside.notes))
     outcomes = run_and_compare(request, prepared, reference, work, beside)

@@ -63,9 +63,12 @@ def test_verify_plan_names_the_tensor(wrong: Wrong) -> None:
     assert verify.verify_plan(build, BATCH, ranks=2, plan=whole).exit_code == 0
     split = Plan((("tp", 2),), (SplitStep((wrong.operator_name,), "tp", wrong.identifier),))
     finding = assert_refuted(
-        verify.verify_plan(build, BATCH, ranks=2, plan=split), "tensor_differs", wrong.operator_name
+        verify.verify_plan(build, BATCH, ranks=2, plan=split, level="run"), "tensor_differs", wrong.operator_name
     )
     assert f"the annotation of `{wrong.operator_name}`" in str(finding.help)
+    static = verify.verify_plan(build, BATCH, ranks=2, plan=split, level="static")
+    assert static.exit_code == 1, static.to_json()
+    assert wrong.operator_name in static.findings[0].message  # its lemma does not hold
 
 
 def test_a_mean_whose_shards_are_means_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +77,11 @@ def test_a_mean_whose_shards_are_means_of_their_own(monkeypatch: pytest.MonkeyPa
     spec = registry.lookup("aten.mean.default")
     assert spec is not None
     monkeypatch.setitem(registry._specs, spec.name, replace(spec, localize=None))
-    report = verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="dp=2")
+    report = verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="dp=2", level="run")
     finding = assert_refuted(report, "tensor_differs", "mean")
     assert "2 times the model's" in str(finding.cause)
+    static = verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="dp=2", level="static")
+    assert static.exit_code == 1 and "aten.mean" in static.findings[0].message, static.to_json()
 
 
 def test_a_function_that_is_declared_linear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,5 +90,7 @@ def test_a_function_that_is_declared_linear(monkeypatch: pytest.MonkeyPatch) -> 
     assert spec is not None
     monkeypatch.setitem(registry._specs, spec.name, replace(spec, linear=(frozenset({0}),)))
     steps = (SplitStep(("linear",), "tp", "k"), ReplicateStep(("tanh",), "tp", partial=(0,)))
-    report = verify.verify_plan(models.perceptron, models.points(), ranks=7, plan=Plan((("tp", 7),), steps))
+    report = verify.verify_plan(
+        models.perceptron, models.points(), ranks=7, plan=Plan((("tp", 7),), steps), level="run"
+    )
     assert_refuted(report, "tensor_differs", "tanh")

@@ -28,12 +28,12 @@ Patch = pytest.MonkeyPatch
 
 def verified(plan: Any = "dp=2,tp=2", ranks: int = 4) -> verify.Report:
     """The transformer, compiled and run as everything is now."""
-    return verify.verify_plan(models.transformer, models.text(), ranks=ranks, plan=plan)
+    return verify.verify_plan(models.transformer, models.text(), ranks=ranks, plan=plan, level="run")
 
 
 def verified_small() -> verify.Report:
     """The perceptron, tp=2."""
-    return verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="tp=2")
+    return verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="tp=2", level="run")
 
 
 ROWS = [
@@ -125,7 +125,7 @@ def between_meshes() -> verify.Report:
     """The perceptron, from a mesh of 2 ranks to one of 3."""
     steps = (AssignStep(("layers.0", "tanh"), (0,)), AssignStep(("layers.1", "sub", "square", "mean"), (1,)))
     plan = Plan((("pp", 2),), steps, stage_axes=((("dp", 2),), (("dp", 3),)))
-    return verify.verify_plan(models.perceptron, models.points(), ranks=5, plan=plan)
+    return verify.verify_plan(models.perceptron, models.points(), ranks=5, plan=plan, level="run")
 
 
 def test_regions_are_right_as_they_are() -> None:

@@ -15,6 +15,7 @@ import verify
 from nnscaler import compile as compiler
 from nnscaler.cli.main import main
 from nnscaler.runtime.launcher import ForkServer
+from nnscaler.scheduling import timeline
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from tests.broken import models
 from tests.broken.planting import Edit, Original, assert_refuted
@@ -176,7 +177,9 @@ def test_a_schedule_of_the_compiler_that_deadlocks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compiler, "check_acyclic", lambda *_: ())
     monkeypatch.setattr(compiler, "get_schedule", lambda _: lambda *_: Schedule("wrong", (0, 1), 2, orders))
     started = time.monotonic()
-    report = verify.verify_plan(models.perceptron, models.points(), ranks=2, plan="pp=2", micro_batches=2)
+    monkeypatch.setattr(timeline, "check_acyclic", lambda *_: ())
+    request = {"ranks": 2, "plan": "pp=2", "micro_batches": 2}
+    report = verify.verify_plan(models.perceptron, models.points(), level="run", **request)
     assert_refuted(report, "deadlock", "linear")
     assert time.monotonic() - started < TIMEOUT / 2
 

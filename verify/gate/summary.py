@@ -1,6 +1,6 @@
 """The gate's result as Markdown, to be pasted into a review: verdict, a table of items, findings, what it was run with.
 
-Worst first. Nothing is left out without being counted.
+Worst first; known findings last, a line each. Nothing is left out without being counted.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ def _findings(outcome: Outcome) -> list[str]:
 
 
 def _details(name: str, finding: Finding) -> list[str]:
+    if KNOWN in finding.counter_example:
+        told = f": {finding.message}, known {finding.counter_example[KNOWN]}"
+        return [f"**{finding.code}** in {cell(name + told)}"]
     text = "\n".join(line.text if len(line.text) <= WIDTH else _cut(line.text) for line in finding_lines(finding))
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    known = f", known {finding.counter_example[KNOWN]}" if KNOWN in finding.counter_example else ""
-    return [f"**{finding.code}** in {cell(name)}{cell(known)}", "", f"{fence}text", text, fence]
+    return [f"**{finding.code}** in {cell(name)}", "", f"{fence}text", text, fence]
 
 
 def _cut(text: str) -> str:

@@ -87,7 +87,7 @@ def _culprits(
     taken = [c for c in ends if c.code == "tensor_differs"]
     after = [c for c in ends if c.code != "tensor_differs"]
     statements = _statements(replay, [w for w in judgement.wrong if w.statement.number not in explained])
-    parameters = [*frozen(teacher, lines), *wrongly_summed(teacher, judgement.summed, lines)]
+    parameters = [*frozen(teacher, run.graph, lines), *wrongly_summed(teacher, judgement.summed, lines)]
     if not any(c.code == "tensor_gradient_differs" for c in after):
         known = {c.tensor for c in held}
         parameters += [c for c in wrongly_accumulated(teacher, before, lines, run.foreign) if c.tensor not in known]

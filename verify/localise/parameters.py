@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import MICRO, Parameter, Stage
 from nnscaler.runtime.shards import shard, unravel
 from verify.compare import difference
@@ -60,12 +61,13 @@ def _in_order(teacher: Teacher, keys: Collection[tuple[int, str]]) -> list[tuple
     return [key for key in order if key in keys]
 
 
-def frozen(teacher: Teacher, lines: Mapping[Key, Line]) -> list[Culprit]:
-    """Trained tensors that the program declares frozen, or unused."""
+def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, Line]) -> list[Culprit]:
+    """Trained tensors that the program declares frozen, or unused although the model uses them."""
     found: list[Culprit] = []
     for index, stage in teacher.stages.items():
         for attribute, declared in {**stage.frozen, **stage.parameters}.items():
-            trained = teacher.tensor_of(index, f"self.{attribute}") in teacher.logical.cotangents
+            tensor = teacher.tensor_of(index, f"self.{attribute}")
+            trained = tensor in teacher.logical.cotangents and bool(graph.consumers.get(tensor or ""))
             if not trained or (attribute in stage.parameters and declared.used):
                 continue
             where = "frozen" if attribute in stage.frozen else "parameters"
