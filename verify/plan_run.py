@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from nnscaler.errors import NnscalerError
 from nnscaler.runtime.checkpoint import load_checkpoint
 from nnscaler.tracing.program_draws import UnmatchedDraws
 from nnscaler.transform.plan import Plan
@@ -205,7 +206,16 @@ def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, wo
     started = time.perf_counter()
     plan = Plan.from_json((prepared.program.path / "plan.json").read_text(encoding="utf-8"))
     trial = PlanTrial(prepared.traced, make_task(request, prepared, reference, work), reference)
-    found = minimise(plan, prepared.graph, trial.fails, seconds=MINIMISE_SECONDS)
+
+    def fails(smaller: Plan) -> bool:
+        try:
+            return trial.fails(smaller)
+        except NnscalerError:
+            raise
+        except Exception:  # noqa: BLE001 - the compiler that made a wrong program may fail on others; nothing is learnt
+            return False
+
+    found = minimise(plan, prepared.graph, fails, seconds=MINIMISE_SECONDS)
     text = "it does not fail again" if found is None else f"{found.trials} plans tried"
     request.progress("minimise", time.perf_counter() - started, text)
     return () if found is None else (found.text,)

@@ -46,14 +46,9 @@ def destinations(asked: Sequence[OutputFormat], environment: Mapping[str, str]) 
 
 
 def print_reports(
-    reports: Sequence[Report],
-    asked: Sequence[OutputFormat],
-    console: Console,
-    seconds: float = 0.0,
-    full: Sequence[Line] | None = None,
+    reports: Sequence[Report], asked: Sequence[OutputFormat], console: Console, seconds: float = 0.0
 ) -> None:
-    """To stdout and to files. `seconds`: the time that all reports took together; 0 is the sum of theirs. `full`: what
-    stdout shows in place of the reports in full.
+    """To stdout and to files. `seconds`: the time that all reports took together; 0 is the sum of theirs.
 
     Raises NnscalerError where stdout or a file cannot be written, after everything else was.
     """
@@ -61,8 +56,7 @@ def print_reports(
     from verify.report_formats.step_summary import step_summary
 
     where = destinations(asked, os.environ)
-    shown = (full if name == "full" and full is not None else FORMATS[name](reports, seconds) for name in where.stdout)
-    failed = [_show(lines, console) for lines in shown]
+    failed = [_show(FORMATS[name](reports, seconds), console) for name in where.stdout]
     failed += [
         _write(path, "".join(line.text + "\n" for line in FORMATS[name](reports, seconds)), "w")
         for name, path in where.files

@@ -37,7 +37,7 @@ def verified_small() -> verify.Report:
 
 
 ROWS = [
-    (Invariant, Replicated, "invariant", verified, GRADIENT, "layer_norm_4"),  # nothing / nothing
+    (Invariant, Replicated, "invariant", verified, GRADIENT, "layer_norm"),  # nothing / nothing
     (Invariant, Partial, "replicate", verified, VALUE, "blocks_0_attention_proj_bias_v1"),  # the same on every rank
     (Sharded, Invariant, "place", verified, VALUE, "words_weight_v1"),  # zeros where other ranks have values
     (Partial, Invariant, "invariant", verified_small, VALUE, "linear_1_v1"),  # nothing / nothing
