@@ -40,6 +40,8 @@ REST = (2, 3, 5, 7, 4)  # beside those that a case splits
 FROZEN = (5, 7, 3, 9, 4)
 LARGEST = 1 << 18  # elements of one tensor
 
+SEEDS = 5  # draws of whole numbers that are tried for a result that shows something
+
 
 @dataclass(frozen=True)
 class Representative:
@@ -63,8 +65,25 @@ class Unrepresented(Exception):
 
 
 def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Representative:
-    """The first small call that runs and that the annotation fits as it fits the real one. `large`: identifiers that
-    are to be split (none: all of them). Raises Unrepresented."""
+    """A small call that runs and that the annotation fits as it fits the real one. `large`: identifiers that are to be
+    split (none: all of them). Whole numbers are drawn again where the result is not finite, or only zeros: a count of
+    labels that happens to be 0 shows nothing. Raises Unrepresented."""
+    first: Representative | None = None
+    for number in range(SEEDS):
+        found = _represent(signature, seed + number, large)
+        first = first or found
+        try:
+            whole = found.runner.prepare(found.inputs).whole
+        except WholeRaised:
+            continue
+        if whole.finite and whole.shows_something:
+            return found
+    assert first is not None
+    return first
+
+
+def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Representative:
+    """The first small call of one seed."""
     spec, bound = signature.spec, signature.bound
     if spec is None or bound is None:
         raise Unrepresented(signature.reason or "the operator has no annotation")
