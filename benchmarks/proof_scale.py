@@ -29,6 +29,8 @@ import torch
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import Traced, trace
+from verify.plan_proof import prove_program
+from verify.verdict import Verdict
 
 PUBLISHED = {"405b": 28_786.0, "8b": 15.0}  # seconds
 WHOLE = ("*layernorm", "model.norm")  # Megatron's pattern: the residual stream is whole on every rank of tp
@@ -100,36 +102,22 @@ def compiled(found: Traced, dp: int, tp: int, pp: int, micro: int, verbose: bool
     return program, time.perf_counter() - start
 
 
-def prove(sources: Mapping[str, str], program: Program, lemmas: bool = True) -> Proof:
-    """L0 and L1. Raises SystemExit where this version has no static proof."""
-    try:
-        from verify.lemmas import prove_obligations
-        from verify.static import check_program
-        from verify.verdict import Verdict
-    except ImportError as error:
-        raise SystemExit(f"this version has no static proof: {error}") from None
+def prove(sources: Mapping[str, str], program: Program) -> Proof:
+    """L0 and L1: all of `verify.plan_proof`, the rows of the table and the input sizes included."""
     cpu, start = time.process_time(), time.perf_counter()
-    result = check_program(sources, program.graph)
-    l0 = time.perf_counter() - start
-    refuted = [f for o in result.outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings]
-    texts = tuple(f"{f.code}: {f.message}\n      {f.cause or ''}" for f in refuted)
-    if not lemmas or refuted:
-        return Proof(
-            l0,
-            0.0,
-            time.process_time() - cpu,
-            result.statements,
-            len(result.obligations),
-            0,
-            texts,
-            "REFUTED" if refuted else "",
-        )
-    start = time.perf_counter()
-    proved = prove_obligations(result.obligations, deadline=time.monotonic() + LIMIT)
-    l1 = time.perf_counter() - start
-    cpu = time.process_time() - cpu
+    proof = prove_program(sources, program.graph, seconds=LIMIT, cached=False)
+    both = time.perf_counter() - start
+    static = proof.static
+    refuted = [f for o in proof.outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings]
     return Proof(
-        l0, l1, cpu, result.statements, len(result.obligations), len(proved.lemmas), texts, str(proved.verdict)
+        static.seconds,
+        both - static.seconds,
+        time.process_time() - cpu,
+        static.statements,
+        len(static.obligations),
+        0 if proof.lemmas is None else len(proof.lemmas.lemmas),
+        tuple(f"{f.code}: {f.message}\n      {f.cause or ''}" for f in refuted),
+        str(proof.verdict),
     )
 
 
@@ -171,7 +159,7 @@ def acceptance(example: ModuleType, name: str, layer: int) -> None:
     print(f"  verdict      {proof.verdict}")
     sources, line = plant(program.sources, layer)
     print(f"planted in layer {layer}: {line}")
-    wrong = prove(sources, program, lemmas=False)
+    wrong = prove(sources, program)
     print(f"  L0 {wrong.l0:.2f} s, {len(wrong.refuted)} findings" if wrong.refuted else "  NOT FOUND")
     for text in wrong.refuted[:3]:
         print(f"    {text}")

@@ -36,8 +36,8 @@ CODES: Mapping[str, str] = MappingProxyType(
         "loss_scale_matters": "A gradient is not the same once the scale of the loss is divided out.",
         "evaluation_differs": "In evaluation mode the program's loss is not the model's.",
         "checkpoint_differs": "A checkpoint lacks a tensor, or training that goes on from it computes something else.",
-        "tensor_differs": "The first tensor of the program that differs from the model's while its inputs agree.",
-        "tensor_gradient_differs": "The last tensor of the program whose gradient differs while later gradients agree.",
+        "tensor_differs": "A tensor of the program that differs from the model's while its inputs agree.",
+        "tensor_gradient_differs": "A tensor of the program whose gradient differs while later gradients agree.",
         # verify-plan: behaviour
         "communication_mismatch": "Ranks call collectives that do not match: kind, order, shape, dtype or group.",
         "deadlock": "Every rank that still runs waits for another one.",

@@ -87,9 +87,11 @@ def prove_program(
     folder: str = "",
     seconds: float = SECONDS,
     seed: int = 0,
+    cached: bool = True,
     progress: Callable[[str, float, str], None] = lambda phase, taken, text: None,
 ) -> Proof:
-    """Reads the roles' texts (file name -> text); nothing of the program is run. `seconds`: for all lemmas together."""
+    """Reads the roles' texts (file name -> text); nothing of the program is run. `seconds`: for all lemmas together.
+    `cached`: lemmas that were shown before are taken from the project's cache."""
     static = check_program(sources, graph, folder)
     told = f"{static.statements} lines, {len(static.obligations)} classes"
     progress("read", static.seconds, f"{told}, {'typed' if static.proved else 'wrong'}")
@@ -99,7 +101,9 @@ def prove_program(
     if static.proved:
         started = time.perf_counter()
         deadline = time.monotonic() + seconds
-        lemmas = prove_obligations(static.obligations, deadline=deadline, memo=open_memo(), seed=seed)
+        lemmas = prove_obligations(
+            static.obligations, deadline=deadline, memo=open_memo() if cached else None, seed=seed
+        )
         rows = check_rows(static.rows) if static.rows else None
         sizes = sizes_result(graph, static.obligations)
         counts = ", ".join(f"{n} {verdict}" for verdict, n in lemmas.counts.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from op_registry.call import Call, DType, TensorArgument
 from op_registry.expression import Expression
 
+from nnscaler.codegen.operators import needs_device
 from verify.static.text import Line, Mark, Variable
 
 
@@ -56,7 +56,9 @@ def difference(expected: Call, line: Line, args: Sequence[Any]) -> str:
     for position, (wanted, found) in enumerate(zip(expected.args, args, strict=True)):
         if not _same(wanted, found, order):
             return f"argument {position} is {_text(found)}, and one shard's is {_text(wanted)}"
-    named = {k: v for k, v in line.kwargs.items() if v is not Mark.DEVICE}
+    named = dict(line.kwargs)
+    if (named.pop("device", None) is Mark.DEVICE) != needs_device(expected.operator) or "device" in expected.kwargs:
+        return "`device=self.device` is for operators that make tensors from nothing, and for all of them"
     if set(named) != set(expected.kwargs):
         return f"keyword arguments are {sorted(named)}, and the model's line has {sorted(expected.kwargs)}"
     for name, found in named.items():
@@ -73,8 +75,8 @@ def _same(wanted: Any, found: Any, order: Iterator[int]) -> bool:
         return same and all(_same(w, f, order) for w, f in zip(wanted, found, strict=True))
     if isinstance(wanted, Expression) or isinstance(found, Expression):
         return bool(_expression(wanted) == _expression(found))
-    if isinstance(wanted, float) and isinstance(found, float) and math.isnan(wanted):
-        return math.isnan(found)
+    if isinstance(wanted, float | complex) and type(wanted) is type(found):
+        return repr(wanted) == repr(found)  # -0.0 is not 0.0, and nan is nan
     return type(wanted) is type(found) and bool(wanted == found)
 
 

@@ -85,6 +85,8 @@ def check_program(sources: Mapping[str, str], graph: Graph, folder: str = "") ->
     for role in roles:
         for problem in role.problems:
             finder.add(role.file, problem.line, Mistake("program_unreadable", problem.why))
+    if not sources:
+        finder.add("", 0, Mistake("program_unreadable", "there is no role program"))
     read = Outcome(_check("text of the role programs", len(sources), finder), finder.take())
     if not roles:
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
@@ -119,6 +121,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, read: Ou
     outcomes.append(Outcome(_check("schedule has a total order", instructions, finder), finder.take()))
 
     known = stored_tensors(graph)
+    _check_operators(roles, finder)
     typer = Typer(graph, signatures(graph), {k: v for role in roles for k, v in role.user.items()})
     readings: dict[int, Reading] = {}
     crossing: list[Noted] = []
@@ -144,6 +147,16 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, read: Ou
     kept = tuple(o for o in outcomes if o.check.count or o.findings)
     rows = frozenset(row for r in done for row in r.rows)
     return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, rows, 0.0)
+
+
+def _check_operators(roles: Sequence[RoleText], finder: Finder) -> None:
+    """Operators of the user have one name in all files."""
+    names: dict[str, str] = {}
+    for role in roles:
+        for attribute, operator in role.user.items():
+            if names.setdefault(attribute, operator) != operator:
+                message = f"`user.{attribute}` is `{operator}` in {role.file}, and `{names[attribute]}` in another"
+                finder.add(role.file, 0, Mistake("program_unreadable", message))
 
 
 def _draws(readings: Sequence[Reading]) -> tuple[int, list[Noted]]:

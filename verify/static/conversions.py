@@ -41,10 +41,11 @@ def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor) -> Held:
     before, after, row = _BY_FUNCTION[name]
     axis, rest = _axis(line, axes)
     parts, have = axes.sizes[axis], held.layout[axis]
-    given = _given(line, rest, name)
-    if parts == 1 and axes.names[axis] != MICRO:
-        return held
+    given = _given(line, rest, before, after)
     _check_direction(line, row, axes.names[axis], parts, tensor)
+    if parts == 1:
+        _check_alone(line, given, tensor)
+        return held
     if not _starts_from(have, before, tensor.needs_grad):
         raise Mistake(
             "layouts_disagree",
@@ -73,11 +74,12 @@ def _axis(line: Line, axes: Axes) -> tuple[int, tuple[Any, ...]]:
     return axes.names.index(name), line.args[2:]
 
 
-def _given(line: Line, rest: tuple[Any, ...], name: str) -> dict[str, Any]:
+def _given(line: Line, rest: tuple[Any, ...], before: type, after: type) -> dict[str, Any]:
     """The arguments after the axis, by name, with their defaults."""
-    names = ("reduction",) if name == "all_reduce" else _EXCHANGE if name == "all_to_all" else _CUT
+    cuts = (before, after).count(Sharded)
+    names = ((), _CUT, _EXCHANGE)[cuts] if (before, after) != (Partial, Invariant) else ("reduction",)
     defaults = {"outer": 1, "sections": (), "from_outer": 1, "to_outer": 1, "reduction": "sum"}
-    if len(rest) > len(names) or set(line.kwargs) - set(names):
+    if len(rest) > len(names) or set(line.kwargs) - set(names[len(rest) :]):
         raise Mistake("program_unreadable", f"`{line.text}` has arguments that the row does not take")
     return {**defaults, **dict(zip(names, rest, strict=False)), **line.kwargs}
 
@@ -92,6 +94,18 @@ def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: Logica
     if axis == MICRO and (row.forward or (row.backward and tensor.needs_grad)):
         message = f"`{line.text}` would communicate between micro-batches, which run one after another"
         raise Mistake("communication_mismatch", message, tensor=tensor.name)
+
+
+def _check_alone(line: Line, given: Mapping[str, Any], tensor: LogicalTensor) -> None:
+    """On an axis of one rank a conversion does nothing, if it can run."""
+    dims = [given[name] for name in ("dim", "from_dim", "to_dim") if name in given]
+    wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
+    plain = given["reduction"] == "sum" and not given["sections"]
+    outers = (given["outer"], given["from_outer"], given["to_outer"])
+    known = all(type(d) is int and 0 <= d < len(tensor.shape) for d in dims) and len(set(dims)) == len(dims) == wanted
+    if not plain or outers != (1, 1, 1) or not known:
+        message = f"`{line.text}` communicates over an axis of one rank with arguments that nothing calls for"
+        raise Mistake("layouts_disagree", message, tensor=tensor.name)
 
 
 def _starts_from(have: State, before: type, needs_grad: bool) -> bool:
@@ -150,6 +164,8 @@ def _target(
     if not isinstance(dim, int) or not isinstance(outer, int) or not 0 <= dim < len(tensor.shape) or outer < 1:
         raise Mistake("layouts_disagree", f"`{line.text}`: `{tensor.name}` has {len(tensor.shape)} dims")
     if sections:
+        if outer != 1:
+            raise Mistake("layouts_disagree", f"`{line.text}` cuts by sections and by an outer size")
         return Sharded(dim, 1, sections)
     found = logical_outer(held.layout, axes.sizes, axis, dim, outer)
     if found is None:
@@ -158,6 +174,11 @@ def _target(
             f"`{line.text}` cuts dim {dim} of `{tensor.name}` where other axes already cut it ({outer=})",
             tensor=tensor.name,
         )
+    if exchange and dim == given["from_dim"]:
+        parts, from_outer = axes.sizes[axis], given["from_outer"]
+        if outer % (from_outer * parts) and from_outer % (outer * parts):
+            message = f"`{line.text}` exchanges two digits of dim {dim} that overlap"
+            raise Mistake("layouts_disagree", message, tensor=tensor.name)
     return Sharded(dim, found)
 
 

@@ -10,6 +10,7 @@ from verify.static.causes import disagreement
 from verify.static.held import Held, Mistake, normal
 from verify.static.stage import Noted, Reading, leaf_layout
 from verify.static.stored import stored_tensors
+from verify.static.text import StageText
 
 
 def check_ends(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted]]:
@@ -58,6 +59,7 @@ def _updates(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted
         stage = reading.stage
         holds = {s.variable: s for s in stage.stored if s.fqn in known}
         updated = {attribute: key for key, attribute in stage.updates.items()}
+        noted += [Noted(stage, stage.number, mistake) for mistake in _changed(stage)]
         for variable, stored in holds.items():
             tensor = known[stored.fqn]
             if tensor.role != "buffer":
@@ -88,6 +90,17 @@ def _updates(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted
             if mistake is not None:
                 noted.append(Noted(stage, stored.number, mistake))
     return count, noted
+
+
+def _changed(stage: StageText) -> list[Mistake]:
+    """Only buffers change, each by one value."""
+    buffers = [s.variable for s in stage.stored if s.kind == "buffer"]
+    changed = list(stage.updates.values())
+    return [
+        Mistake("not_covered", f"stage {stage.index} sets `{name}`, which is no buffer, or sets it twice")
+        for name in dict.fromkeys(changed)
+        if name not in buffers or changed.count(name) > 1
+    ]
 
 
 def _text(held: Held) -> str:

@@ -111,6 +111,10 @@ def _carries(
             if len(from_slices) != len(shape) or len(to_slices) != len(shape):
                 return False
             for dim in range(len(shape)):
+                if not _inside(from_slices[dim], len(there[origin][dim])) or not _inside(
+                    to_slices[dim], len(indices[dim])
+                ):
+                    return False
                 a = there[origin][dim][slice(*from_slices[dim])]
                 if not np.array_equal(a, indices[dim][slice(*to_slices[dim])]):
                     return False
@@ -118,6 +122,12 @@ def _carries(
         if not (seen == 1).all():
             return False
     return True
+
+
+def _inside(piece: tuple[int, int, int], size: int) -> bool:
+    """Whether a slice means what its numbers say: tensors have no negative steps, and messages no open ends."""
+    whole = len(piece) == 3 and all(type(n) is int for n in piece)
+    return whole and 0 <= piece[0] < piece[1] <= size and piece[2] >= 1
 
 
 def _owned(stage: StageText, layout: Layout, shape: Sequence[int]) -> dict[int, list[Indices]]:

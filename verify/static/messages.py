@@ -105,6 +105,9 @@ def check_sends(stages: Mapping[int, StageText]) -> tuple[int, list[Noted]]:
         seen: set[tuple[str, int]] = set()
         for send in stage.sends:
             count += 1
+            if send.key not in stage.forward.returned:
+                message = f"stage {stage.index} sends `{send.key}`, which its forward does not return"
+                noted.append(Noted(stage, send.number, Mistake("communication_mismatch", message)))
             target = stages.get(send.stage)
             wanted = (
                 [] if target is None else [r for r in target.receives if (r.key, r.stage) == (send.key, stage.index)]

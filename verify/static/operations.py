@@ -19,6 +19,7 @@ from op_registry.localize import localise
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.layout_text import layout_text
+from nnscaler.codegen.operators import returns_sequence
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import (
     Invariant,
@@ -39,7 +40,7 @@ from verify.static.causes import disagreement
 from verify.static.choices import every_split, input_states, legal_choices, matches, output_states, whole_choices
 from verify.static.held import Axes, Held, Mistake, normal
 from verify.static.random_numbers import draws_numbers, explain_draw
-from verify.static.text import Line, Mark
+from verify.static.text import Line, Mark, Variable
 
 _MANY = 256  # combinations of choices over the axes that are looked through
 
@@ -104,7 +105,7 @@ class Typer:
         signature = self.signatures[op.name]
         grads = tuple(self.graph.tensors[name].needs_grad for name in op.inputs)
         made = tuple(None if name is None else self.graph.tensors[name].needs_grad for name in op.outputs)
-        drawn = line.args[-2] if draws_numbers(line.function) else None
+        drawn = (line.args[-2:] if draws_numbers(line.function) else None, line.sequence)
         arguments = repr((self._plain_arguments(line), line.kwargs)) if not operands_only(line) else ""
         key: Key = (id(signature), layouts, grads, made, axes.pairs, line.function, arguments, line.hint, repr(drawn))
         if key not in self._memo:
@@ -113,13 +114,14 @@ class Typer:
         return None if typing is None or len(line.targets) != len(op.outputs) else typing
 
     def _plain_arguments(self, line: Line) -> tuple[Any, ...]:
-        """Arguments with tensors as their numbers, so that repeated layers have one key."""
+        """Arguments with tensors as their numbers, so that repeated layers have one key. A number among the arguments
+        is not a tensor's."""
         numbers = {v: i for i, v in reversed(list(enumerate(variables((line.args, dict(line.kwargs))))))}
 
         def plain(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [plain(v) for v in value]
-            return numbers.get(value, value) if not isinstance(value, dict | float | complex) else repr(value)
+            return ("tensor", numbers[value]) if isinstance(value, Variable) else repr(value)
 
         return tuple(plain(a) for a in self._arguments(line)), tuple(sorted(line.kwargs))
 
@@ -179,7 +181,7 @@ class Typer:
         if not calls(line.function, expected.operator, self.user):
             message = f"`{line.function}` is called where one shard's call is `{expected.operator}`"
             raise Mistake("operation_differs", message, tensor=op.outputs[0])
-        told = difference(expected, line, self._arguments(line))
+        told = _unpacked(expected, line) or difference(expected, line, self._arguments(line))
         if told:
             raise Mistake("operation_differs", told, tensor=op.outputs[0])
         if draws_numbers(line.function):
@@ -298,7 +300,7 @@ class Typer:
                 continue
             cut = f"/{axis}" in hint or f"*{axis}" in hint
             before, _, deferred = hint.partition("gradient: ")
-            summed = f" {axis}" in before.partition(" over ")[2]
+            summed = f" {axis}" in before.partition(" over")[2]
             right = {
                 Sharded: cut,
                 Partial: summed and not cut,
@@ -309,10 +311,16 @@ class Typer:
         return False
 
 
+def _unpacked(expected: Call, line: Line) -> str:
+    """Whether a result that is a sequence is unpacked, and one that is a tensor is not."""
+    if line.sequence == returns_sequence(expected.operator, len(line.targets)):
+        return ""
+    return f"its result is {'a tensor' if line.sequence else 'a sequence'}, and the left side takes it for another"
+
+
 def operands_only(line: Line) -> bool:
     """Whether a line has no argument besides tensors that each stand once: then its arguments need no key."""
-    given = list(variables(line.args))
-    return not line.kwargs and len(given) == len(line.args) == len(set(given))
+    return not line.kwargs and all(isinstance(a, Variable) for a in line.args) and len(line.args) == len(set(line.args))
 
 
 def _outers(axes: Axes, axis: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nnscaler.ir.layout import State
 from verify.static.bodies import read_body
+from verify.static.header import names_of_file, user_operators
 from verify.static.text import (
     Body,
     ExchangeText,
@@ -28,27 +29,28 @@ def read_role(file: str, text: str) -> RoleText:
     """A role. Raises Unreadable for a text that has no stages, ranks or schedule, or is no Python."""
     try:
         tree = ast.parse(text)
-    except SyntaxError as error:
-        place = ast.Pass(lineno=error.lineno or 0, col_offset=0)
-        raise Unreadable(place, f"is no Python: {error.msg}") from error
+        compile(text, file, "exec", dont_inherit=True)  # what only the compiler refuses; nothing of it runs
+    except (SyntaxError, ValueError) as error:
+        place = ast.Pass(lineno=getattr(error, "lineno", 0) or 0, col_offset=0)
+        raise Unreadable(place, f"is no Python: {error}") from error
     source = text.splitlines()
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
     user: dict[str, str] = {}
-    problems: list[Problem] = []
+    problems = list(names_of_file(tree))
     for node in tree.body:
         match node:
             case ast.ClassDef():
                 stages.append(_stage(file, node, source))
             case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
-                user = {k.arg: read_value(k.value)[0] for k in call.keywords if k.arg}
+                user = user_operators(call)
             case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
                 values[name] = (node.lineno, read_value(node.value))
             case ast.Assign(targets=[ast.Name(id="aten")]) if ast.unparse(node.value) == "torch.ops.aten":
                 pass
             case ast.Import(names=[ast.alias(name="torch", asname=None)]):
                 pass
-            case ast.ImportFrom(module="nnscaler.runtime") if all(a.asname is None for a in node.names):
+            case ast.ImportFrom(module="nnscaler.runtime", level=0) if all(a.asname is None for a in node.names):
                 pass
             case ast.Expr(value=ast.Constant()):
                 pass
@@ -75,7 +77,8 @@ def read_role(file: str, text: str) -> RoleText:
 def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     found: dict[str, tuple[ast.expr, int]] = {}
     bodies: dict[str, Body] = {}
-    if [ast.unparse(b) for b in node.bases] != ["Stage"] or node.decorator_list:
+    more = (node.keywords, node.decorator_list, getattr(node, "type_params", ()))
+    if [ast.unparse(b) for b in node.bases] != ["Stage"] or any(more):
         raise Unreadable(node, f"`class {node.name}` is no stage")
     for member in node.body:
         match member:
@@ -94,6 +97,9 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
+    sizes = (fixed["micro_batches"], *fixed["axes"].values())
+    if node.name != f"Stage{fixed['index']}" or not all(type(n) is int and n >= 1 for n in sizes):
+        raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
     return StageText(
         file,
         node.lineno,
@@ -144,15 +150,15 @@ def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any
     if len(call.args) > len(names):
         raise Unreadable(call, f"`{ast.unparse(call)}` has too many arguments")
     given = dict(zip(names, (read_value(a) for a in call.args), strict=False))
-    given.update({k.arg: read_value(k.value) for k in call.keywords if k.arg})
-    unknown = set(given) - set(names)
-    if unknown:
-        raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {sorted(unknown)[0]!r}")
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in given or keyword.arg not in names:
+            raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {keyword.arg or ast.unparse(keyword)!r}")
+        given[keyword.arg] = read_value(keyword.value)
     return ast.unparse(call.func), given
 
 
 def _states(call: ast.Call, value: Any) -> dict[str, State]:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(s, State) for s in value.values()):
         raise Unreadable(call, f"`{ast.unparse(call)}`: the layout is no dict of states by axis")
     return value
 
@@ -160,7 +166,8 @@ def _states(call: ast.Call, value: Any) -> dict[str, State]:
 def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
     result: list[StoredText] = []
     for variable, call in _entries(found, group):
-        kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", "reduce", "copies", "used"))
+        more = ("reduce", "copies", "used") if _CLASS_OF[group] == "Parameter" else ()
+        kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more))
         if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
             raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
         result.append(
@@ -223,5 +230,7 @@ def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | No
     node = found["loss"][0]
     if not isinstance(node, ast.Call):
         raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    _, given = _arguments(node, ("states",))
+    kind, given = _arguments(node, ("states",))
+    if kind != "Loss":
+        raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
     return _states(node, given.get("states", {}))

@@ -7,29 +7,32 @@ from collections.abc import Iterator
 from nnscaler.runtime.role import Stage
 from verify.static.text import Line, Recomputed, StageText
 
-_MODULES = frozenset({"aten", "comm", "dtypes", "ops", "recompute", "self", "torch", "user", "float", "complex"})
+RESERVED = frozenset({"aten", "comm", "dtypes", "ops", "recompute", "self", "torch", "user", "float", "complex"})
+RESERVED |= {"Invariant", "Partial", "Replicated", "Sharded"}
+_OWN = frozenset({"micro", "rank", "device", "context", "prepare", "forward", "_observer", *dir(Stage)})
 
 
 def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
     """(line, name) of every variable named like a module of the program, and every stored tensor named like an axis or
     like an attribute that stages have anyway."""
-    taken = {*stage.axes, "micro", "rank", "device", "context", "prepare", "forward", *dir(Stage)}
+    taken = {*stage.axes, *_OWN}
     seen: set[str] = set()
     for stored in stage.stored:
         if stored.variable in taken or stored.variable in seen:
             yield stored.number, stored.variable
         seen.add(stored.variable)
     for axis in stage.axes:
-        if axis in {*dir(Stage), "rank", "device", "context", "micro"}:
+        if axis in _OWN:
             yield stage.number, axis
     for body in (stage.prepare, stage.forward):
         if body is None:
             continue
-        for name in _MODULES.intersection(body.arguments):
+        for name in RESERVED.intersection(body.arguments):
             yield body.number, name
         for statement in body.statements:
             lines = (statement, *statement.lines) if isinstance(statement, Recomputed) else (statement,)
             for line in lines:
                 if isinstance(line, Line | Recomputed):
-                    for name in _MODULES.intersection(line.targets):
+                    inside = [name for name, _ in line.bound] if isinstance(line, Recomputed) else []
+                    for name in RESERVED.intersection((*line.targets, *inside)):
                         yield line.number, name

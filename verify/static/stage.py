@@ -70,10 +70,11 @@ def read_stage(
         prepared = {n: _prepared(reading, v, scope, graph) for n, v in stage.prepare.returned.items()}
     scope = base | _fed(reading, stage.inputs, graph, in_time=True)
     scope |= {Variable(name): held for name, held in received.items()}
-    scope |= {Variable(name): held for name, held in prepared.items()}
+    scope |= {Variable(name): held for name, held in prepared.items() if name not in stage.updates}
     scope = _arguments(reading, stage.forward, scope)
     _walk(reading, stage.forward.statements, scope, graph, typer)
-    reading.returned = {n: h for n, h in prepared.items() if n.startswith("new ")}
+    _check_names(reading, stage)
+    reading.returned = {n: h for n, h in prepared.items() if n in stage.updates}
     for name, variable in stage.forward.returned.items():
         reading.returned[name] = _look_up(reading, stage.forward.number, variable, scope)
     return reading
@@ -115,6 +116,8 @@ def _stored_scope(reading: Reading, known: Mapping[str, LogicalTensor]) -> Scope
             wrong = explain_illegal(at_rest, reading.axes.sizes, tensor.shape)
             if any(isinstance(s, Partial | Replicated) for s in at_rest):
                 wrong = "a stored tensor is whole or sharded at rest"
+            if MICRO in stored.states:
+                wrong = "it is cut once, and not for each micro-batch"
             if wrong:
                 raise Mistake("not_covered", f"`{stored.fqn}` cannot lie so: {wrong}", tensor=tensor.name)
             scope[variable] = Held(tensor.name, layout)
@@ -155,12 +158,24 @@ def _arguments(reading: Reading, body: Body, scope: Scope) -> Scope:
             message = f"`{name}` is an argument, and nothing gives it: no input, message or result of `prepare`"
             reading.note(body.number, Mistake("program_unreadable", message))
         visible[Variable(name)] = scope.get(Variable(name))
-    given = [v.name for v in scope if not v.stored and not v.name.startswith("new ")]
+    given = [v.name for v in scope if not v.stored]
     for name in given:
         if name not in body.arguments:
             message = f"`{name}` is given to the stage, and its function does not take it"
             reading.note(body.number, Mistake("program_unreadable", message))
     return visible
+
+
+def _check_names(reading: Reading, stage: StageText) -> None:
+    """Nothing is given to `forward` twice, and no new value of a buffer is returned twice."""
+    prepared = {} if stage.prepare is None else stage.prepare.returned
+    shared = [name for name in prepared if name not in stage.updates]
+    names = [*(i.variable for i in stage.inputs), *(r.variable for r in stage.receives), *shared]
+    for name in {n for n in names if names.count(n) > 1}:
+        reading.note(stage.number, Mistake("program_unreadable", f"`{name}` is given to `forward` twice"))
+    for name in set(prepared).intersection(stage.forward.returned):
+        message = f"`{name}` is returned by `prepare` and by `forward`"
+        reading.note(stage.forward.number, Mistake("program_unreadable", message))
 
 
 def _look_up(reading: Reading, number: int, variable: Variable, scope: Scope) -> Held | None:

@@ -90,13 +90,15 @@ def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph
             noted.append(Noted(reading.stage, stored.number, _wrong_copies(stored, ordered, expected, tensor)))
     groups: dict[object, list[tuple[Reading, StoredText]]] = {}
     for reading, stored in ordered:
-        groups.setdefault((tuple(sorted(stored.states.items(), key=str)), tuple(sorted(stored.reduce))), []).append(
-            (reading, stored)
-        )
+        axes = tuple(reading.stage.axes.items())  # copies are summed position by position
+        key = (tuple(sorted(stored.states.items(), key=str)), tuple(sorted(stored.reduce)), axes, stored.fqn)
+        groups.setdefault(key, []).append((reading, stored))
     if len(groups) > 1:
         reading, stored = ordered[-1]
         stages = [r.stage.index for r, _ in ordered]
-        message = f"stages {stages} hold `{stored.fqn}` in different layouts, or sum its gradient over different axes"
+        message = (
+            f"stages {stages} hold `{stored.fqn}` in other layouts or by other names, or sum its gradient otherwise"
+        )
         cause = "the sum over the copies would add gradients of different shards, or parts of different sums"
         noted.append(Noted(reading.stage, stored.number, Mistake("gradient_reduced_wrongly", message, cause, name)))
     return noted

@@ -49,6 +49,7 @@ class Line:
     kwargs: Mapping[str, Any]
     region: Region = field(default_factory=Region)
     hint: str = ""
+    sequence: bool = False  # the result is unpacked: `a, b = ...`, `a, = ...`
 
     @property
     def is_conversion(self) -> bool:

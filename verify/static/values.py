@@ -37,6 +37,8 @@ def read_value(node: ast.expr) -> Any:
         case ast.Tuple(elts=items):
             return tuple(read_value(i) for i in items)
         case ast.Dict(keys=keys, values=values):
+            if None in keys:
+                raise Unreadable(node, f"`{ast.unparse(node)}` unpacks a dict")
             return {read_value(k): read_value(v) for k, v in zip(keys, values, strict=True) if k is not None}
         case ast.Call():
             return _call(node)
@@ -67,17 +69,33 @@ def _attribute(node: ast.Attribute) -> Any:
 def _call(node: ast.Call) -> Any:
     given = [read_value(a) for a in node.args]
     named = {k.arg: read_value(k.value) for k in node.keywords if k.arg}
+    if len(named) < len(node.keywords):
+        raise Unreadable(node, f"`{ast.unparse(node)}` unpacks keyword arguments, or names one twice")
     match node.func:
         case ast.Name(id=name) if name in _STATES:
             try:
-                return _STATES[name](*given, **named)
+                state = _STATES[name](*given, **named)
             except TypeError as error:
                 raise Unreadable(node, f"`{ast.unparse(node)}`: {error}") from error
+            if not _is_state(state):
+                raise Unreadable(node, f"`{ast.unparse(node)}` is no layout")
+            return state
         case ast.Name(id="float") if len(given) == 1 and not named:
             return float(given[0])
         case ast.Name(id="complex") if not named:
             return complex(*given)
     raise Unreadable(node, f"`{ast.unparse(node)}` stands inside of another call")
+
+
+def _is_state(state: Any) -> bool:
+    """Whether its numbers are such: the runtime counts dims from 0, and cuts by sections or by an outer size."""
+    if isinstance(state, Partial):
+        return state.reduction in ("sum", "max")
+    if not isinstance(state, Sharded):
+        return True
+    numbers = (state.dim, state.outer, *state.sections) if isinstance(state.sections, tuple) else (None,)
+    whole = all(type(n) is int and n >= 0 for n in numbers)
+    return whole and state.outer >= 1 and (state.outer == 1 or not state.sections)
 
 
 def _arithmetic(node: ast.expr, function: Any, left: Any, right: Any) -> Any:

@@ -1,0 +1,177 @@
+"""Texts that look right to a reader and mean something else to Python or to the runtime: none of them is proved."""
+# ruff: noqa: E501 - a table of edits, one to a line
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nnscaler
+from nnscaler.codegen.program import Program
+from nnscaler.compile import compile_traced
+from nnscaler.tracing import trace
+from nnscaler.transform.plan import Plan, RecomputeStep
+from verify.static import check_program
+
+
+@nnscaler.register_op("n d -> n d", name="adversarial_gate")
+def gate(x: Tensor, power: float) -> Tensor:
+    return x * torch.sigmoid(x) ** power
+
+
+@nnscaler.register_op("n d, n d -> n d", name="adversarial_mix")
+def mix(x: Tensor, y: Tensor, share: float) -> Tensor:
+    return x * share + y.tanh()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + F.dropout(self.down(F.relu(self.up(x))), 0.1, self.training)
+        return result
+
+
+class Tied(nn.Module):
+    """Two tied weights, each with two names, on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 12)
+        self.more = nn.Embedding(24, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(12, 24, bias=False)
+        self.head.weight = self.words.weight
+        self.again = self.more
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids) + self.more(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x + self.again(labels)), labels)
+
+
+class Users(nn.Module):
+    """User operators with numbers, buffers that change, one as long as the batch, and a region without gradients."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 12)
+        self.b = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.c = nn.Linear(12, 6)
+        self.register_buffer("scale", torch.rand(12, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x * self.scale
+        with torch.no_grad():
+            weights = (y * y).sum(-1, keepdim=True)
+        h = mix(gate(self.a(x), 2.0), self.b(x), 0.5)
+        h = self.norm(mix(h, gate(h, 2.0), 0.5))
+        loss: Tensor = ((self.c(h) - y) ** 2 * weights).mean()
+        return loss
+
+
+def _tied() -> Program:
+    ids = torch.arange(12) % 24
+    traced = trace(Tied(), {"ids": ids, "labels": ids.flip(0)})
+    return compile_traced(traced, ranks=4, plan="tp=2,pp=2", micro_batches=2, model={"name": "tied"})
+
+
+def _users(plan: Plan | str, ranks: int = 2) -> Program:
+    traced = trace(Users(), {"x": torch.rand(12, 6), "y": torch.rand(12, 6)})
+    return compile_traced(traced, ranks=ranks, plan=plan, micro_batches=1, model={"name": "users"})
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "tied": _tied,
+    "users": lambda: _users("dp=2"),
+    "recomputed": lambda: _users(Plan((("dp", 2),), (RecomputeStep(("a", "b")),))),
+}
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    return {name: make() for name, make in PROGRAMS.items()}
+
+
+LINE = r"^( +)(linear = aten\.linear\(.*?\))  #.*?$"
+BLOCK = r"\1def block(mul):\n\1    \2\n\1    return linear\n\1linear = recompute(block, mul)"
+FORWARD = r"def forward\(self, x, y"
+CASES = [
+    # what, program, (pattern, replacement) in all of its files...
+    ("a keyword twice", "tied", (r"(comm\.all_gather\(self\.words_weight, self\.tp, dim=0)\)", r"\1, dim=0)")),
+    ("an argument by place and by name", "tied", (r"(comm\.all_gather\(self\.words_weight, self\.tp, )dim=0\)", r"\g<1>0, dim=0)")),
+    ("an argument that the row lacks", "tied", (r"(comm\.all_reduce\(linear_1, self\.tp)\)", r"\1, dim=0)")),
+    ("a dict unpacked in a layout", "tied", (r'(Input\("ids", \{"micro": Sharded\(0\))\}', r'\1, **{"tp": Sharded(0)}}')),
+    ("a dict unpacked in a state", "tied", (r'Input\("ids", \{"micro": Sharded\(0\)', r'Input("ids", {"micro": Sharded(0, **{"outer": 2})')),
+    ("keywords unpacked in a declaration", "users", (r'("a_bias": Parameter\([^\n]*)\),$', r'\1, **{"used": False}),')),
+    ("a decorator on what is recomputed", "users", (LINE, r"\1@torch.no_grad()\n" + BLOCK)),
+    ("recompute defined anew", "users", (LINE, r"\1def recompute(f, x): return f(x) * 2.0\n" + BLOCK)),
+    ("a keyword of recompute", "recomputed", (r"(= recompute\(recompute_0, mul)\)", r"\1, deep=True)")),
+    ("a function named as a variable", "recomputed", (r"recompute_0\b", "mul")),
+    ("one result taken apart", "recomputed", (r"    return (linear)$", r"    return \1,")),
+    ("a region that is named", "users", (r"with torch\.no_grad\(\):", "with torch.no_grad() as mul:")),
+    ("a region that is off", "users", (LINE, r"\1with torch.autocast(self.device.type, dtypes.bfloat16, enabled=0):\n\1    \2")),
+    ("a loss of another kind", "users", (r"loss = Loss\(", "loss = Input(")),
+    ("a parameter that changes", "users", (r"updates = \{", 'updates = {"lin": "a_weight", '), (r'return \{"loss"', r'return {"lin": self.a_weight, "loss"')),
+    ("a buffer that changes twice", "users", (r"updates = \{", 'updates = {"old": "norm_running_mean", '), (r'return \{"loss"', r'return {"old": self.norm_running_mean, "loss"')),
+    ("a buffer cut by micro-batches", "tied", (r"(    inputs = \{)", r'    buffers = {"x": Buffer("words.weight", (24, 12), "float32", {"micro": Sharded(0)})}\n\1')),
+    ("new values returned by prepare and forward", "users", (FORWARD, 'def prepare(self):\n        return {"new norm_running_mean": self.norm_running_mean}\n\n    ' + r"\g<0>")),
+    ("an operator that is another function", "users", (r"'adversarial_gate', '([^']*)', 'gate'", r"'adversarial_gate', '\1', 'mix'")),
+    ("an operator of another file", "users", (r"'adversarial_gate', '([^']*)', 'gate'", r"'adversarial_gate', 'other.py', 'gate'")),
+    ("an operator that the file does not name", "users", (r"    adversarial_gate=\([^\n]*\n", "")),
+    ("no header of operators", "users", (r"user = user_operators\(", "user = dict(")),
+    ("a name that is not made", "users", (r"^aten = torch\.ops\.aten$", "")),
+    ("a name that is not imported", "tied", (r"comm, dtypes", "dtypes")),
+    ("an import from beside", "tied", (r"from nnscaler", "from .nnscaler")),
+    ("a default that runs", "users", (FORWARD, "def forward(self, x, y=torch.set_grad_enabled(False)")),
+    ("an annotation that runs", "users", (FORWARD, "def forward(self, x, y: torch.set_grad_enabled(False)")),
+    ("a stage by another name", "users", (FORWARD, "def forward(this, x, y")),
+    ("a metaclass", "users", (r"class Stage0\(Stage\)", "class Stage0(Stage, metaclass=type)")),
+    ("a class with another number", "users", (r"class Stage0\(", "class Stage1(")),
+    ("names that Python changes", "users", (LINE, r"\1\2\n\1_Stage0__t = linear\n\1__t = mul"), (r"user\.adversarial_gate\(linear,", "user.adversarial_gate(_Stage0__t,")),
+    ("a tensor unpacked", "users", (r"^( +)(mean) = ", r"\1\2, = ")),
+    ("a number in a tensor's place", "users", (r"user\.adversarial_mix\((\w+), (\w+), 0\.5\)(.*)user\.adversarial_mix\((\w+), (\w+), 0\.5\)", r"user.adversarial_mix(\1, \2, 0.5)\3user.adversarial_mix(\4, 0.5, \5)")),
+    ("a device where none is due", "users", (r"(linear = aten\.linear\([^)]*)\)", r"\1, device=self.device)")),
+    ("copies by other names", "tied", (r'Parameter\("words\.weight"', 'Parameter("head.weight"'), (r'Parameter\("more\.weight"', 'Parameter("again.weight"')),
+    ("the whole shape of a repeated draw", "tied", (r"('dropout_1', [^\n]*)\(12, 12\)\)", r"\1(12, 1))")),
+    ("a value that only prepare returns", "tied", (r'"add_2@1": add_2\}', '"add_2@1": add_2, "more": add_2}'), (r'(Send\("add_2@1", 1, )', r'Send("more", 1, peers=(2, 3)), \1')),
+    ("no micro-batches", "users", (r"micro_batches = 1", "micro_batches = 0")),
+    ("a negative dim", "users", (r'Input\("x", \{"dp": Sharded\(0\)\}\)', 'Input("x", {"dp": Sharded(-2)})')),
+    ("an input given twice", "tied", (r'("add_\d": Receive)', r'"labels_v1": Receive'), (r"labels_v1, add_\d,", "labels_v1,")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "edits"), [(c[1], c[2:]) for c in CASES], ids=[c[0] for c in CASES])
+def test_what_python_reads_otherwise_is_not_proved(
+    name: str, edits: tuple[tuple[str, str], ...], programs: dict[str, Program]
+) -> None:
+    program = programs[name]
+    sources = dict(program.sources)
+    for pattern, new in edits:
+        times = 0
+        for file, text in sources.items():
+            flags = re.MULTILINE if pattern.startswith("^") or pattern.endswith("$") or "mix" not in pattern else re.DOTALL
+            sources[file], found = re.subn(pattern, new, text, count=1, flags=flags)
+            times += found
+            if found:
+                break
+        assert times == 1, pattern
+    assert not check_program(sources, program.graph).proved
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_their_originals_are(name: str, programs: dict[str, Program]) -> None:
+    program = programs[name]
+    assert check_program(program.sources, program.graph).proved

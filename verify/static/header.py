@@ -1,0 +1,83 @@
+"""What stands around the stages of a role's file: names that have to be there, and the operators of the user."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from op_registry.registry import default_registry
+
+from verify.static.text import Problem
+from verify.static.values import Unreadable, read_value
+
+_OF_RUNTIME = frozenset(
+    (
+        "Buffer Constant Exchange Input Invariant Loss Parameter Partial Receive Replicated Send Sharded Stage"
+        " comm dtypes ops recompute user_operators"
+    ).split()
+)
+_NEEDED = _OF_RUNTIME | {"aten", "torch", "user"}  # every other name of a stage is its own
+
+
+def names_of_file(tree: ast.Module) -> Iterator[Problem]:
+    """Names that are read before the file makes them, operators of the user that the file does not name, and names
+    that a class would change."""
+    bound: set[str] = set()
+    operators: set[str] = set()
+    for node in tree.body:
+        for name in sorted(_read(node) - bound):
+            yield Problem(node.lineno, f"`{name}` is read, and the file has not made it")
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                bound |= {alias.name for alias in node.names if alias.name in _OF_RUNTIME | {"torch"}}
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                bound.add(name)
+                if name == "user" and isinstance(node.value, ast.Call):
+                    operators = {k.arg for k in node.value.keywords if k.arg}
+            case ast.ClassDef(name=name):
+                if name in bound:
+                    yield Problem(node.lineno, f"`{name}` is defined twice")
+                bound.add(name)
+                yield from _names_of_stage(node, operators)
+
+
+def _read(node: ast.stmt) -> set[str]:
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    if isinstance(node, ast.ClassDef):
+        return names & _NEEDED
+    return {n for n in names if n in _NEEDED or n.startswith("Stage")}
+
+
+def _names_of_stage(stage: ast.ClassDef, operators: set[str]) -> Iterator[Problem]:
+    for node in ast.walk(stage):
+        match node:
+            case ast.Attribute(value=ast.Name(id="user"), attr=name) if name not in operators:
+                yield Problem(node.lineno, f"`user.{name}` is called, and the file's operators are {sorted(operators)}")
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                if name.startswith("__") and not name.endswith("__"):  # Python puts the class's name before it
+                    yield Problem(getattr(node, "lineno", stage.lineno), f"`{name}` is no name that a stage can have")
+
+
+def user_operators(call: ast.Call) -> dict[str, str]:
+    """Attribute of `user` -> registered name. Raises Unreadable for an operator that the file takes from elsewhere than
+    where it is registered in this process."""
+    found: dict[str, str] = {}
+    if ast.unparse(call.func) != "user_operators" or call.args:
+        raise Unreadable(call, f"`{ast.unparse(call)}` is no header of operators")
+    for keyword in call.keywords:
+        given = read_value(keyword.value)
+        if keyword.arg is None or not isinstance(given, tuple) or [type(g) for g in given] != [str, str, str]:
+            raise Unreadable(call, f"`{ast.unparse(keyword)}` names no operator")
+        name, file, qualname = given
+        spec = default_registry().lookup(name)
+        if spec is not None and spec.where is not None:
+            right = (Path(spec.where.file).name, spec.qualname or "")
+            if (Path(file).name, qualname) != right:
+                message = (
+                    f"`{name}` is taken from {file!r}, {qualname!r}, and is registered in {right[0]!r}, {right[1]!r}"
+                )
+                raise Unreadable(keyword.value, message)
+        found[keyword.arg] = name
+    return found
