@@ -77,7 +77,7 @@ def test_exit_codes(
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["self-test", "plans"]) == 2
+    assert main(["self-test", "layers"]) == 2
     assert "ops" in capsys.readouterr().err
 
 

@@ -80,7 +80,7 @@ def test_random_plans_are_proved(name: str, traced_example: Callable[[str], Trac
     known = signatures(traced.graph)
     proved = 0
     meshes = MESHES + PIPELINES + UNLIKE
-    for seed in range(100, 100 + 2 * len(meshes)):
+    for seed in range(100, 100 + len(meshes)):
         mesh = meshes[seed % len(meshes)]
         try:
             plan = random_plan(
@@ -93,7 +93,7 @@ def test_random_plans_are_proved(name: str, traced_example: Callable[[str], Trac
         assert not findings(result), (seed, mesh)
         assert check_layouts(program, result) > 10
         proved += 1
-    assert proved >= 12
+    assert proved >= 6
 
 
 def test_repeated_layers_and_ranks_cost_nothing(compile_example: Callable[..., Program]) -> None:
