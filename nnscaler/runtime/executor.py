@@ -89,6 +89,7 @@ class RankExecutor:
         self._gradients = Gradients(self.stages, communicator)
         self._mail = Mail(communicator, self.device)
         self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage
 
     # -- a training step ------------------------------------------------------------------------------------------
 
@@ -150,6 +151,7 @@ class RankExecutor:
     def _run(self, batch: Batch, *, backward: bool) -> Tensor | None:
         """The instructions of one step, or only its forwards."""
         self._in_flight.clear()
+        self._updated.clear()
         self._mail.clear()
         losses: dict[int, list[Tensor]] = {}
         with (
@@ -168,7 +170,7 @@ class RankExecutor:
                     self._backward(stage, instruction)
             if backward:
                 for index, stage in self.stages.items():
-                    self._update(stage, prepared[index])
+                    self._update(stage, {**prepared[index], **self._updated.get(index, {})})
                 with self._working("the gradient sum"):
                     self._gradients.finish(self.loss_scale)
             total = None
@@ -188,7 +190,8 @@ class RankExecutor:
             return stage.prepare(**pieces)
 
     def _update(self, stage: Stage, outputs: Mapping[str, Any]) -> None:
-        """New values of buffers. Those that `prepare` computes come into force after the last micro-batch."""
+        """New values of buffers. They come into force after the last instruction: what is computed again in backward
+        reads the old ones."""
         for key, attribute in stage.updates.items():
             if key in outputs:
                 setattr(stage, attribute, outputs[key].detach())
@@ -221,7 +224,7 @@ class RankExecutor:
                 with self.communicator.at(_place(stage)):
                     self._mail.send_value(stage, send, outputs[send.key], micro)
             if keep:
-                self._update(stage, outputs)
+                self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
                 self._in_flight[stage.index, micro] = InFlight(outputs, received)
             return outputs["loss"].detach() if stage.loss is not None else None
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import verify
 from nnscaler.errors import NnscalerError
+from nnscaler.transform.plan import Plan, RecomputeStep
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(8) % 3
@@ -200,3 +201,25 @@ def test_a_buffer_changes_once_per_step(micro_batches: int) -> None:
     report = verify.verify_plan(Counting, {"x": X, "y": Y}, ranks=2, plan="dp=2", micro_batches=micro_batches)
     assert report.verdict.passes, report.to_json()
     assert any(check.name.startswith("buffers") for check in report.checks)
+
+
+class Averaging(nn.Module):
+    """Its buffer is changed by the forward pass that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = (self.inner(x) - self.mean) ** 2  # type: ignore[operator]
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(0.5 * x.mean(0))  # type: ignore[operator]
+        return F.cross_entropy(self.outer(h), y)
+
+
+def test_what_is_recomputed_reads_the_old_buffer() -> None:
+    names = ("linear", "sub", "pow_1", "linear_1")
+    plan = Plan((("dp", 2),), (RecomputeStep(names),))
+    report = verify.verify_plan(Averaging, {"x": X, "y": Y}, ranks=2, plan=plan)
+    assert report.verdict.passes, report.to_json()
