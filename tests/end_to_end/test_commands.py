@@ -124,7 +124,8 @@ def test_json_leaves_stdout_clean(model: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_low_precision(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--plan", "dp=2", "--backend", "simulator", "--dtype", "float32", "--output-format", "json"]
+    options = ["--plan", "dp=2", "--backend", "simulator", "--dtype", "float32", "--level", "run"]
+    options += ["--output-format", "json"]
     assert main(["verify-plan", model, *options]) == 0
     assert json.loads(capsys.readouterr().out)["level"] == "TESTED (calibrated)"
 

@@ -176,7 +176,7 @@ PLANTED = [
         "layers.0.norm.weight",
     ),
     ("tied weight not summed", None, ", copies=((0, 1, 2, 3), (4, 5, 6, 7))", "", "gradient_differs", "words.weight"),
-    ("parameter forgotten", 1, '"layers.1.up.bias"', '"layers.0.up.bias"', "tensor_differs", "linear_2"),
+    ("parameter forgotten", 1, '"layers.1.up.bias"', '"layers.0.up.bias"', "tensor_differs", "layers.0.up.bias"),
     ("not finite", 1, "gelu_1 = aten.gelu(linear_2)", "gelu_1 = aten.gelu(linear_2) / 0", "tensor_differs", "gelu_1"),
 ]
 

@@ -78,9 +78,18 @@ def _said(subject: Subject) -> str:
 def _key(subject: Subject) -> str | None:
     """Names a subject on disk, with all that it depends on; None where that cannot be seen."""
     try:
-        return key_of(Job(subject.small.runner.spec, None), OpOptions(), f"lemmas {_said(subject)}")
+        spec = subject.small.runner.spec
+        return key_of(Job(spec, None), OpOptions(), f"lemmas {_said(subject)} {_record(spec)}")
     except (Opaque, NnscalerError):
         return None
+
+
+def _record(spec: OperatorSpec) -> str:
+    """What of a record is not in its source: a registry may be given another record under the same name."""
+    hook = spec.localize
+    named = None if hook is None else f"{hook.__module__}.{hook.__qualname__}"
+    linear = f"{spec.linear.__module__}.{spec.linear.__qualname__}" if callable(spec.linear) else spec.linear
+    return repr((named, linear, sorted(spec.contiguous), spec.shape_argument, spec.random))
 
 
 def _report(subject: Subject, found: Mapping[Claim, Evidence]) -> Report:
