@@ -1,0 +1,177 @@
+"""The code that registers a suggested annotation, and where it goes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+
+from op_registry.annotation.parser import parse
+from op_registry.call import Call, DType, TensorArgument, iterate_tensors
+from op_registry.schema import SchemaError, infer_schema
+from op_registry.spec import OperatorSpec
+
+from verify.missing.calls import Form
+from verify.missing.suggest import Advice
+from verify.missing.uses import Missing, shown
+
+
+@dataclass(frozen=True)
+class Stub:
+    """`code`: ready to paste at the place that `place` describes. `above`: the line of the file before which it goes,
+    0 where any line after the operator's definition does."""
+
+    code: str
+    place: str
+    file: str | None = None
+    above: int = 0
+
+
+class NoStub(Exception):
+    """No code registers this operator; the message says why, and what to do."""
+
+
+def write_stub(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice) -> Stub:
+    """The code for an operator. Raises NoStub where registration cannot take it."""
+    options = ', gradient="custom"' if advice.gradient == "custom" else ""
+    note = _CUSTOM if options else ""
+    if advice.text is not None:
+        annotation, before = f'"{advice.text}"', ""
+    else:
+        annotation = f"annotation_of_{_identifier(missing.name)}"
+        whole = f"{_opaque(len(spec.parameters))} -> {_opaque(len(missing.calls[0].outputs))}"
+        before = _function(annotation, spec, forms, [text or whole for text in advice.texts], whole) + "\n\n\n"
+    if missing.function is not None:
+        return _of_function(missing, before, f"{annotation}{options}", note, forms, advice)
+    code = (
+        f"import nnscaler\nimport torch\n\n{before}nnscaler.register_op({annotation})(torch.ops.{missing.operator})\n"
+    )
+    definition = OPDEFS.get("::".join(missing.operator.split(".")[:2]))
+    if missing.kind == "aten":
+        return Stub(code, "anywhere in the model's file")
+    file = None if definition is None else inspect.getsourcefile(definition._init_fn)
+    where = f" ({shown(file)})" if file else ""
+    return Stub(code, f"in the model's file, after `{missing.operator}` is defined{where}", file)
+
+
+_CUSTOM = '# its own backward is not the derivative of its forward; gradient="custom" says that this is meant\n'
+
+
+def _of_function(
+    missing: Missing, before: str, arguments: str, note: str, forms: Sequence[Form], advice: Advice
+) -> Stub:
+    assert missing.function is not None
+    cls, where = missing.function.function, missing.function.where
+    if missing.function.constants:
+        position, value = missing.function.constants[0]
+        raise NoStub(
+            f"its argument {position} is a {type(value).__name__}, which no operator can carry: close over it, in a "
+            "function that is registered"
+        )
+    types = _types(cls, advice, forms[0].call.call)
+    installed = where is None or "site-packages" in Path(where.file).parts
+    if where is not None and not installed and not types:
+        place = f"above line {where.line} of {shown(where.file)}, `{where.text}`"
+        code = f"{before}{note}@nnscaler.register_op({arguments})\n"
+        return Stub(code, f"{place} (with `import nnscaler` at the top)", where.file, where.line)
+    first = "import nnscaler\n"
+    if installed and "<" not in cls.__qualname__:
+        first += f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
+    typed = ""
+    if types:
+        listed = ", ".join(f"{name}={kind}" for name, kind in types.items())
+        typed = f"{cls.__qualname__}.forward.__annotations__.update({listed})  # or write the types in its definition\n"
+    torch_too = "import torch\n" if "torch." in typed else ""
+    code = f"{first}{torch_too}\n{before}{typed}{note}nnscaler.register_op({arguments})({cls.__qualname__})\n"
+    place = "in the model's file" if installed else f"in {shown(where.file)} below `{where.text}`" if where else ""
+    return Stub(code, place, None if installed or where is None else where.file)
+
+
+def _types(cls: type[torch.autograd.Function], advice: Advice, call: Call) -> Mapping[str, str]:
+    """The types that registration cannot guess, by parameter. Raises NoStub where forward has no schema."""
+    skip = 1 if cls.setup_context is torch.autograd.Function.setup_context else 0
+    parameters = list(inspect.signature(cls.forward).parameters.values())[skip:]
+    found: dict[str, str] = {}
+    untyped = inspect.Parameter.empty
+    for p, value in zip(parameters, call.args, strict=False):
+        if p.annotation is not untyped or (p.default is not untyped and p.default is not None):
+            continue
+        kind = _type_of(value)
+        if kind not in (None, "torch.Tensor"):
+            found[p.name] = str(kind)
+    try:
+        infer_schema(_typed(cls.forward, found), parse(advice.text) if advice.text else None, skip)
+    except SchemaError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        raise NoStub(f"its forward has no schema: {error}{hint}") from None
+    return found
+
+
+def _typed(function: Any, types: Mapping[str, str]) -> Any:
+    """A copy of the function's signature with more types."""
+
+    def prototype() -> None: ...
+
+    signature = inspect.signature(function)
+    parameters = [
+        p.replace(annotation=eval(types[p.name], {"torch": torch})) if p.name in types else p
+        for p in signature.parameters.values()
+    ]
+    prototype.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    prototype.__wrapped__ = function  # type: ignore[attr-defined]
+    return prototype
+
+
+def _type_of(value: Any) -> str | None:
+    """The type of an argument as it is written in a definition; None where nothing is known of it."""
+    if isinstance(value, TensorArgument):
+        return "torch.Tensor"
+    if isinstance(value, DType):
+        return "torch.dtype"
+    if isinstance(value, list | tuple):
+        inner = _type_of(value[0]) if value else None
+        return None if inner is None else f"list[{inner}]"
+    return None if value is None else type(value).__name__
+
+
+def _function(name: str, spec: OperatorSpec, forms: Sequence[Form], texts: Sequence[str], whole: str) -> str:
+    """An annotation function: the text by the ranks of the tensors, and by those other arguments that differ. `whole`:
+    for any other call."""
+    calls = [form.call.call for form in forms]
+    named = [_plain_arguments(spec, call) for call in calls]
+    differing = [n for n in named[0] if len({repr(arguments.get(n)) for arguments in named}) > 1]
+    rows: dict[str, str] = {}
+    for call, arguments, text in zip(calls, named, texts, strict=True):
+        ranks = tuple(t.ndim for t in call.tensors())
+        rows[repr((ranks, *(arguments.get(n) for n in differing)))] = text
+    positions = [p.name for p in spec.parameters]
+    asked = "".join(f', call.get({positions.index(n)}, "{n}", {_default(spec, n)!r})' for n in differing)
+    lines = [f"def {name}(call):", f"    key = (tuple(t.ndim for t in call.tensors()){asked or ','})", "    return {"]
+    lines += [f'        {key}: "{text}",' for key, text in rows.items()]
+    return "\n".join([*lines, f'    }}.get(key, "{whole}")  # other calls: whole on every rank'])
+
+
+def _plain_arguments(spec: OperatorSpec, call: Call) -> dict[str, Any]:
+    found = {}
+    for position, parameter in enumerate(spec.parameters):
+        value = call.get(position, parameter.name, parameter.default)
+        if not list(iterate_tensors(value)):
+            found[parameter.name] = value
+    return found
+
+
+def _default(spec: OperatorSpec, name: str) -> Any:
+    return next(p.default for p in spec.parameters if p.name == name)
+
+
+def _opaque(count: int) -> str:
+    return ", ".join("?" * count)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name.removesuffix(".default").rpartition(".")[2])
