@@ -11,7 +11,7 @@ from typing import Any
 from nnscaler.tracing import Traced
 from verify.missing.calls import Form, forms, record, tensors_of
 from verify.missing.shares import Shares, shares
-from verify.missing.stub import NoStub, Stub, write_stub
+from verify.missing.stub import NoStub, Stub, annotation_of, write_stub
 from verify.missing.suggest import Advice, advise
 from verify.missing.uses import Missing, find_missing, places
 from verify.op_run.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
@@ -89,8 +89,12 @@ def report_missing(model: str, traced: Traced, timeout: float, progress: Progres
     asked = [(m, _forms(m, specs[m.operator], values)) for m in wanted]
     found = _advice([(specs[m.operator], given) for m, given in asked], timeout, progress)
     rows = tuple(_row(m, specs[m.operator], given, advice) for (m, given), advice in zip(asked, found, strict=True))
-    texts = {row.missing.operator: row.advice.text for row in rows if row.advice.text is not None}
-    cost = shares(traced.graph, wanted, specs, texts)
+    suggested = {
+        row.missing.operator: annotation_of(row.missing, specs[row.missing.operator], given, row.advice)
+        for row, (_, given) in zip(rows, asked, strict=True)
+        if row.stub is not None and not isinstance(given, str)
+    }
+    cost = shares(traced.graph, wanted, specs, suggested)
     return MissingReport(model, operators, rows, local, cost)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from op_registry.registry import Registry, default_registry
-from op_registry.spec import OperatorSpec
+from op_registry.spec import AnnotationFunction, OperatorSpec
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, as_call
@@ -35,7 +35,10 @@ class Shares:
 
 
 def shares(
-    graph: Graph, missing: Sequence[Missing], specs: Mapping[str, OperatorSpec], suggested: Mapping[str, str]
+    graph: Graph,
+    missing: Sequence[Missing],
+    specs: Mapping[str, OperatorSpec],
+    suggested: Mapping[str, str | AnnotationFunction],
 ) -> Shares | None:
     """None where the model has no matmul-like operator. `specs` and `suggested` (annotations) by the operators' first
     names."""

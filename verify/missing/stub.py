@@ -12,9 +12,9 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from op_registry.annotation.parser import parse
-from op_registry.call import Call, DType, TensorArgument, iterate_tensors
+from op_registry.call import Call, DType, TensorArgument
 from op_registry.schema import SchemaError, infer_schema
-from op_registry.spec import OperatorSpec
+from op_registry.spec import AnnotationFunction, OperatorSpec
 
 from verify.missing.calls import Form
 from verify.missing.suggest import Advice
@@ -39,15 +39,11 @@ class NoStub(Exception):
 def write_stub(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice) -> Stub:
     """The code for an operator. Raises NoStub where registration cannot take it."""
     options = ', gradient="custom"' if advice.gradient == "custom" else ""
-    note = _CUSTOM if options else ""
-    if advice.text is not None:
-        annotation, before = f'"{advice.text}"', ""
-    else:
-        annotation = f"annotation_of_{_identifier(missing.name)}"
-        whole = f"{_opaque(len(spec.parameters))} -> {_opaque(len(missing.calls[0].outputs))}"
-        before = _function(annotation, spec, forms, [text or whole for text in advice.texts], whole) + "\n\n\n"
+    function = annotation_function(missing, spec, forms, advice)
+    annotation = f'"{advice.text}"' if function is None else function.partition("(")[0].removeprefix("def ")
+    before = "" if function is None else f"\n{function}\n\n\n"
     if missing.function is not None:
-        return _of_function(missing, before, f"{annotation}{options}", note, forms, advice)
+        return _of_function(missing, before, f"{annotation}{options}", forms, advice)
     code = (
         f"import nnscaler\nimport torch\n\n{before}nnscaler.register_op({annotation})(torch.ops.{missing.operator})\n"
     )
@@ -62,9 +58,7 @@ def write_stub(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advi
 _CUSTOM = '# its own backward is not the derivative of its forward; gradient="custom" says that this is meant\n'
 
 
-def _of_function(
-    missing: Missing, before: str, arguments: str, note: str, forms: Sequence[Form], advice: Advice
-) -> Stub:
+def _of_function(missing: Missing, before: str, arguments: str, forms: Sequence[Form], advice: Advice) -> Stub:
     assert missing.function is not None
     cls, where = missing.function.function, missing.function.where
     if missing.function.constants:
@@ -73,26 +67,32 @@ def _of_function(
             f"its argument {position} is a {type(value).__name__}, which no operator can carry: close over it, in a "
             "function that is registered"
         )
-    types = _types(cls, advice, forms[0].call.call)
+    note = _CUSTOM if advice.gradient == "custom" else ""
+    types = dict(_types(cls, None if before else advice.text, forms[0].call.call))
+    outputs = len(missing.calls[0].outputs)
+    if before and outputs > 1:  # an annotation function does not tell how many there are
+        types["return"] = f"tuple[{', '.join(['torch.Tensor'] * outputs)}]"
     installed = where is None or "site-packages" in Path(where.file).parts
     if where is not None and not installed and not types:
         place = f"above line {where.line} of {shown(where.file)}, `{where.text}`"
         code = f"{before}{note}@nnscaler.register_op({arguments})\n"
         return Stub(code, f"{place} (with `import nnscaler` at the top)", where.file, where.line)
-    first = "import nnscaler\n"
+    typed = _typing(cls, types) if types else ""
+    imports = "import nnscaler\n" + ("import torch\n" if "torch." in typed else "")
     if installed and "<" not in cls.__qualname__:
-        first += f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
-    typed = ""
-    if types:
-        listed = ", ".join(f"{name}={kind}" for name, kind in types.items())
-        typed = f"{cls.__qualname__}.forward.__annotations__.update({listed})  # or write the types in its definition\n"
-    torch_too = "import torch\n" if "torch." in typed else ""
-    code = f"{first}{torch_too}\n{before}{typed}{note}nnscaler.register_op({arguments})({cls.__qualname__})\n"
-    place = "in the model's file" if installed else f"in {shown(where.file)} below `{where.text}`" if where else ""
-    return Stub(code, place, None if installed or where is None else where.file)
+        imports += f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
+    code = f"{imports}\n{before}{typed}{note}nnscaler.register_op({arguments})({cls.__qualname__})\n"
+    if installed or where is None:
+        return Stub(code, "in the model's file")
+    return Stub(code, f"in {shown(where.file)}, below `{where.text}`", where.file)
 
 
-def _types(cls: type[torch.autograd.Function], advice: Advice, call: Call) -> Mapping[str, str]:
+def _typing(cls: type[torch.autograd.Function], types: Mapping[str, str]) -> str:
+    listed = ", ".join(f'"{name}": {kind}' for name, kind in types.items())
+    return f"{cls.__qualname__}.forward.__annotations__.update({{{listed}}})  # or write the types in its definition\n"
+
+
+def _types(cls: type[torch.autograd.Function], text: str | None, call: Call) -> Mapping[str, str]:
     """The types that registration cannot guess, by parameter. Raises NoStub where forward has no schema."""
     skip = 1 if cls.setup_context is torch.autograd.Function.setup_context else 0
     parameters = list(inspect.signature(cls.forward).parameters.values())[skip:]
@@ -105,7 +105,7 @@ def _types(cls: type[torch.autograd.Function], advice: Advice, call: Call) -> Ma
         if kind not in (None, "torch.Tensor"):
             found[p.name] = str(kind)
     try:
-        infer_schema(_typed(cls.forward, found), parse(advice.text) if advice.text else None, skip)
+        infer_schema(_typed(cls.forward, found), parse(text) if text else None, skip)
     except SchemaError as error:
         hint = f" ({error.hint})" if error.hint else ""
         raise NoStub(f"its forward has no schema: {error}{hint}") from None
@@ -139,29 +139,55 @@ def _type_of(value: Any) -> str | None:
     return None if value is None else type(value).__name__
 
 
-def _function(name: str, spec: OperatorSpec, forms: Sequence[Form], texts: Sequence[str], whole: str) -> str:
-    """An annotation function: the text by the ranks of the tensors, and by those other arguments that differ. `whole`:
-    for any other call."""
-    calls = [form.call.call for form in forms]
-    named = [_plain_arguments(spec, call) for call in calls]
-    differing = [n for n in named[0] if len({repr(arguments.get(n)) for arguments in named}) > 1]
+def annotation_of(
+    missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice
+) -> str | AnnotationFunction:
+    """What the code registers: the text, or the function that it defines."""
+    function = annotation_function(missing, spec, forms, advice)
+    if function is None:
+        assert advice.text is not None
+        return advice.text
+    scope: dict[str, Any] = {}
+    exec(function, scope)
+    made: AnnotationFunction = scope[function.partition("(")[0].removeprefix("def ")]
+    return made
+
+
+def annotation_function(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice) -> str | None:
+    """The definition of an annotation function, where one text does not do: calls have other texts, or an argument
+    such as `dim=` decides, of which other values were not tested. None where the text does."""
+    named = [_deciding(spec, form.call.call, text) for form, text in zip(forms, advice.texts, strict=True)]
+    names = [p.name for p in spec.parameters if any(p.name in arguments for arguments in named)]
+    if advice.text is not None and not names:
+        return None
+    whole = f"{_opaque(len(spec.parameters))} -> {_opaque(len(missing.calls[0].outputs))}"
     rows: dict[str, str] = {}
-    for call, arguments, text in zip(calls, named, texts, strict=True):
-        ranks = tuple(t.ndim for t in call.tensors())
-        rows[repr((ranks, *(arguments.get(n) for n in differing)))] = text
+    for form, arguments, text in zip(forms, named, advice.texts, strict=True):
+        ranks = tuple(t.ndim for t in form.call.call.tensors())
+        decided = tuple(arguments.get(n, _default(spec, n)) for n in names)
+        rows[repr((ranks, *decided) if advice.text is None else decided)] = text or whole
     positions = [p.name for p in spec.parameters]
-    asked = "".join(f', call.get({positions.index(n)}, "{n}", {_default(spec, n)!r})' for n in differing)
-    lines = [f"def {name}(call):", f"    key = (tuple(t.ndim for t in call.tensors()){asked or ','})", "    return {"]
+    asked = [f'call.get({positions.index(n)}, "{n}", {_default(spec, n)!r})' for n in names]
+    if advice.text is None:
+        asked.insert(0, "tuple(t.ndim for t in call.tensors())")
+    lines = [
+        f"def annotation_of_{_identifier(missing.name)}(call):",
+        f"    key = ({', '.join(asked)},)",
+        "    return {",
+    ]
     lines += [f'        {key}: "{text}",' for key, text in rows.items()]
     return "\n".join([*lines, f'    }}.get(key, "{whole}")  # other calls: whole on every rank'])
 
 
-def _plain_arguments(spec: OperatorSpec, call: Call) -> dict[str, Any]:
-    found = {}
+def _deciding(spec: OperatorSpec, call: Call, text: str | None) -> dict[str, Any]:
+    """Arguments that may decide what can be split: whole numbers, flags and words that are no identifier's size."""
+    sizes = {i.name for i in parse(text).identifiers()} if text else set()
+    found: dict[str, Any] = {}
     for position, parameter in enumerate(spec.parameters):
         value = call.get(position, parameter.name, parameter.default)
-        if not list(iterate_tensors(value)):
-            found[parameter.name] = value
+        items = value if isinstance(value, list | tuple) else [value]
+        if parameter.name not in sizes and items and all(isinstance(i, int | str) for i in items):
+            found[parameter.name] = tuple(items) if isinstance(value, list | tuple) else value
     return found
 
 

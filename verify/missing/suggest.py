@@ -19,7 +19,6 @@ from verify.op_advice.tested import report_on, with_annotation
 from verify.op_checks.concrete import function_of
 from verify.verdict import Verdict, merge
 
-
 Gradient = Literal["derivative", "custom"]
 
 
@@ -54,15 +53,11 @@ def advise(spec: OperatorSpec, forms: Sequence[Form]) -> Advice:
     """Infers and tests; never raises for what the operator does."""
     if _is_random(spec):
         return Advice(reason="it draws random numbers, which no annotation makes the same on every rank")
-    gradients = (
-        ("derivative", "custom") if isinstance(getattr(spec.target, "__self__", None), type) else ("derivative",)
-    )
-    advice = Advice()
-    for gradient in gradients:
-        advice = _advise(replace(spec, gradient=gradient), forms)
-        if advice.found:
-            return replace(advice, gradient=gradient)
-    return advice
+    advice = _advise(spec, forms)
+    if advice.found or not isinstance(getattr(spec.target, "__self__", None), type):
+        return advice
+    custom = _advise(replace(spec, gradient="custom"), forms)  # its backward may be none of its forward
+    return replace(custom, gradient="custom") if custom.found else advice
 
 
 def _advise(spec: OperatorSpec, forms: Sequence[Form]) -> Advice:

@@ -23,7 +23,7 @@ def missing_lines(report: MissingReport) -> list[Line]:
         text = f"without annotation too, but no parameter reaches it: computed on every rank, harmless: {names}"
         lines += [plain(text, "faint"), plain("")]
     if report.shares is not None:
-        lines += [plain(_shares(report.shares, any(row.advice.text for row in report.rows)))]
+        lines += [plain(_shares(report.shares, any(row.stub for row in report.rows)))]
     return [*lines, _last(report)]
 
 
