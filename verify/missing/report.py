@@ -100,6 +100,12 @@ def report_missing(model: str, traced: Traced, timeout: float, progress: Progres
 
 def _forms(missing: Missing, spec: Any, values: Mapping[str, Any]) -> tuple[Form, ...] | str:
     """The forms of an operator's calls, or why there are none that could be run."""
+    if missing.function is not None and missing.function.constants:
+        position, value = missing.function.constants[0]
+        return (
+            f"its argument {position} is a {type(value).__name__}, which no operator can carry: register a function "
+            "that closes over it"
+        )
     try:
         return forms(missing, spec, values)
     except Exception as error:  # noqa: BLE001 - the operator may raise anything on the meta device

@@ -61,12 +61,6 @@ _CUSTOM = '# its own backward is not the derivative of its forward; gradient="cu
 def _of_function(missing: Missing, before: str, arguments: str, forms: Sequence[Form], advice: Advice) -> Stub:
     assert missing.function is not None
     cls, where = missing.function.function, missing.function.where
-    if missing.function.constants:
-        position, value = missing.function.constants[0]
-        raise NoStub(
-            f"its argument {position} is a {type(value).__name__}, which no operator can carry: close over it, in a "
-            "function that is registered"
-        )
     note = _CUSTOM if advice.gradient == "custom" else ""
     types = dict(_types(cls, None if before else advice.text, forms[0].call.call))
     outputs = len(missing.calls[0].outputs)
