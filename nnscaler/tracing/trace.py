@@ -17,6 +17,7 @@ from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, traini
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.self_check import check_trace
+from nnscaler.tracing.strided_views import name_windows
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def trace(
     wrapper = LossModule(module, sample)
     with evaluating(module) if evaluation else training(module):
         program, opaque, notes = export_loss(wrapper, tensors, specialise)
+        name_windows(program)
         imported = import_program(program, module, tuple(sample.tensors))
         graph = run_passes(imported.raw)
     if self_check and not meta and not evaluation:

@@ -35,13 +35,26 @@ def needing_grad(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
+def _reaching_results(graph: Graph) -> frozenset[str]:
+    """Names of the tensors from which gradients of the graph's results come back: what is used behind `detach` only,
+    or only by comparisons, gets none, and eager then leaves a parameter's gradient out."""
+    found = {graph.loss}
+    for operation in reversed(graph.operations):
+        if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
+            continue
+        carried = [n for i, n in enumerate(operation.outputs) if n in found and not _is_statistic(operation, i)]
+        if any(is_floating(graph.tensors[n].dtype) for n in carried if n is not None):
+            found.update(name for name in operation.inputs if name is not None)
+    return frozenset(found)
+
+
 def _is_statistic(operation: Operation, index: int) -> bool:
     return index in _STATISTICS.get(operation.operator, ())
 
 
 def mark_needs_grad(graph: Graph) -> Graph:
     """The graph with `needs_grad` set, and without no-grad regions around operations that have no gradient anyway."""
-    found = needing_grad(graph)
+    found = needing_grad(graph) & _reaching_results(graph)
     tensors = {name: replace(t, needs_grad=name in found) for name, t in graph.tensors.items()}
 
     def simplified(operation: Operation) -> Operation:
