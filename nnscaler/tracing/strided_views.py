@@ -7,6 +7,7 @@ memory in another way. What models write it for are overlapping windows (Longfor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -102,7 +103,7 @@ def _one_window(middle: Dims, made: Dims) -> tuple[int, int] | None:
     """(size, step) of the windows over the dims of `middle` as one dim, if `made` is (windows, elements of one)."""
     if not middle or len(made) != 2:
         return None
-    if any(outer[1] != inner[0] * inner[1] for outer, inner in zip(middle, middle[1:], strict=False)):
+    if any(outer[1] != inner[0] * inner[1] for outer, inner in pairwise(middle)):
         return None  # they are not one run of memory
     unit, length = middle[-1][1], prod(n for n, _ in middle)
     (count, stride), (size, inside) = made

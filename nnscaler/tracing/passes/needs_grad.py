@@ -35,9 +35,9 @@ def needing_grad(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _reaching_results(graph: Graph) -> frozenset[str]:
-    """Names of the tensors from which gradients of the graph's results come back: what is used behind `detach` only,
-    or only by comparisons, gets none, and eager then leaves a parameter's gradient out."""
+def _reaching_loss(graph: Graph) -> frozenset[str]:
+    """Names of the tensors to which gradients of the loss come back: what is used behind `detach` only, or only by
+    comparisons, gets none, and eager then leaves a parameter's gradient out."""
     found = {graph.loss}
     for operation in reversed(graph.operations):
         if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
@@ -54,7 +54,8 @@ def _is_statistic(operation: Operation, index: int) -> bool:
 
 def mark_needs_grad(graph: Graph) -> Graph:
     """The graph with `needs_grad` set, and without no-grad regions around operations that have no gradient anyway."""
-    found = needing_grad(graph) & _reaching_results(graph)
+    unused = {name for name, uses in graph.consumers.items() if not uses}
+    found = needing_grad(graph) & (_reaching_loss(graph) | unused)
     tensors = {name: replace(t, needs_grad=name in found) for name, t in graph.tensors.items()}
 
     def simplified(operation: Operation) -> Operation:
