@@ -41,7 +41,8 @@ def _rewrite(module: GraphModule, node: Node) -> None:
     source = node.args[0]
     assert isinstance(source, Node)
     value = source.meta["val"]
-    size, stride = (tuple(int(n) for n in values) for values in node.args[1:3])  # type: ignore[union-attr]
+    numbers: tuple[Any, ...] = node.args[1:3]
+    size, stride = (tuple(int(n) for n in values) for values in numbers)
     offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     found = None
     if offset is None or offset == value.storage_offset():
