@@ -5,10 +5,11 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Mapping
 from functools import lru_cache
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -58,6 +59,21 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
         if not _is_library(file) and (own or not best_is_own):
             best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
         traceback = traceback.tb_next
+    return best
+
+
+def location_of_frames() -> SourceLocation | None:
+    """The user's own line that runs now: the last frame outside installed packages, else outside torch."""
+    frame: FrameType | None = sys._getframe(1)
+    best: SourceLocation | None = None
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not _is_library(file):
+            here = SourceLocation(file, line, linecache.getline(file, line).strip())
+            if not _is_installed(file):
+                return here
+            best = best or here
+        frame = frame.f_back
     return best
 
 

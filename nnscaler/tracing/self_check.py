@@ -16,7 +16,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing.interpret import run_graph
 from nnscaler.tracing.locations import location_of_exception
 from nnscaler.tracing.loss_module import loss_of, training
-from nnscaler.tracing.precision import exact, exact_tensor, without_dropout
+from nnscaler.tracing.precision import exact, exact_tensor, run_backward, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 EXACT_TOLERANCE = 1e-9  # relative, in float64
@@ -76,7 +76,7 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
         torch.manual_seed(0)
         loss = loss_of(model(*args, **kwargs))
         if loss.requires_grad:
-            loss.backward()
+            run_backward(loss, torch.ones_like(loss))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return Step(
