@@ -89,7 +89,7 @@ def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
     if not Path(file).is_file():
         help_text = "--loss-fn path/to/file.py::function"
         raise NnscalerError("no_such_file", f"there is no file {file!r}", help=help_text)
-    found = getattr(import_user_file(Path(file)), name or "loss", None)
+    found: Any = getattr(import_user_file(Path(file)), name or "loss", None)
     check_loss_function(found, f"{file}::{name or 'loss'}")
     return found  # type: ignore[no-any-return]
 

@@ -2,12 +2,11 @@
 
 Code that asks `torch.compiler.is_exporting()` or `is_compiling()` takes another path than the one that trains:
 `transformers` makes explicit attention masks, gives up grouped-query attention, or leaves a default mask out.
-Torch itself still hears the truth, which it needs.
+Torch itself and registered operators still hear the truth, which they need.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+from nnscaler.tracing.locations import OURS, TORCH
+
 _QUESTIONS = ("is_compiling", "is_exporting")
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 _TRANSFORMERS = "transformers.utils.import_utils"
@@ -46,7 +46,7 @@ def _for_torch_alone(name: str) -> Callable[[], bool]:
         frame = sys._getframe(1)
         while frame.f_code.co_name in _QUESTIONS and frame.f_back is not None:  # the aliases in torch
             frame = frame.f_back
-        return frame.f_code.co_filename.startswith(_TORCH)
+        return frame.f_code.co_filename.startswith((TORCH, *OURS))
 
     answer.__name__ = name
     return answer

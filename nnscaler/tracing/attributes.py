@@ -1,8 +1,8 @@
-"""Python attributes that a module changes in forward: their values are those of one step, in every step of a program."""
+"""Python attributes that a module changes in forward: a program has their values of one step in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,26 +15,35 @@ _SHOWN = 60  # characters of a value
 
 
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[list[str]]:
-    """What is changed while this is open is put back when it closes; the list, filled then, says what it was.
+def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None]:
+    """What is changed while this is open is put back when it closes; `changed`, filled then, says what it was, by name.
 
-    Attributes of the module and of its parts, and what their lists, dicts and sets hold; not what lies deeper.
+    Attributes of the module and of its parts (not those of torch), and what their lists, dicts and sets hold; not what
+    lies deeper.
     """
-    before = {path: {k: (v, _copied(v)) for k, v in _plain(part).items()} for path, part in module.named_modules()}
-    changed: list[str] = []
+    parts = {path: part for path, part in module.named_modules() if not type(part).__module__.startswith("torch.")}
+    before = {path: {k: (v, _copied(v)) for k, v in _plain(part).items()} for path, part in parts.items()}
     try:
-        yield changed
+        yield
     finally:
-        for path, part in module.named_modules():
-            for name, text in _restore(part, before.get(path, {})):
-                changed.append(f"{path}.{name}: {text}" if path else f"{name}: {text}")
+        for path, part in parts.items():
+            for name, text in _restore(part, before[path]):
+                changed[f"{path}.{name}" if path else name] = text
 
 
-def notes_of(changed: list[str]) -> tuple[str, ...]:
-    """One note for all of them."""
+def notes_of(changed: Mapping[str, str], again: Callable[[], Mapping[str, str] | None]) -> tuple[str, ...]:
+    """One note for all that changes in every forward. What is set to one value in each is as good as a constant.
+
+    `again`: gives what a second forward changes; None where that is not known, and all are told.
+    """
+    second = again() if changed else None
+    if second is not None:
+        changed = {name: text for name, text in changed.items() if name in second}
     if not changed:
         return ()
-    listed = ", ".join(changed[:3]) + (", ..." if len(changed) > 3 else "")
+    listed = ", ".join(f"{name}: {text}" for name, text in list(changed.items())[:3]) + (
+        ", ..." if len(changed) > 3 else ""
+    )
     return (f"forward changes attributes that are no buffers, and the program has the first step's values: {listed}",)
 
 

@@ -7,13 +7,13 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.as_eager import as_eager
+from nnscaler.tracing.attributes import attributes_kept
 from nnscaler.tracing.autograd_functions import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.checkpoints import checkpoints_marked
 from nnscaler.tracing.fake_kernels import more_fake_kernels
@@ -40,8 +41,8 @@ _NO_DRAFT = "A model without data (meta device) has no batch whose branch could 
 _LABEL = re.compile(r"label|target", re.IGNORECASE)  # in the line that looks at data
 _FAKE_CONSTANT = "fake tensor in the exported program constant"
 _HELP_LABELS = (
-    "the model looks at the values of its labels. Compute the loss outside of it: --loss-fn file.py::loss (loss_fn=loss "
-    "in Python), a function loss(outputs, batch); the model is then not given the batch's `labels`"
+    "the model looks at the values of its labels. Compute the loss outside of it: --loss-fn file.py::loss (in Python "
+    "loss_fn=loss), a function loss(outputs, batch); the model is then not given the batch's `labels`"
 )
 _READS_NUMBER = "Could not extract specialized"
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
@@ -49,11 +50,13 @@ _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part th
 
 @dataclass(frozen=True)
 class Exported:
-    """`opaque`: the unregistered autograd.Functions that the program calls. `notes`: for the user."""
+    """`opaque`: the unregistered autograd.Functions that the program calls. `notes`: for the user. `changed`: Python
+    attributes that forward changes."""
 
     program: ExportedProgram
     opaque: Mapping[str, OpaqueFunction]
     notes: tuple[str, ...]
+    changed: Mapping[str, str]
 
 
 def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
@@ -63,21 +66,23 @@ def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: boo
     `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
     Raises NnscalerError "trace_failed".
     """
-    with checkpoints_marked() as checkpoints, opaque_autograd_functions(checkpoints) as opaque:
-        with more_fake_kernels():
-            program, notes = _export_some_way(module, tensors, specialise)
-    return Exported(program, opaque.found, (*notes, *checkpoints.notes(), *opaque.notes()))
+    changed: dict[str, str] = {}  # by the last forward that ran
+    with checkpoints_marked() as checkpoints, opaque_autograd_functions(checkpoints) as opaque, more_fake_kernels():
+        program, notes = _export_some_way(module, tensors, specialise, changed)
+    notes = (*notes, *checkpoints.notes(), *opaque.notes())
+    return Exported(program, opaque.found, notes, changed)
 
 
 def _export_some_way(
-    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool
+    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str]
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """As eager runs; where that cannot be exported, as the model runs under export, if that makes a difference to it."""
-    module.around = _as_eager
+    """As eager runs; where that cannot be exported, as the model runs when it is told that it is exported."""
+    eager, exporting = (partial(_around, module.model, changed, eager) for eager in (True, False))
+    module.around = eager
     first = _attempt(module, tensors)
     if isinstance(first, ExportedProgram):
         return first, ()
-    module.around = nullcontext
+    module.around = exporting
     second = _attempt(module, tensors)
     if isinstance(second, ExportedProgram):
         return second, (f"{_place(first)}: {_NOT_EAGER} ({type(first).__name__})",)
@@ -88,7 +93,7 @@ def _export_some_way(
         raise _trace_failed(first, help_text) from None
     if not specialise:
         raise _trace_failed(first, f"{help_text}; or pass --specialise {_HELP_BRANCH}") from None
-    module.around = _as_eager
+    module.around = eager
     return _draft(module, tensors, first, help_text), (f"{_place(first)}: {_BRANCH}",)
 
 
@@ -104,8 +109,14 @@ def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram
 
 
 @contextlib.contextmanager
-def _as_eager() -> Iterator[None]:
-    with KnownValues() as known, as_eager(known.is_known):
+def _around(model: nn.Module, changed: dict[str, str], eager: bool) -> Iterator[None]:
+    """Around each forward of the model. Attributes are compared before export puts some of them back."""
+    changed.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attributes_kept(model, changed))
+        if eager:
+            known = stack.enter_context(KnownValues())
+            stack.enter_context(as_eager(known.is_known))
         yield
 
 
@@ -134,9 +145,7 @@ def _export(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     return torch.export.export(module, tensors, strict=False)
 
 
-def _draft(
-    module: LossModule, tensors: tuple[Tensor, ...], first: Exception, help_text: str
-) -> ExportedProgram:
+def _draft(module: LossModule, tensors: tuple[Tensor, ...], first: Exception, help_text: str) -> ExportedProgram:
     if any(t.is_meta for t in (*module.parameters(), *tensors)):
         raise _trace_failed(first, f"{help_text}. {_NO_DRAFT}") from None
     try:

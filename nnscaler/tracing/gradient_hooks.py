@@ -1,7 +1,7 @@
 """Hooks on gradients, which export drops without a word.
 
 A hook that returns a tensor changes the gradients, or will on another batch: that is an error. One that returns
-nothing (it prints, it counts) is lost with a note. What it returns shows in a real backward pass alone, the self-check's.
+nothing (it prints, it counts) is lost with a note. What it returns shows in a backward pass alone, the self-check's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class GradientHooks:
     def refuse(self, places: Iterable[SourceLocation | None], what: str) -> None:
         """Raises NnscalerError "trace_unfaithful" for the first of these hooks."""
         for where in places:
-            raise NnscalerError("trace_unfaithful", f"a hook on a tensor {what}, and the program has none", where, _HELP)
+            raise NnscalerError(
+                "trace_unfaithful", f"a hook on a tensor {what}, and the program has none", where, _HELP
+            )
 
     def notes(self) -> tuple[str, ...]:
         """One for each hook that is lost."""
@@ -99,5 +101,3 @@ def _registering(instead: Callable[..., Any]) -> Iterator[None]:
         patch.object(Tensor, _REGISTER[1], lambda self, hook: instead(second, self, hook)),
     ):
         yield
-
-

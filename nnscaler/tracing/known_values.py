@@ -75,10 +75,10 @@ class _Nodes:
         recorded = get_proxy_slot(tensor, mode.tracer, None)
         if recorded is None:
             return None
-        wanted = recorded.proxy.node
+        wanted, root = recorded.proxy.node, getattr(mode.tracer, "root", None)
         node = wanted.graph._root.next if self._last is None else self._last.next
         while node.op != "root":
-            self._read(node, mode.tracer.root)
+            self._read(node, root)
             self._last, node = node, node.next
         value = self._values.get(wanted)
         return value if isinstance(value, Tensor) and _memory(wanted) not in self._lost else None
@@ -116,7 +116,7 @@ class _Nodes:
             if isinstance(held, Tensor) and not isinstance(held, torch._subclasses.FakeTensor) and not held.is_meta:
                 return self._constants.setdefault(target, held.detach().clone())
             return None
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._plain)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._plain)
         return target(*args, **kwargs)
 
     def _plain(self, value: Any) -> Any:

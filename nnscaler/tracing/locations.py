@@ -17,9 +17,9 @@ import torch
 from op_registry.spec import SourceLocation
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_OURS = tuple(_ROOT + name + os.sep for name in ("nnscaler", "verify", "op_registry"))
+OURS = tuple(_ROOT + name + os.sep for name in ("nnscaler", "verify", "op_registry"))
 _STANDARD_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _SITE_PACKAGES = tuple(os.path.abspath(sysconfig.get_paths()[key]) + os.sep for key in ("purelib", "platlib"))
 _REPEATED_CALL = re.compile(r"@\d+")
@@ -27,7 +27,7 @@ _REPEATED_CALL = re.compile(r"@\d+")
 
 def _is_library(file: str) -> bool:
     """Whether the file is torch's, ours or the standard library's: never a place to show to a user."""
-    if file.startswith(("<", _TORCH, *_OURS)):
+    if file.startswith(("<", TORCH, *OURS)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
-from nnscaler.tracing.attributes import attributes_kept, notes_of
+from nnscaler.tracing.attributes import notes_of
 from nnscaler.tracing.autograd_functions import OpaqueFunction
 from nnscaler.tracing.export import export_loss
 from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
@@ -18,7 +18,7 @@ from nnscaler.tracing.importer import import_program
 from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, training
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.self_check import check_trace
+from nnscaler.tracing.self_check import check_trace, second_forward
 from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 
@@ -67,11 +67,11 @@ def trace(
     refuse_stored_hooks(module)
     hooks = GradientHooks()
     with evaluating(module) if evaluation else training(module):
-        with attributes_kept(module) as changed, hooks_met(hooks):
+        with hooks_met(hooks):
             exported = export_loss(wrapper, tensors, specialise)
         imported = import_program(exported.program, module, tuple(sample.tensors))
         graph = run_passes(imported.raw)
-    notes = (*exported.notes, *notes_of(changed))
+    notes = (*exported.notes, *notes_of(exported.changed, lambda: None if meta else second_forward(module, sample)))
     if self_check and not evaluation:
         notes = (*notes, *_checked(module, graph, imported.state, sample, hooks))
     notes = (*notes, *hooks.notes())

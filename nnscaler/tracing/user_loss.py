@@ -42,7 +42,9 @@ def check_loss_function(loss_fn: Any, where: str) -> None:
     try:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:
-        help_text = "def loss(outputs, batch): return torch.nn.functional.cross_entropy(outputs.logits, batch['labels'])"
+        help_text = (
+            "def loss(outputs, batch): return torch.nn.functional.cross_entropy(outputs.logits, batch['labels'])"
+        )
         raise NnscalerError("usage", f"{where} is no loss function: {error}", help=help_text) from None
     except ValueError:  # not written in Python: the call itself will tell
         return
