@@ -46,7 +46,9 @@ def family_scale(tensors: Iterable[Tensor | None]) -> float:
 
 def largest(tensor: Tensor) -> float:
     """The largest absolute value, 0 for an empty tensor."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    value = tensor.detach()
+    value = value.to(torch.uint8) if value.dtype == torch.bool else value  # `abs` is not there for truth values
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def is_finite(tensor: Tensor) -> bool:
