@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     plan = read_plan(options.plan)
     ranks = options.ranks or ranks_of(options.plan) or getattr(plan, "ranks", None) or 2
-    model = load_model_file(options.model, options.seed)
+    model = load_model_file(options.model, options.seed, options.loss_fn)
     from nnscaler.compile import parallelize
     from verify.program_directory import open_program
 

@@ -10,14 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
+from nnscaler.tracing.attributes import notes_of
 from nnscaler.tracing.autograd_functions import OpaqueFunction
 from nnscaler.tracing.export import export_loss
+from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
 from nnscaler.tracing.importer import import_program
 from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, training
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.self_check import check_trace
+from nnscaler.tracing.self_check import check_trace, second_forward
 from nnscaler.tracing.strided_views import name_windows
+from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ def trace(
     self_check: bool = True,
     specialise: bool = False,
     evaluation: bool = False,
+    loss_fn: LossFunction | None = None,
 ) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
 
@@ -53,21 +57,42 @@ def trace(
     `evaluation`: in evaluation mode, without a self-check.
     `self_check` compares loss, gradients and buffers of the graph with the module's own on the sample batch.
     `specialise` takes the branch that the sample batch takes where the model looks at data, with a note.
+    `loss_fn`: a function of the model's outputs and the batch that gives the loss (`with_loss`).
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
+    module = module if loss_fn is None else with_loss(module, loss_fn)
     sample = flatten_inputs(module, sample_inputs)
     meta = is_meta(module)
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())
     wrapper = LossModule(module, sample)
+    refuse_stored_hooks(module)
+    hooks = GradientHooks()
     with evaluating(module) if evaluation else training(module):
-        program, opaque, notes = export_loss(wrapper, tensors, specialise)
-        name_windows(program)
-        imported = import_program(program, module, tuple(sample.tensors))
+        with hooks_met(hooks):
+            exported = export_loss(wrapper, tensors, specialise)
+        name_windows(exported.program)
+        imported = import_program(exported.program, module, tuple(sample.tensors))
         graph = run_passes(imported.raw)
-    if self_check and not meta and not evaluation:
-        notes = (*notes, *check_trace(module, graph, imported.state, sample))
+    notes = (*exported.notes, *notes_of(exported.changed, lambda: None if meta else second_forward(module, sample)))
+    if self_check and not evaluation:
+        notes = (*notes, *_checked(module, graph, imported.state, sample, hooks))
+    notes = (*notes, *hooks.notes())
     for note in notes:
         warnings.warn(note, stacklevel=2)
     if meta:
         notes = (*notes, "the trace is not checked: the module has no data (meta device)")
-    return Traced(graph, imported.state, sample.tensors, notes, opaque, sample)
+    return Traced(graph, imported.state, sample.tensors, notes, exported.opaque, sample)
+
+
+def _checked(
+    module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, hooks: GradientHooks
+) -> tuple[str, ...]:
+    """The notes of the self-check. Hooks come first: they explain what else differs."""
+    if is_meta(module):
+        hooks.refuse(hooks.met, "may change a gradient")
+        return ()
+    with hooks_watched(hooks):
+        try:
+            return check_trace(module, graph, state, sample)
+        finally:
+            hooks.refuse(hooks.changing, "changes a gradient")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Region
+from nnscaler.ir.operation import Operation
 from nnscaler.tracing.infer import is_floating
 
 # results that torch does not connect to their input, though their dtype may be floating
@@ -61,6 +61,6 @@ def mark_needs_grad(graph: Graph) -> Graph:
     def simplified(operation: Operation) -> Operation:
         if operation.region.grad_enabled or not found.isdisjoint(operation.inputs):
             return operation
-        return replace(operation, region=Region(True, operation.region.autocast))
+        return replace(operation, region=replace(operation.region, grad_enabled=True))
 
     return graph.replace(tensors=tensors, operations=tuple(simplified(op) for op in graph.operations))
