@@ -53,6 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser.add_argument("what", choices=("ops", "plans", "schedules"))
     group = parser.add_argument_group("with ops")
     group.add_argument("--missing", metavar="MODEL", help=f"what this model lacks: {MODEL_HELP}")
+    group.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss, as of verify-plan")
     group.add_argument(
         "--specialise", action="store_true", help="where the model branches on its data, take the sample batch's branch"
     )
@@ -91,7 +92,7 @@ def _missing(options: argparse.Namespace, console: Console) -> int:
         )
     from nnscaler.cli.missing import missing_of
 
-    report = missing_of(options.missing, options.seed, options.specialise, options.timeout, console)
+    report = missing_of(options.missing, options.seed, options.loss_fn, options.specialise, options.timeout, console)
     if options.json:
         console.result(json.dumps(report.as_dict(), indent=1))
     else:

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from verify.missing.report import MissingReport
 
 
-def missing_of(target: str, seed: int, specialise: bool, timeout: float, console: Console) -> MissingReport:
+def missing_of(
+    target: str, seed: int, loss_fn: str | None, specialise: bool, timeout: float, console: Console
+) -> MissingReport:
     """The report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
     from nnscaler.tracing import trace
     from verify.missing.report import report_missing
 
-    model = load_model_file(target, seed)
+    model = load_model_file(target, seed, loss_fn)
     console.progress(f"load         {model.name}")
     started = time.perf_counter()
     with warnings.catch_warnings():

@@ -166,7 +166,7 @@ def paste(text: str, stubs: list[Mapping[str, Any]]) -> str:
 def test_pasted_stubs_leave_nothing_missing(
     model: Path, rare: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = missing_of(str(model), 0, False, 60.0, Console(verbosity=0))
+    report = missing_of(str(model), 0, None, False, 60.0, Console(verbosity=0))
     found = report.as_dict()
     rows = {row["name"]: row for row in found["missing"]}
     assert set(rows) == {f"aten.{rare}.default", "test_missing.gate.default", "Scaled", "Double"}
