@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,12 +44,15 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """One call of a random operator of torch. `keep`: the probability of a one, where that is a number."""
+    """One call of a random operator of torch. `keep`: the probability of a one, where that is a number. `callers`: the
+    lines that led to the innermost one, `place`. `overwritten`: the next call drew into the same tensor."""
 
     operator: str
     shape: tuple[int, ...]
     keep: float | None
     place: tuple[str, int] | None
+    callers: tuple[tuple[str, int], ...] = ()
+    overwritten: bool = False
 
     def may_be(self, draw: Draw) -> bool:
         """Whether the operation of the graph can come from this call."""
@@ -105,7 +108,8 @@ def _assignments(calls: Sequence[Called], draws: Sequence[Draw]) -> list[tuple[D
         for count, ways in partial.items():
             after.setdefault(count, []).extend((*way, None) for way in ways)
             draw = draws[count] if count < len(draws) else None
-            if draw is not None and call.may_be(draw) and (draw.place is None or call.place == draw.place):
+            here = draw is not None and (draw.place is None or draw.place in (call.place, *call.callers))
+            if draw is not None and here and call.may_be(draw) and not call.overwritten:
                 after.setdefault(count + 1, []).extend((*way, draw) for way in ways)
         partial = {count: ways[:2] for count, ways in after.items()}
     return partial.get(len(draws), [])
@@ -125,6 +129,7 @@ class ProgramDraws(FixedDraws):
         self._draws, self._seed, self._step = draws, seed, 0
         self._position = 0
         self._known: dict[int, int] = {}  # state of torch's generator -> position
+        self._last: Any = None  # of the last recorded call: kept, so that its memory is nobody else's
 
     def begin(self, step: int) -> None:
         self._step, self._position, self._known = step, 0, {}
@@ -146,8 +151,12 @@ class ProgramDraws(FixedDraws):
         numbers = numbers_of(args, kwargs or {})
         if self._draws is None:
             shape = tuple((args[1] if name.startswith(_RRELU) else _shape_of(func, args, kwargs)).shape)
-            self.calls.append(Called(name, shape, _keep(name, numbers), _user_place()))
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if self._last is not None and name in IN_PLACE and args[0].data_ptr() == self._last.data_ptr():
+                self.calls[-1] = replace(self.calls[-1], overwritten=self._last.shape == args[0].shape)
+            places = _user_places() or (None,)
+            self.calls.append(Called(name, shape, _keep(name, numbers), places[0], places[1:]))
+            self._last = super().__torch_dispatch__(func, types, args, kwargs)
+            return self._last
         draw = self._draws[self._next(state)]
         if draw is None:
             return func(*args, **(kwargs or {}))
@@ -203,12 +212,12 @@ def _place(operation: Operation) -> tuple[str, int] | None:
     return None if operation.where is None else (operation.where.file, operation.where.line)
 
 
-def _user_place() -> tuple[str, int] | None:
-    """The innermost frame outside of torch and of nnscaler."""
-    frame = sys._getframe(1)
+def _user_places() -> tuple[tuple[str, int], ...]:
+    """The frames outside of torch and of nnscaler, the innermost first."""
+    frame, found = sys._getframe(1), []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.split(".")[0] not in ("torch", "nnscaler", "contextlib"):
-            return frame.f_code.co_filename, frame.f_lineno
+            found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from nnscaler.runtime.program_directory import read_program
 from nnscaler.tracing import trace
 from nnscaler.tracing.precision import exact, run_backward, with_draws
 from nnscaler.tracing.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
+from nnscaler.tracing.sample_inputs import flatten_inputs
+from verify.reference import record_draws
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -122,6 +125,21 @@ def test_draws_whose_result_nobody_needs() -> None:
     assert match_draws([called(3), called(5)], [a, b]) == (a, b)
     assert match_draws([called(3), called(4), called(5)], [a, b]) == (a, None, b)
     assert match_draws([called(3, 2), called(3, 1), called(5)], [a, b]) == (None, a, b)
+
+
+def test_a_graph_may_name_a_caller_s_line() -> None:
+    a = draw("a", 3, line=7)
+    inside = replace(called(3), place=("other.py", 1), callers=(("model.py", 7),))
+    assert match_draws([called(3), inside], [a]) == (None, a)
+
+
+def test_a_draw_into_what_was_just_drawn() -> None:
+    model = Function(lambda x: x * torch.rand_like(x).uniform_() * torch.rand_like(x))
+    graph = trace(model, (X,), self_check=False).graph
+    calls = record_draws(model, flatten_inputs(model, (X,))).calls
+    assert [c.overwritten for c in calls] == [True, False, False]
+    matched = match_draws(calls, draws_of(graph))
+    assert matched[0] is None and None not in matched[1:]
 
 
 @pytest.mark.parametrize(
