@@ -44,17 +44,28 @@ def gather_block(x: Tensor, dim: int, index: Tensor, first: int, size: int) -> T
 def write_block(
     operator: str, x: Tensor, dim: int, index: Tensor, first: int, size: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """aten.<operator>(x, dim, index, *args) for an operator that writes to entries of `x` along `dim`.
-
-    What is not in the block is written to an entry more, which is cut off again.
-    """
-    length = x.shape[dim]
-    local, here = _within(index, first, length, size)
-    spare = x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
+    """aten.<operator>(x, dim, index, *args) for an operator that writes to entries of `x` along `dim`."""
     packet, _, overload = operator.partition(".")
     write: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, packet), overload)
-    written = write(torch.cat([x, spare], dim), dim, torch.where(here, local, length), *args, **kwargs)
-    return written.narrow(dim, 0, length)
+    dim %= x.dim()
+    local, here = _within(index, first, x.shape[dim], size)
+    adds = packet in ("index_add", "scatter_add") or "sum" in args or "sum" in kwargs.values()
+    if adds and kwargs.get("include_self", True):
+        shape = here.shape if here.dim() == x.dim() else [-1 if i == dim else 1 for i in range(x.dim())]
+        source = args[0] if here.dim() < x.dim() else args[0][tuple(slice(n) for n in here.shape)]
+        return write(x, dim, local, torch.where(here.reshape(shape), source, 0), *args[1:], **kwargs)
+    wide, places = _with_spare(x, dim, local, here, dim if here.dim() == x.dim() else 0)
+    return write(wide, dim, places, *args, **kwargs).narrow(dim, 0, x.shape[dim])
+
+
+def _with_spare(x: Tensor, dim: int, local: Tensor, here: Tensor, along: int) -> tuple[Tensor, Tensor]:
+    """`x` with an entry more along `dim` for each entry along dim `along` of the indices, and indices that send there
+    what is not in the block: no two writes meet that did not before."""
+    count = local.shape[along] if local.dim() else 1
+    spare = x.new_zeros([count if i == dim else n for i, n in enumerate(x.shape)])
+    shape = [-1 if i == along else 1 for i in range(local.dim())]
+    beyond = torch.arange(x.shape[dim], x.shape[dim] + count, device=x.device).reshape(shape)
+    return torch.cat([x, spare], dim), torch.where(here, local, beyond)
 
 
 def index_put_block(
@@ -64,12 +75,16 @@ def index_put_block(
     dim = next(i for i, t in enumerate(indices) if t is not None)
     index = indices[dim]
     assert index is not None
-    length = x.shape[dim]
-    local, here = _within(index, first, length, size)
-    spare = x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])
-    places = [*indices[:dim], torch.where(here, local, length)]
-    written = torch.ops.aten.index_put.default(torch.cat([x, spare], dim), places, values, accumulate)
-    return written.narrow(dim, 0, length)
+    local, here = _within(index, first, x.shape[dim], size)
+    put = torch.ops.aten.index_put.default
+    if accumulate:
+        kept = torch.where(here.reshape(*here.shape, *[1] * (x.dim() - dim - 1)), values, 0)
+        return put(x, [*indices[:dim], local], kept, True)
+    flat, wanted = local.flatten(), [*x.shape[:dim], *local.shape, *x.shape[dim + 1 :]]
+    wide, places = _with_spare(x, dim, flat, here.flatten(), 0)
+    spread = values.expand(wanted).flatten(dim, dim + local.dim() - 1) if local.dim() else values
+    places = places.reshape(()) if not local.dim() else places
+    return put(wide, [*indices[:dim], places], spread).narrow(dim, 0, x.shape[dim])
 
 
 def masked_scatter_block(x: Tensor, mask: Tensor, source: Tensor, first: int) -> Tensor:

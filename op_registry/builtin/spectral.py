@@ -16,7 +16,7 @@ from op_registry.builtin._dims import (
     whole_dims,
 )
 from op_registry.call import Call
-from op_registry.spec import OperatorSpec
+from op_registry.spec import LinearSets, OperatorSpec
 
 _FIRST = linear_in({0})
 
@@ -58,6 +58,12 @@ def _short_time(call: Call) -> str:
     return annotate(inputs, [[*batch, *(str(s) for s in result[len(batch) :])]])
 
 
+def _short_time_linear(call: Call) -> LinearSets:
+    """In the signal, and in the window; the inverse divides by the window's square."""
+    window = len(call.tensors()) == 2 and call.operator.startswith("aten.stft")
+    return linear_in({0}, {1})(call) if window else _FIRST(call)
+
+
 def _complex(call: Call) -> str:
     operands, result = broadcast([t.shape for t in call.tensors()])
     return annotate(operands, [result])
@@ -75,7 +81,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}.default", annotation, linear=_FIRST) for name, annotation in _TRANSFORMS.items()),
     *(OperatorSpec(f"aten.{name}.default", _shift, linear=_FIRST) for name in ("fft_fftshift", "fft_ifftshift")),
     *(
-        OperatorSpec(f"aten.{name}", _short_time, linear=_FIRST)
+        OperatorSpec(f"aten.{name}", _short_time, linear=_short_time_linear)
         for name in ("stft.default", "stft.center", "istft.default")
     ),
     *(OperatorSpec(f"aten.{name}.default", "* -> *", linear=_FIRST) for name in _CONJUGATES),
