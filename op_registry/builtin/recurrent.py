@@ -5,45 +5,28 @@ One step of an LSTM or of a plain network splits by hidden units too: the state 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from op_registry.builtin._dims import Dims, all_frozen, annotate, frozen, listed, tensor
+from op_registry.builtin._dims import Dims, all_frozen, annotate, listed, tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, OperatorSpec, Shards
 
 
-def _whole_names(tensors: Sequence[TensorArgument | None]) -> list[Dims]:
-    """Dims of weights that are only ever whole, each with names of its own."""
-    names = frozen(sum(t.ndim for t in tensors if t is not None), avoid="bhit")
-    given = iter(names)
-    return [[next(given) for _ in range(t.ndim)] for t in tensors if t is not None]
-
-
 def _layers(states: int) -> AnnotationFunction:
-    """`lstm(x, [h, c], weights, ...)`, `gru(x, h, weights, ...)`: `t^ b i^` or, batch first, `b t^ i^`."""
+    """`lstm(x, [h, c], weights, ...)`, `gru(x, h, weights, ...)`: `5 b 4` or, batch first, `b 5 4`. All but the batch
+    has the size that it has: weights of other sizes do not fit each other, and torch ends the process on some."""
 
     def annotation(call: Call) -> str:
-        batch_first = call.get(8, "batch_first", False)
-        weights = _whole_names(listed(call.get(2, "params")))
-        last = str(_features(call))
-        sequence = ["b", "t^"] if batch_first else ["t^", "b"]
-        state = [[f"l{i}^", "b", f"h{i}^"] for i in range(states)]
-        after = [[str(t.shape[0]), "b", str(t.shape[2])] for t in _states(call, states)]
-        return annotate([[*sequence, "i^"], *state, *weights], [[*sequence, last], *after])
+        x, batch = tensor(call, 0, "input"), 0 if call.get(8, "batch_first", False) else 1
+        weights = [_sizes(t) for t in listed(call.get(2, "params")) if t is not None]
+        before = [_sizes(t, 1) for t in listed(call.get(1, "hx")) if t is not None]
+        assert len(before) == states, call.operator
+        return annotate([_sizes(x, batch), *before, *weights], [_sizes(call.outputs[0], batch), *before])
 
     return annotation
 
 
-def _states(call: Call, count: int) -> list[TensorArgument]:
-    found = [t for t in listed(call.get(1, "hx")) if t is not None]
-    assert len(found) == count, call.operator
-    return found
-
-
-def _features(call: Call) -> int:
-    result = call.outputs[0]
-    assert result is not None, call.operator
-    return result.shape[-1]
+def _sizes(t: TensorArgument | None, batch: int | None = None) -> Dims:
+    assert t is not None
+    return ["b" if i == batch else str(size) for i, size in enumerate(t.shape)]
 
 
 def _cell(gates: int, states: int) -> AnnotationFunction:
