@@ -95,4 +95,4 @@ def _not_finite(tensor: Tensor) -> str:
 
 def _numbers(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()

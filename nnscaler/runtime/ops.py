@@ -1,5 +1,14 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
+from nnscaler.runtime.ops_index import (
+    embedding_bag,
+    gather_block,
+    index_block,
+    index_put_block,
+    index_select_block,
+    masked_scatter_block,
+    write_block,
+)
 from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, mean_of, mean_over
 from nnscaler.runtime.ops_random import (
     alpha_dropout,
@@ -9,23 +18,37 @@ from nnscaler.runtime.ops_random import (
     random_normal,
     random_uniform,
 )
-from nnscaler.runtime.ops_tensor import batch_norm, embedding_block, grouped_mm
+from nnscaler.runtime.ops_tensor import batch_norm, causal_rows, embedding_block, grouped_mm, recurrent_cell
+from nnscaler.runtime.ops_window import avg_pool_window, conv_transpose_window, conv_window, max_pool_window
 
 __all__ = [
     "alpha_dropout",
+    "avg_pool_window",
     "batch_norm",
+    "causal_rows",
     "ce_count",
     "ce_max",
     "ce_pick",
     "ce_sumexp",
     "ce_tail",
+    "conv_transpose_window",
+    "conv_window",
     "dropout",
+    "embedding_bag",
     "embedding_block",
     "feature_alpha_dropout",
     "feature_dropout",
+    "gather_block",
     "grouped_mm",
+    "index_block",
+    "index_put_block",
+    "index_select_block",
+    "masked_scatter_block",
+    "max_pool_window",
     "mean_of",
     "mean_over",
     "random_normal",
     "random_uniform",
+    "recurrent_cell",
+    "write_block",
 ]

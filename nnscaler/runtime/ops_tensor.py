@@ -39,15 +39,63 @@ def batch_norm(
     return y, mean, variance
 
 
-def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """[m, k], [g, k, n], [g] -> [m, n]: rows of `a` by the matrix of their group. Group g ends before row ends[g];
-    rows after the last group are zero.
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor, first_row: int = 0, first_group: int = 0) -> Tensor:
+    """[m, k], [g, k, n], [e] -> [m, n]: rows of `a` by the matrix of their group. Group i of e ends before row ends[i].
 
-    torch's kernel has no float64, and wants strides of 16 bytes, which a shard need not have.
+    `a` is a block of the rows that `ends` counts, from `first_row` on, and `b` has the matrices of the groups from
+    `first_group` on. Rows of other groups, or after the last one, are zero. torch's kernel has no float64, and wants
+    strides of 16 bytes, which a shard need not have.
     """
+    ends = (ends - first_row).clamp(0, a.shape[0])
     aligned = all(t.is_contiguous() and t.shape[-1] * t.element_size() % 16 == 0 for t in (a, b))
-    if aligned and a.dtype in (torch.bfloat16, torch.float16) and a.is_cuda:
+    fast = aligned and a.dtype in (torch.bfloat16, torch.float16) and a.is_cuda
+    if fast and b.shape[0] == ends.shape[0]:
         return torch._grouped_mm(a, b, offs=ends)
-    bounds = [0, *ends.tolist()]
-    rows = [a[start:end] @ b[g] for g, (start, end) in enumerate(pairwise(bounds))]
-    return torch.cat([*rows, a[bounds[-1] :] @ b[0] * 0.0])
+    bounds = [0, *ends.tolist()][first_group : first_group + b.shape[0] + 1]
+    low, high = bounds[0], bounds[-1]
+    if fast:
+        rows = [torch._grouped_mm(a[low:high], b, offs=ends[first_group : first_group + b.shape[0]] - low)]
+    else:
+        rows = [a[start:end] @ b[g] for g, (start, end) in enumerate(pairwise(bounds))]
+    before, after = (rows[0].new_zeros(count, b.shape[2]) for count in (low, a.shape[0] - high))
+    return torch.cat([before, *rows, after])
+
+
+def causal_rows(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float | None, enable_gqa: bool) -> Tensor:
+    """[*, l, e], [*, s, e], [*, s, v] -> [*, l, v]: causal attention of the queries first .. first + l, of which row i
+    sees the keys up to i.
+
+    On a GPU torch has a fast kernel for a triangle that ends at the last key.
+    """
+    rows, keys = query.shape[-2], min(first + query.shape[-2], key.shape[-2])
+    key, value = key.narrow(-2, 0, keys), value.narrow(-2, 0, keys)
+    mask: Tensor
+    if query.is_cuda and keys == first + rows:
+        mask = torch.nn.attention.bias.causal_lower_right(rows, keys)
+    else:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(first)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def recurrent_cell(
+    kind: str,
+    x: Tensor,
+    before: Tensor | list[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One step of a recurrent network ("lstm", "rnn_tanh", "rnn_relu") for some of its hidden units.
+
+    The weights have the rows of these units. `before` is the whole state before it, and for an LSTM [whole state, cell
+    state of these units].
+    """
+    linear = torch.nn.functional.linear
+    state, cell = (before[0], before[1]) if kind == "lstm" else (before, None)
+    gates = linear(x, w_ih, b_ih) + linear(state, w_hh, b_hh)
+    if cell is None:
+        return gates.tanh() if kind == "rnn_tanh" else gates.relu()
+    enter, forget, new, leave = gates.chunk(4, -1)
+    kept: Tensor = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * kept.tanh(), kept

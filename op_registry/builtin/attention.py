@@ -1,7 +1,7 @@
 """Scaled dot product attention: batch and head dims are free, the key length frozen (softmax runs over it).
 
-The query length is free unless the call is causal, which counts positions from the shard's first row. Heads of grouped
-queries are `(h g)` over the key's `h`: a split of `g` replicates keys and values.
+The query length is free; a causal call counts positions from the first row, so that it splits into contiguous blocks
+that know theirs. Heads of grouped queries are `(h g)` over the key's `h`: a split of `g` replicates keys and values.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from math import prod
 
 from op_registry.builtin._dims import aligned, all_frozen, annotate, broadcast_shape, letters, linear_in, tensor
+from op_registry.builtin.embedding import block_start
 from op_registry.call import Call, TensorArgument
-from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec
+from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec, Shards
 
 
 def _drops(call: Call) -> bool:
@@ -42,11 +43,11 @@ def _attention(call: Call) -> AnnotationResult:
         batches = [query.shape[:-3], key.shape[:-3], value.shape[:-3]]
         heads = {"h": key.shape[-3], "g": group}
     target = broadcast_shape(batches)
-    names = letters(len(target), avoid="eghlsv")
+    names = letters(len(target), avoid="eghlqsv")
     q, k, v = (aligned(batch, target, names) for batch in batches)
     if group > 1:
         q, k, v = [*q, "(h g)"], [*k, "h"], [*v, "h"]
-    length = "l^" if call.get(5, "is_causal", False) else "l"
+    length = "q" if call.get(5, "is_causal", False) else "l"
     result = [*names, *(["(h g)"] if group > 1 else [])]
     inputs = [[*q, length, "e^"], [*k, "s^", "e^"], [*v, "s^", "v"]]
     mask = call.get(3, "attn_mask")
@@ -54,6 +55,16 @@ def _attention(call: Call) -> AnnotationResult:
         scores = (*target, *((query.shape[-3],) if group > 1 else ()), query.shape[-2], key.shape[-2])
         inputs.append(aligned(mask.shape, scores, [*result, length, "s^"]))
     return annotate(inputs, [[*result, length, "v"]]), heads
+
+
+def _localize(call: Call, shards: Shards) -> Call:
+    """A block of the rows of a causal call."""
+    if "q" not in shards:
+        return call
+    query, key, value = (tensor(call, i, name) for i, name in enumerate(("query", "key", "value")))
+    first = block_start("q", query.shape[-2], shards["q"])
+    options = (call.get(6, "scale"), bool(call.get(7, "enable_gqa", False)))
+    return Call("nnscaler.causal_rows", (query, key, value, first, *options), {}, call.outputs)
 
 
 def _linear(call: Call) -> LinearSets:
@@ -69,5 +80,12 @@ def attention_flops(sizes: Mapping[str, int]) -> int:
 
 
 SPECS: tuple[OperatorSpec, ...] = (
-    OperatorSpec("aten.scaled_dot_product_attention.default", _attention, linear=_linear, flops=attention_flops),
+    OperatorSpec(
+        "aten.scaled_dot_product_attention.default",
+        _attention,
+        linear=_linear,
+        contiguous=frozenset({"q"}),
+        localize=_localize,
+        flops=attention_flops,
+    ),
 )

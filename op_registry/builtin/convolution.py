@@ -1,16 +1,32 @@
-"""Convolutions: batch and output channels are free, input channels a reduction, positions frozen (they need a halo).
+"""Convolutions: batch and output channels are free, input channels a reduction; positions are as `_windows` says.
 
 Channels are `(g c)` groups of `c`; a split of groups divides the `groups` argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from op_registry.builtin._dims import Dims, annotate, linear_in, operand, output_shape, parts, tensor
+from op_registry.builtin._windows import OVERLAPPING, Window, blocks, dims, per_dim
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
+
+
+def _windows(call: Call, spatial: int, transposed: bool) -> list[Window]:
+    """How the kernel lies over each dim."""
+    x, weight, result = tensor(call, 0, "input"), tensor(call, 1, "weight"), output_shape(call)
+    kernel = weight.shape[2:]
+    stride = per_dim(call.get(3, "stride"), spatial, 1)
+    dilation = per_dim(call.get(7 if transposed else 5, "dilation"), spatial, 1)
+    padding = call.get(4, "padding", 0)
+    if padding == "same":
+        before = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
+    else:
+        before = per_dim(0 if padding == "valid" else padding, spatial, 0)
+    lists = (x.shape[-spatial:], result[-spatial:], kernel, stride, dilation, before)
+    return [Window(*numbers, spread=transposed) for numbers in zip(*lists, strict=True)]
 
 
 def _convolution(spatial: int, transposed: bool) -> AnnotationFunction:
@@ -20,16 +36,15 @@ def _convolution(spatial: int, transposed: bool) -> AnnotationFunction:
         x = tensor(call, 0, "input")
         groups = call.get(6, "groups", 1)  # also for transposed ones, where dilation comes last
         batch = ["b"] * (x.ndim - spatial - 1)
-        positions = [f"x{i}^" for i in range(spatial)]
         window = [f"u{i}^" for i in range(spatial)]
-        results = {f"y{i}": size for i, size in enumerate(output_shape(call)[-spatial:])}
+        positions, results, sizes = dims(_windows(call, spatial, transposed))
         inner, outer = ("c+", "o") if groups == 1 else ("(g c+)", "(g o)")
         weight = [inner, "o", *window] if transposed else [outer, "c+", *window]
         inputs: list[str | Dims] = [[*batch, inner, *positions], weight]
         if isinstance(call.get(2, "bias"), TensorArgument):
             inputs.append(operand([outer], additive=True))
-        text = annotate(inputs, [[*batch, outer, *(f"{name}^" for name in results)]])
-        return text, results if groups == 1 else {**results, "g": groups}
+        text = annotate(inputs, [[*batch, outer, *results]])
+        return text, sizes if groups == 1 else {**sizes, "g": groups}
 
     return annotation
 
@@ -39,9 +54,22 @@ def _linear(call: Call) -> LinearSets:
     return (linear_in({0, 2}, {1, 2}) if has_bias else linear_in({0}, {1}))(call)
 
 
-def _localize_groups(call: Call, shards: Shards) -> Call:
-    count = parts(shards, "g")
-    return call if count == 1 else call.replace(6, "groups", call.get(6, "groups") // count)
+def _localize(spatial: int, transposed: bool) -> Callable[[Call, Shards], Call]:
+    """Fewer groups; and a block of output positions, where windows overlap."""
+
+    def localize(call: Call, shards: Shards) -> Call:
+        count = parts(shards, "g")
+        groups = call.get(6, "groups", 1) // count
+        windows = _windows(call, spatial, transposed)
+        block = blocks(shards, windows)
+        if block is None:
+            return call if count == 1 else call.replace(6, "groups", groups)
+        stride, before, dilation = ([getattr(w, a) for w in windows] for a in ("stride", "before", "dilation"))
+        operator = "nnscaler.conv_transpose_window" if transposed else "nnscaler.conv_window"
+        args = (*call.args[:2], call.get(2, "bias"), stride, before, dilation, groups, *block)
+        return Call(operator, args, {}, call.outputs)
+
+    return localize
 
 
 def convolution_flops(sizes: Mapping[str, int]) -> int:
@@ -54,20 +82,13 @@ def transposed_flops(sizes: Mapping[str, int]) -> int:
     return 2 * prod(size for name, size in sizes.items() if not name.startswith("y"))
 
 
-def _im2col(call: Call) -> str:
-    """Windows become columns: `b (c 9) 16`."""
-    x, (*_, rows, columns) = tensor(call, 0, "self"), output_shape(call)
-    channels = x.shape[-3]
-    inner = rows // channels if channels else 0
-    return f"* c h^ w^ -> * (c {inner}) {columns}"
-
-
 def _spec(name: str, spatial: int, transposed: bool = False) -> OperatorSpec:
     return OperatorSpec(
         f"aten.{name}",
         _convolution(spatial, transposed),
         linear=_linear,
-        localize=_localize_groups,
+        contiguous=OVERLAPPING,
+        localize=_localize(spatial, transposed),
         flops=transposed_flops if transposed else convolution_flops,
     )
 
@@ -77,5 +98,4 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("conv_transpose1d.default", 1, transposed=True),
     _spec("conv_transpose2d.input", 2, transposed=True),
     _spec("conv_transpose3d.input", 3, transposed=True),
-    OperatorSpec("aten.im2col.default", _im2col, linear=linear_in({0})),
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
-from op_registry.builtin._dims import annotate, letters, linear_in, marked, tensor
-from op_registry.call import AxisShard, Call
+from op_registry.builtin._dims import all_frozen, annotate, letters, linear_in, marked, output_shape, tensor
+from op_registry.call import AxisShard, Call, TensorArgument
 from op_registry.expression import Expression, index
 from op_registry.spec import LinearSets, OperatorSpec, Refusal, Shards
 
@@ -20,6 +21,11 @@ def block_start(identifier: str, size: int, axes: Sequence[AxisShard]) -> Expres
             f"`{identifier}` can only be split into contiguous blocks by one axis; drop the other axes or outer"
         )
     return index(axes[0].axis) * (size // axes[0].parts)
+
+
+def block_length(size: int, axes: Sequence[AxisShard]) -> int:
+    """How many entries the shard of an identifier of `size` has."""
+    return size // prod(axis.parts for axis in axes)
 
 
 def _counts_ids(call: Call) -> bool:
@@ -45,6 +51,40 @@ def _localize_embedding(call: Call, shards: Shards) -> Call:
     return Call("nnscaler.embedding_block", (weight, ids, call.get(2, "padding_idx", -1), first), {}, call.outputs)
 
 
+def _bag(call: Call) -> str:
+    """`embedding_bag(weight, ids, offsets, weights, mode, ...)`: of a table of ids `v+ d, b l+ -> b d`, of a list with
+    offsets `v+ d, n^, o^ -> y d`. A mean divides by what it counts in the whole bag, a maximum reads all of it."""
+    mode = call.get(4, "mode")
+    rows = ["v^" if mode == 2 else "v+", "d"]
+    if isinstance(call.get(2, "offsets"), TensorArgument):
+        weights = [["n^"]] if isinstance(call.get(3, "weights"), TensorArgument) else []
+        return annotate([rows, ["n^"], ["o^"], *weights], [["y", "d"]])
+    ids = ["b", "l+" if mode == 0 else "l^"]
+    weights = [ids] if isinstance(call.get(3, "weights"), TensorArgument) else []
+    return annotate([rows, ids, *weights], [["b", "d"]])
+
+
+def _localize_bag(call: Call, shards: Shards) -> Call:
+    """A block of the vocabulary, and of the bags that offsets tell."""
+    weight, result = tensor(call, 0, "weight"), output_shape(call)
+    if "v" in shards:
+        call = call.replace(7, "rows", weight.shape[0])
+        call = call.replace(8, "first_row", block_start("v", weight.shape[0], shards["v"]))
+    if "y" in shards:
+        call = call.replace(9, "bags", block_length(result[0], shards["y"]))
+        call = call.replace(10, "first_bag", block_start("y", result[0], shards["y"]))
+    return call
+
+
+def _bag_linear(call: Call) -> LinearSets:
+    """In the table, and in the weights of the entries; a maximum in neither."""
+    return (
+        ()
+        if call.get(4, "mode") == 2
+        else tuple(frozenset({t.index}) for t in call.tensors() if not t.dtype.startswith("int"))
+    )
+
+
 def _linear(call: Call) -> LinearSets:
     return () if _counts_ids(call) else linear_in({0})(call)
 
@@ -68,5 +108,13 @@ SPECS: tuple[OperatorSpec, ...] = (
         contiguous=frozenset({"v"}),
         localize=_localize_embedding,
     ),
+    OperatorSpec(
+        "nnscaler.embedding_bag",
+        _bag,
+        linear=_bag_linear,
+        contiguous=frozenset({"v", "y"}),
+        localize=_localize_bag,
+    ),
+    *(OperatorSpec(f"aten.embedding_bag.{name}", all_frozen) for name in ("default", "padding_idx")),  # counts, places
     OperatorSpec("aten.one_hot.default", _one_hot),
 )

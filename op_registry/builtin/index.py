@@ -1,13 +1,14 @@
 """Reading and writing through indices.
 
-The dim that indices point into is frozen in the tensor read from. Index dims are free: under their split the tensor is
-replicated and its gradient a partial sum. Writes that add are reductions over the index dims; writes that replace are
-frozen there.
+The dim that indices point into is `v`. Reading from a block of it gives zeros for what is elsewhere, a partial sum;
+writing to a block drops what is elsewhere. With several index tensors, or a mask, those dims are frozen. Index dims are
+free: under their split the tensor is replicated and its gradient a partial sum. Writes that add are reductions over the
+index dims; writes that replace are frozen there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from op_registry.builtin._dims import (
@@ -24,10 +25,19 @@ from op_registry.builtin._dims import (
     tensor,
     whole,
 )
+from op_registry.builtin._index_blocks import (
+    localize_gather,
+    localize_index,
+    localize_index_put,
+    localize_masked_scatter,
+    localize_write,
+)
 from op_registry.call import Call, TensorArgument
-from op_registry.spec import LinearSets, OperatorSpec
+from op_registry.spec import AnnotationFunction, LinearSets, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
+LinearFunction = Callable[[Call], LinearSets]
+Hook = Callable[[Call, Shards], Call]
 
 
 def _indices(call: Call) -> list[TensorArgument | None]:
@@ -60,11 +70,19 @@ def _index(call: Call) -> str:
         return _index_by_mask(call)
     used = [t for t in indices if t is not None]
     target = broadcast_shape([t.shape for t in used])
-    names = letters(x.ndim)
-    common = letters(len(target), avoid=names)
-    dims = [f"{n}^" if i < len(indices) and indices[i] is not None else n for i, n in enumerate(names)]
+    dims = _pointed_dims(x, indices, "v^" if x.dtype == "bool" else "v+")
+    common = letters(len(target), avoid=(*letters(x.ndim, avoid="v"), "v"))
     reads = _with_gaps(indices, [aligned(t.shape, target, common) for t in used])
     return annotate([dims, *reads], [_placed(dims, indices, common)])
+
+
+def _pointed_dims(x: TensorArgument, indices: Sequence[TensorArgument | None], pointed: str) -> Dims:
+    """Dims of x: the one that an index points into is `pointed`; several such dims are frozen."""
+    names = letters(x.ndim, avoid="v")
+    at = [i for i, t in enumerate(indices) if t is not None]
+    if len(at) == 1:
+        return [pointed if i == at[0] else n for i, n in enumerate(names)]
+    return [f"{n}^" if i in at else n for i, n in enumerate(names)]
 
 
 def _masked_dims(call: Call) -> tuple[Dims, Dims, Dims] | None:
@@ -101,9 +119,8 @@ def _index_put(call: Call) -> str:
     used = [t for t in indices if t is not None]
     accumulate = bool(call.get(3, "accumulate", False))
     target = broadcast_shape([t.shape for t in used])
-    names = letters(x.ndim)
-    common = marked(letters(len(target), avoid=names), "+" if accumulate else "^")
-    dims = [f"{n}^" if i < len(indices) and indices[i] is not None else n for i, n in enumerate(names)]
+    dims = _pointed_dims(x, indices, "v")
+    common = marked(letters(len(target), avoid=(*letters(x.ndim, avoid="v"), "v")), "+" if accumulate else "^")
     written = _placed(dims, indices, common)
     sizes = _placed([str(s) for s in x.shape], indices, [str(s) for s in target])
     value_dims = aligned(values.shape, [int(s) for s in sizes], written)
@@ -144,16 +161,16 @@ def _gather(call: Call) -> str:
     if x.ndim != indices.ndim:  # a scalar is a vector of one
         return all_frozen(call)
     dim = whole(call.get(1, "dim"), x.ndim)
-    source, taken = _paired(x, indices, dim, "")
+    source, taken = _paired(x, indices, dim, "v^" if x.dtype == "bool" else "v+", "")
     return annotate([source, taken], [taken])
 
 
-def _paired(x: TensorArgument, indices: TensorArgument, dim: int, mark: str) -> tuple[Dims, Dims]:
-    """Dims of x and of indices into its `dim` (with `mark`); other dims are shared where sizes agree."""
+def _paired(x: TensorArgument, indices: TensorArgument, dim: int, pointed: str, mark: str) -> tuple[Dims, Dims]:
+    """Dims of x (`pointed` for its `dim`) and of indices (with `mark`); other dims are shared where sizes agree."""
     source, taken = [], []
-    for i, n in enumerate(letters(x.ndim)):
+    for i, n in enumerate(letters(x.ndim, avoid="v")):
         if i == dim:
-            source.append(f"{n}^")
+            source.append(pointed)
             taken.append(f"{n}i{mark}")
         elif x.shape[i] == indices.shape[i]:
             source.append(n)
@@ -165,8 +182,21 @@ def _paired(x: TensorArgument, indices: TensorArgument, dim: int, mark: str) -> 
 
 
 def _scatter(call: Call) -> str:
-    """`scatter(x, dim, index, src)` replaces entries; only dims beside `dim` where all sizes agree are free."""
+    """`scatter(x, dim, index, src)` replaces entries: those of the index are frozen."""
     return _scattered(call, "^", additive=False)
+
+
+def _scatter_reduce(call: Call) -> str:
+    """A sum that the old values take part in is `scatter_add`."""
+    return _scatter_add(call) if _adds(call) else _scatter(call)
+
+
+def _adds(call: Call) -> bool:
+    return call.get(4, "reduce") in ("sum", "add") and bool(call.kwargs.get("include_self", True))
+
+
+def _reduce_linear(call: Call) -> LinearSets:
+    return linear_in({0, 2})(call) if _adds(call) else ()
 
 
 def _scatter_add(call: Call) -> str:
@@ -178,25 +208,31 @@ def _scattered(call: Call, mark: str, additive: bool) -> str:
     x, indices, src = tensor(call, 0, "self"), tensor(call, 2, "index"), call.get(3, "src")
     if x.ndim != indices.ndim or not x.ndim:
         return all_frozen(call)
-    dims, taken = _paired(x, indices, whole(call.get(1, "dim"), x.ndim), mark)
+    dims, taken = _paired(x, indices, whole(call.get(1, "dim"), x.ndim), "v", mark)
     if not isinstance(src, TensorArgument):
         return annotate([dims, taken], [dims])
     if src.shape != indices.shape:  # a part of src is read
-        every = [f"{n.rstrip('^+')}^" for n in dims]
+        dims = [n if n == "v" else f"{n.rstrip('^')}^" for n in dims]
         reads = [[f"{n.rstrip('^+')}{side}^" for n in taken] for side in ("x", "y")]
-        return annotate([every, *reads], [every])
+        return annotate([dims, *reads], [dims])
     return annotate([operand(dims, additive), taken, taken], [dims])
+
+
+def _named(x: TensorArgument, dim: int, pointed: str, index: str) -> tuple[Dims, Dims]:
+    """Dims of x, and of what is read from it or written to it along `dim`."""
+    names = letters(x.ndim, avoid="v")
+    at = whole(dim, x.ndim)
+    source = [pointed if i == at else n for i, n in enumerate(names)]
+    return source, [f"{n}i{index}" if i == at else n for i, n in enumerate(names)]
 
 
 def _index_select(call: Call) -> str:
     x, indices = tensor(call, 0, "self"), tensor(call, 2, "index")
     if x.ndim == 0 or indices.ndim != 1:
         return all_frozen(call)
-    names = letters(x.ndim)
-    dim = whole(call.get(1, "dim"), x.ndim)
-    source = [f"{n}^" if i == dim else n for i, n in enumerate(names)]
-    taken = [f"{n}i" if i == dim else n for i, n in enumerate(names)]
-    return annotate([source, [taken[dim]]], [taken])
+    dim = call.get(1, "dim")
+    source, taken = _named(x, dim, "v^" if x.dtype == "bool" else "v+", "")
+    return annotate([source, [taken[whole(dim, x.ndim)]]], [taken])
 
 
 def _index_add(call: Call) -> str:
@@ -204,11 +240,9 @@ def _index_add(call: Call) -> str:
     x, indices = tensor(call, 0, "self"), tensor(call, 2, "index")
     if x.ndim == 0 or indices.ndim != 1:
         return all_frozen(call)
-    names = letters(x.ndim)
-    dim = whole(call.get(1, "dim"), x.ndim)
-    target = [f"{n}^" if i == dim else n for i, n in enumerate(names)]
-    added = [f"{n}i+" if i == dim else n for i, n in enumerate(names)]
-    return annotate([operand(target, additive=True), [added[dim]], added], [target])
+    dim = call.get(1, "dim")
+    target, added = _named(x, dim, "v", "+")
+    return annotate([operand(target, additive=True), [added[whole(dim, x.ndim)]], added], [target])
 
 
 def _index_written(call: Call) -> str:
@@ -216,12 +250,43 @@ def _index_written(call: Call) -> str:
     x, indices, value = tensor(call, 0, "self"), tensor(call, 2, "index"), call.args[3]
     if x.ndim == 0 or indices.ndim != 1:
         return all_frozen(call)
-    dim = whole(call.get(1, "dim"), x.ndim)
-    names = letters(x.ndim)
-    target = [f"{n}^" if i == dim else n for i, n in enumerate(names)]
-    source = [f"{n}i^" if i == dim else n for i, n in enumerate(names)]
+    dim = call.get(1, "dim")
+    target, source = _named(x, dim, "v", "^")
     given = [source if value.ndim else []] if isinstance(value, TensorArgument) else []
-    return annotate([target, [source[dim]], *given], [target])
+    return annotate([target, [source[whole(dim, x.ndim)]], *given], [target])
+
+
+def _take_along_dim(call: Call) -> str:
+    """`take_along_dim(x, indices, dim)`: gather whose other dims broadcast; without a dim, of flat tensors."""
+    x, indices, dim = tensor(call, 0, "self"), tensor(call, 1, "indices"), call.get(2, "dim")
+    if dim is None:
+        names = letters(x.ndim + indices.ndim)
+        i = names[x.ndim :]
+        return annotate([marked(names[: x.ndim], "^"), i], [[f"({' '.join(i)})" if len(i) > 1 else i[0] if i else "1"]])
+    at = whole(dim, x.ndim)
+    target = [max(a, b) if i != at else b for i, (a, b) in enumerate(zip(x.shape, indices.shape, strict=True))]
+    names = letters(x.ndim, avoid="v")
+    source = ["v^" if i == at else n if x.shape[i] == target[i] else "1" for i, n in enumerate(names)]
+    return annotate([source, aligned(indices.shape, target, names)], [names])
+
+
+def _take(call: Call) -> str:
+    """`take(x, index)`: of the flattened tensor."""
+    x, indices = tensor(call, 0, "self"), tensor(call, 1, "index")
+    names = letters(x.ndim + indices.ndim)
+    return annotate([marked(names[: x.ndim], "^"), names[x.ndim :]], [names[x.ndim :]])
+
+
+def _masked_scatter(call: Call) -> str:
+    """`masked_scatter(x, mask, source)`: entries where the mask is true take those of source in their order. A block of
+    the first dim takes them from where the block before it ends; the mask is read whole."""
+    x, mask, source = call.tensors()
+    if x.ndim < 2 or mask.shape != x.shape:
+        return all_frozen(call)
+    rest = letters(x.ndim - 1, avoid="v")
+    names = marked(rest, "^")
+    taken = [f"n{i}^" for i in range(source.ndim)]
+    return annotate([["v", *names], ["w^", *names], taken], [["v", *names]])
 
 
 def _buckets(call: Call) -> str:
@@ -229,19 +294,35 @@ def _buckets(call: Call) -> str:
     return "* -> *" if len(call.tensors()) == 1 else "*, n^ -> *"
 
 
+def _spec(
+    name: str, annotation: AnnotationFunction, hook: Hook, linear: LinearFunction | LinearSets = ()
+) -> OperatorSpec:
+    return OperatorSpec(f"aten.{name}", annotation, linear=linear, contiguous=_POINTED, localize=hook)
+
+
+_POINTED = frozenset({"v"})
+_ADDED = linear_in({0, 2})
+
 SPECS: tuple[OperatorSpec, ...] = (
-    OperatorSpec("aten.index.Tensor", _index, linear=_FIRST),
-    OperatorSpec("aten.index_put.default", _index_put, linear=_put_linear),
-    OperatorSpec("aten.gather.default", _gather, linear=_FIRST),
-    OperatorSpec("aten.index_select.default", _index_select, linear=_FIRST),
-    OperatorSpec("aten.index_add.default", _index_add, linear=linear_in({0, 2})),
-    OperatorSpec("aten.index_copy.default", _index_written, linear=linear_in({0, 2})),
-    OperatorSpec("aten.index_fill.int_Scalar", _index_written),
-    OperatorSpec("aten.index_fill.int_Tensor", _index_written, linear=linear_in({0, 2})),
-    OperatorSpec("aten.masked_scatter.default", all_frozen, linear=linear_in({0, 2})),
-    OperatorSpec("aten.scatter.src", _scatter, linear=linear_in({0, 2})),
-    OperatorSpec("aten.scatter.value", _scatter),
-    OperatorSpec("aten.scatter_reduce.two", _scatter),
-    OperatorSpec("aten.scatter_add.default", _scatter_add, linear=linear_in({0, 2})),
+    _spec("index.Tensor", _index, localize_index, _FIRST),
+    _spec("index_put.default", _index_put, localize_index_put, _put_linear),
+    _spec("gather.default", _gather, localize_gather, _FIRST),
+    _spec("index_select.default", _index_select, localize_gather, _FIRST),
+    _spec("index_add.default", _index_add, localize_write, _ADDED),
+    _spec("index_copy.default", _index_written, localize_write, _ADDED),
+    _spec("index_fill.int_Scalar", _index_written, localize_write),
+    _spec("index_fill.int_Tensor", _index_written, localize_write, _ADDED),
+    _spec("masked_scatter.default", _masked_scatter, localize_masked_scatter, _ADDED),
+    _spec("scatter.src", _scatter, localize_write, _ADDED),
+    _spec("scatter.value", _scatter, localize_write),
+    _spec("scatter.reduce", _scatter_reduce, localize_write, _reduce_linear),
+    _spec("scatter.value_reduce", _scatter, localize_write),
+    _spec("scatter_reduce.two", _scatter_reduce, localize_write, _reduce_linear),
+    _spec("index_reduce.default", _index_written, localize_write),
+    _spec("scatter_add.default", _scatter_add, localize_write, _ADDED),
+    OperatorSpec("aten.take_along_dim.default", _take_along_dim, linear=_FIRST),
+    OperatorSpec("aten.take.default", _take, linear=_FIRST),
+    OperatorSpec("aten.masked_select.default", all_frozen, linear=_FIRST),  # how many there are depends on values
+    OperatorSpec("aten.nonzero.default", all_frozen),
     OperatorSpec("aten.bucketize.Tensor", _buckets),
 )

@@ -106,11 +106,6 @@ def _einsum(call: Call) -> str:
     return annotate(inputs, [output])
 
 
-def _grouped_flops(sizes: Mapping[str, int]) -> int:
-    """Every row meets the matrix of one group."""
-    return product_flops({name: size for name, size in sizes.items() if name != "g"})
-
-
 def _multilinear(call: Call) -> LinearSets:
     return tuple(frozenset({t.index}) for t in call.tensors())
 
@@ -125,10 +120,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.outer.default", "m, n -> m n", linear=_EITHER, flops=product_flops),
     OperatorSpec("aten.addmm.default", _addmm, linear=_EITHER_AND_FIRST, flops=product_flops),
     OperatorSpec("aten.baddbmm.default", _baddbmm, linear=_EITHER_AND_FIRST, flops=product_flops),
-    *(
-        # rows are sorted by group, and the last operand says where each group ends
-        OperatorSpec(name, "m^ k+, g^ k+ n, g^ -> m^ n", linear=_EITHER, flops=_grouped_flops)
-        for name in ("transformers.grouped_mm_fallback.default", "nnscaler.grouped_mm")
-    ),
     OperatorSpec("aten.einsum.default", _einsum, linear=_multilinear, flops=product_flops),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from op_registry.call import DType
-from op_registry.samples.sample import B, C, F, I, S, Sample, Tensor
+from op_registry.samples.sample import B, C, F, I, S, Sample
 
 _PRODUCTS: tuple[Sample, ...] = (
     S("linear", F(6, 12, 18), F(24, 18), splits="*0 *1 k n"),
@@ -33,9 +33,6 @@ _PRODUCTS: tuple[Sample, ...] = (
     S("addmm", F(24), F(12, 18), F(18, 24), alpha=-1, splits="k m n"),
     S("baddbmm", F(8, 6, 18), F(8, 6, 12), F(8, 12, 18), splits="b k m n"),
     S("baddbmm", F(1, 18), F(12, 6, 24), F(12, 24, 18), beta=0.5, alpha=2, splits="b k m n"),
-    S("transformers.grouped_mm_fallback.default", F(12, 18), F(4, 18, 24), Tensor((4,), "offsets", 12), splits="k n"),
-    S("nnscaler.grouped_mm", F(12, 18), F(4, 18, 24), Tensor((4,), "offsets", 12), splits="k n"),
-    S("nnscaler.grouped_mm", F(18, 24), F(5, 24, 12), Tensor((5,), "offsets", 18), splits="k n"),
     S("einsum", "bik,bkj->bij", [F(8, 6, 12), F(8, 12, 18)], splits="b i j k"),
     S("einsum", "ij,jk", [F(6, 12), F(12, 18)], splits="i j k"),
     S("einsum", "...ij, j d -> ...di", [F(6, 8, 4, 12), F(12, 18)], splits="e0 e1 d i j"),
@@ -133,10 +130,10 @@ _QKV = (F(2, 6, 12, 4), F(2, 6, 18, 4), F(2, 6, 18, 8))
 
 _ATTENTION: tuple[Sample, ...] = (
     S(_SDPA, F(6, 12, 18, 4), F(6, 12, 24, 4), F(6, 12, 24, 30), splits="a b l v"),
-    S(_SDPA, F(12, 24, 6, 4), F(12, 24, 6, 4), F(12, 24, 6, 4), None, 0.0, True, splits="a b v"),
+    S(_SDPA, F(12, 24, 6, 4), F(12, 24, 6, 4), F(12, 24, 6, 4), None, 0.0, True, splits="a b q v"),
     S(_SDPA, *_QKV, splits="a b l v"),
-    S(_SDPA, *_QKV, None, 0.0, True, splits="a b v"),
-    S(_SDPA, F(4, 6, 12, 3), F(4, 6, 12, 3), F(4, 6, 12, 24), is_causal=True, scale=0.7, splits="a b v"),
+    S(_SDPA, *_QKV, None, 0.0, True, splits="a b q v"),
+    S(_SDPA, F(4, 6, 12, 3), F(4, 6, 12, 3), F(4, 6, 12, 24), is_causal=True, scale=0.7, splits="a b q v"),
     S(_SDPA, *_QKV, B(12, 18), splits="a b l v"),
     S(_SDPA, *_QKV, F(2, 1, 12, 18), splits="a b l v"),
     S(_SDPA, *_QKV, F(1, 6, 12, 18), scale=1.0, splits="a b l v"),
@@ -147,7 +144,7 @@ _ATTENTION: tuple[Sample, ...] = (
     S(_SDPA, F(18, 4), F(24, 4), F(24, 30), splits="l v"),
     S(_SDPA, F(4, 6, 12, 3), F(1, 6, 18, 3), F(1, 6, 18, 8), splits="a b l v"),
     S(_SDPA, F(18, 24, 6, 4), F(18, 6, 12, 4), F(18, 6, 12, 30), enable_gqa=True, splits="a g h l v"),
-    S(_SDPA, F(4, 24, 6, 3), F(4, 12, 9, 3), F(4, 12, 9, 8), None, 0.0, True, enable_gqa=True, splits="a g h v"),
+    S(_SDPA, F(4, 24, 6, 3), F(4, 12, 9, 3), F(4, 12, 9, 8), None, 0.0, True, enable_gqa=True, splits="a g h q v"),
     S(_SDPA, F(4, 24, 6, 3), F(4, 6, 12, 3), F(4, 6, 12, 8), F(1, 24, 6, 12), enable_gqa=True, splits="a g h l v"),
     S(_SDPA, F(4, 24, 6, 3), F(4, 6, 12, 3), F(4, 6, 12, 8), F(4, 1, 6, 12), enable_gqa=True, splits="a g h l v"),
     S(_SDPA, F(4, 6, 12, 3), F(4, 6, 18, 3), F(4, 6, 18, 8), enable_gqa=True, splits="a b l v"),

@@ -37,6 +37,7 @@ _LINEAR_ANYWAY = """
     _to_copy type_as view_as reshape_as expand_as mean mean.dim layer_norm rms_norm group_norm batch_norm embedding
     scatter.value new_zeros new_ones new_full new_empty ones_like full_like fill.Scalar fill.Tensor cross_entropy_loss
     nll_loss_nd dropout feature_dropout alpha_dropout feature_alpha_dropout _weight_norm scatter_reduce.two
+    index_reduce
 """.split()
 
 
