@@ -1,5 +1,6 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
+from nnscaler.runtime.ops_bag import embedding_bag
 from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, mean_of, mean_over
 from nnscaler.runtime.ops_random import (
     alpha_dropout,
@@ -20,6 +21,7 @@ __all__ = [
     "ce_sumexp",
     "ce_tail",
     "dropout",
+    "embedding_bag",
     "embedding_block",
     "feature_alpha_dropout",
     "feature_dropout",

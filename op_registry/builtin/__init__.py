@@ -7,6 +7,7 @@ Importing this package needs no torch.
 from op_registry.builtin import (
     arrange,
     attention,
+    bags,
     casts,
     convolution,
     elementwise,
@@ -27,6 +28,7 @@ from op_registry.spec import OperatorSpec
 SPECS: tuple[OperatorSpec, ...] = (
     *arrange.SPECS,
     *attention.SPECS,
+    *bags.SPECS,
     *casts.SPECS,
     *convolution.SPECS,
     *elementwise.SPECS,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Tensor:
     """A random tensor of a kind: `normal`, `positive` (0.5 .. 1.5), `above` (1.5 .. 2.5), `unit` (0.1 .. 0.9),
     `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
-    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), or
+    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), `starts` (rising
+    integers from 0), or
     `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
 
     shape: tuple[int, ...]
@@ -46,8 +47,9 @@ class Tensor:
             order = [self.shape[0], *self.shape[2:], self.high] if len(self.shape) > 1 else [self.high]
             found = torch.rand(order, generator=generator).argsort(-1)
             return found.movedim(-1, 1)[:, : self.shape[1]] if len(self.shape) > 1 else found[: self.shape[0]]
-        if self.kind == "offsets":
-            return torch.arange(1, self.shape[0] + 1) * self.high // self.shape[0]
+        if self.kind in ("offsets", "starts"):
+            first = 1 if self.kind == "offsets" else 0
+            return torch.arange(first, self.shape[0] + first) * self.high // self.shape[0]
         dtype = torch.complex128 if self.kind == "complex" else torch.float64
         values = torch.randn(self.shape, generator=generator, dtype=dtype)
         uniform = {"positive": (0.5, 1.5), "constant": (0.5, 1.5), "above": (1.5, 2.5), "unit": (0.1, 0.9)}.get(

@@ -5,6 +5,7 @@ from nnscaler.tracing.passes.attention_dropout import lower_attention_dropout
 from nnscaler.tracing.passes.batch_norm import lower_batch_norm
 from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
 from nnscaler.tracing.passes.dead_code import remove_dead_code
+from nnscaler.tracing.passes.embedding_bags import regular_bags
 from nnscaler.tracing.passes.identities import drop_identities
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.needs_grad import mark_needs_grad
@@ -25,6 +26,7 @@ def run_passes(raw: RawGraph) -> Graph:
     graph = lower_random_draws(graph)
     graph = lower_cross_entropy(graph)
     graph = lower_attention_dropout(graph)
+    graph = regular_bags(graph)
     graph = tile_slices(graph)
     return mark_needs_grad(remove_dead_code(graph))
 
