@@ -1,6 +1,7 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
 from nnscaler.runtime.ops_bag import embedding_bag
+from nnscaler.runtime.ops_batch_norm import batch_mean, batch_normalise, batch_variance, running_statistic
 from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, mean_of, mean_over
 from nnscaler.runtime.ops_random import (
     alpha_dropout,
@@ -10,11 +11,13 @@ from nnscaler.runtime.ops_random import (
     random_normal,
     random_uniform,
 )
-from nnscaler.runtime.ops_tensor import batch_norm, embedding_block, grouped_mm
+from nnscaler.runtime.ops_tensor import embedding_block, grouped_mm
 
 __all__ = [
     "alpha_dropout",
-    "batch_norm",
+    "batch_mean",
+    "batch_normalise",
+    "batch_variance",
     "ce_count",
     "ce_max",
     "ce_pick",
@@ -30,4 +33,5 @@ __all__ = [
     "mean_over",
     "random_normal",
     "random_uniform",
+    "running_statistic",
 ]

@@ -1,5 +1,5 @@
-"""Operators on one shard of a larger tensor: vocabulary-parallel embedding, batch norm with explicit statistics, and a
-product by groups that knows every dtype and stride."""
+"""Operators on one shard of a larger tensor: vocabulary-parallel embedding, and a product by groups that knows every
+dtype and stride."""
 
 from __future__ import annotations
 
@@ -21,22 +21,6 @@ def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: in
     inside = padding_idx >= 0 and 0 <= padding < weight.shape[0]  # -1 is torch's "none" as well
     rows = torch.ops.aten.embedding.default(weight, torch.where(here, local, 0), padding if inside else -1)
     return torch.where(here.unsqueeze(-1), rows, 0.0)
-
-
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Batch norm of training: (y, running mean, running variance) with the statistics as values, nothing in place."""
-    mean = None if running_mean is None else running_mean.detach().clone()
-    variance = None if running_var is None else running_var.detach().clone()
-    y = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
-    return y, mean, variance
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

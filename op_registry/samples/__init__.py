@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from op_registry.samples import bags, dims, math, pointwise, tables, windows
+from op_registry.samples import bags, batch_norm, dims, math, pointwise, tables, windows
 from op_registry.samples.sample import Sample, replace_tensors
 
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
 
 SAMPLES: tuple[Sample, ...] = (
     *bags.SAMPLES,
+    *batch_norm.SAMPLES,
     *pointwise.SAMPLES,
     *dims.SAMPLES,
     *math.SAMPLES,

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Tensor:
     """A random tensor of a kind: `normal`, `positive` (0.5 .. 1.5), `above` (1.5 .. 2.5), `unit` (0.1 .. 0.9),
     `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
-    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), `starts` (rising
-    integers from 0), or
-    `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
+    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high),
+    `starts` (rising integers from 0), or `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the
+    label that is ignored)."""
 
     shape: tuple[int, ...]
     kind: str = "normal"

@@ -128,13 +128,13 @@ def evoformer(tmp_path_factory: pytest.TempPathFactory) -> Original:
     module, folder = load_example("evoformer"), tmp_path_factory.mktemp("evoformer")
     program = nnscaler.parallelize(module.build_small(), module.sample_inputs(), ranks=2, plan="tp=2")
     original = Original(module.build_small, module.sample_inputs(), 2, program.save(folder))
-    assert not original.read(original.folder).findings
+    assert original.read(original.folder).proved
     return original
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=names(BUGS))
 def test_a_bug_in_a_triangle_update_is_read(evoformer: Original, bug: Bug, tmp_path: Path) -> None:
-    assert evoformer.read(evoformer.broken(tmp_path, bug.edits)).findings
+    assert not evoformer.read(evoformer.broken(tmp_path, bug.edits)).proved
 
 
 @pytest.mark.long
