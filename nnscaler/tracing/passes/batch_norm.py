@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from nnscaler.errors import NnscalerError
@@ -46,24 +45,34 @@ def _emit(operation: Operation, builder: Builder, storages: dict[str, int]) -> N
     x, weight, bias, old_mean, old_variance, _training, momentum, eps, *_ = builder.references(operation)[0]
     given = builder.tensor(x.name)
     output = builder.source.tensors[operation.outputs[0] or ""]
-    count = prod(given.shape) // given.shape[1]
+    channels = given.shape[1:2]
     wide = "float32" if given.dtype in ("float16", "bfloat16") else given.dtype
+    off = Region(False, operation.region.autocast)
 
-    def emit(part: str, operator: str, args: tuple[Any, ...], dtype: str, region: Region | None = None) -> Ref:
-        made = LogicalTensor(builder.fresh(f"{output.name}_{part}"), given.shape[1:2], dtype)
+    def emit(
+        part: str,
+        operator: str,
+        args: tuple[Any, ...],
+        shape: tuple[int, ...],
+        dtype: str,
+        region: Region | None = None,
+    ) -> Ref:
+        made = LogicalTensor(builder.fresh(f"{output.name}_{part}"), shape, dtype)
         storages[made.name] = -len(storages) - 1  # memory of its own
         builder.emit(operator, args, outputs=(made,), like=operation, region=region)
         return Ref(made.name)
 
-    mean = emit("batch_mean", "nnscaler.batch_mean", (x, count), wide)
-    variance = emit("batch_var", "nnscaler.batch_variance", (x, mean, count), wide)
+    mean = emit("batch_mean", "nnscaler.batch_mean", (x,), channels, wide)
+    variance = emit("batch_var", "nnscaler.batch_variance", (x, mean), (2, *channels), wide)
     args = (x, mean, variance, weight, bias, eps)
     builder.emit("nnscaler.batch_normalise", args, outputs=(output,), like=operation, name=operation.name)
-    unbiased = count / max(count - 1, 1)
-    off = Region(False, operation.region.autocast)
-    for part, old, now, factor in (("mean", old_mean, mean, 1.0), ("var", old_variance, variance, unbiased)):
-        if old is not None:
-            emit(part, RUNNING_STATISTIC, (old, now, momentum, factor), builder.tensor(old.name).dtype, off)
+    if old_mean is not None:
+        dtype = builder.tensor(old_mean.name).dtype
+        emit("mean", RUNNING_STATISTIC, (old_mean, mean, momentum), channels, dtype, off)
+    if old_variance is not None:
+        dtype = builder.tensor(old_variance.name).dtype
+        unbiased = emit("unbiased", "aten.select.int", (variance, 0, 1), channels, wide, off)
+        emit("var", RUNNING_STATISTIC, (old_variance, unbiased, momentum), channels, dtype, off)
 
 
 def statistic_written(operation: Operation) -> tuple[str, str]:
