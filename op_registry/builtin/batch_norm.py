@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import prod
 
 from op_registry.builtin._dims import annotate, linear_in, tensor
-from op_registry.call import Call
-from op_registry.spec import OperatorSpec, Shards
+from op_registry.call import Call, TensorArgument
+from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 
 def _mean(call: Call) -> str:
@@ -24,6 +24,16 @@ def _normalise(call: Call) -> str:
     """`batch_normalise(x, mean, variance, weight, bias, eps)`: nothing is summed."""
     dims = ["b", "c", *_places(call)]
     return annotate([dims, ["c"], ["2", "c"], *[["c"]] * (len(call.tensors()) - 3)], [dims])
+
+
+def _normalise_linear(call: Call) -> LinearSets:
+    """In what is shifted and its bias together, and in weight and bias."""
+    weight, bias = (call.get(3, "weight"), call.get(4, "bias"))
+    last = {bias.index} if isinstance(bias, TensorArgument) else set()
+    sets = [frozenset({0, 1} | last)]
+    if isinstance(weight, TensorArgument):
+        sets.append(frozenset({weight.index} | last))
+    return tuple(sets)
 
 
 def _places(call: Call, mark: str = "") -> list[str]:
@@ -45,6 +55,6 @@ def _with_count(position: int) -> Callable[[Call, Shards], Call]:
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("nnscaler.batch_mean", _mean, linear=linear_in({0}), localize=_with_count(1)),
     OperatorSpec("nnscaler.batch_variance", _variance, localize=_with_count(2)),
-    OperatorSpec("nnscaler.batch_normalise", _normalise),
+    OperatorSpec("nnscaler.batch_normalise", _normalise, linear=_normalise_linear),
     OperatorSpec("nnscaler.running_statistic", "c, c -> c"),
 )
