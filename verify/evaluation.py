@@ -65,7 +65,7 @@ def _same_in_both_modes(prepared: Prepared, loss: Tensor) -> bool:
 
 
 def _differs(operator: str) -> bool:
-    return "dropout" in operator or operator == "nnscaler.batch_norm"
+    return "dropout" in operator or operator == "nnscaler.batch_mean"
 
 
 def _compile(request: PlanRequest, prepared: Prepared, folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
+from nnscaler.runtime.ops_batch_norm import batch_mean, batch_normalise, batch_variance, running_statistic
 from nnscaler.runtime.ops_index import (
     embedding_bag,
     gather_block,
@@ -18,13 +19,15 @@ from nnscaler.runtime.ops_random import (
     random_normal,
     random_uniform,
 )
-from nnscaler.runtime.ops_tensor import batch_norm, causal_rows, embedding_block, grouped_mm, recurrent_cell
+from nnscaler.runtime.ops_tensor import causal_rows, embedding_block, grouped_mm, recurrent_cell
 from nnscaler.runtime.ops_window import avg_pool_window, conv_transpose_window, conv_window, max_pool_window
 
 __all__ = [
     "alpha_dropout",
     "avg_pool_window",
-    "batch_norm",
+    "batch_mean",
+    "batch_normalise",
+    "batch_variance",
     "causal_rows",
     "ce_count",
     "ce_max",
@@ -50,5 +53,6 @@ __all__ = [
     "random_normal",
     "random_uniform",
     "recurrent_cell",
+    "running_statistic",
     "write_block",
 ]

@@ -23,22 +23,6 @@ def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: in
     return torch.where(here.unsqueeze(-1), rows, 0.0)
 
 
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Batch norm of training: (y, running mean, running variance) with the statistics as values, nothing in place."""
-    mean = None if running_mean is None else running_mean.detach().clone()
-    variance = None if running_var is None else running_var.detach().clone()
-    y = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
-    return y, mean, variance
-
-
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor, first_row: int = 0, first_group: int = 0) -> Tensor:
     """[m, k], [g, k, n], [e] -> [m, n]: rows of `a` by the matrix of their group. Group i of e ends before row ends[i].
 

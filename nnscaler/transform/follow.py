@@ -139,7 +139,7 @@ def _cost(
             total += 1.0 + tensor.elements  # computed once per step, on all micro-batches
         else:
             return inf
-    if isinstance(choice, RunInvariant | RunReplicated) and any(isinstance(states[n], Sharded) for n in op.inputs):
+    if not isinstance(choice, Split) and any(isinstance(states[n], Sharded) for n in op.inputs):
         # the whole operation is run by every rank although its inputs are sharded
         total += sum(graph.tensors[n].elements for n in op.outputs if n is not None)
     return total

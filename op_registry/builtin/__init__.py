@@ -7,6 +7,7 @@ Importing this package needs no torch.
 from op_registry.builtin import (
     arrange,
     attention,
+    batch_norm,
     casts,
     convolution,
     elementwise,
@@ -31,6 +32,7 @@ from op_registry.spec import OperatorSpec
 SPECS: tuple[OperatorSpec, ...] = (
     *arrange.SPECS,
     *attention.SPECS,
+    *batch_norm.SPECS,
     *casts.SPECS,
     *convolution.SPECS,
     *elementwise.SPECS,

@@ -34,13 +34,6 @@ def _localize_group_norm(call: Call, shards: Shards) -> Call:
     return call.replace(1, "num_groups", call.get(1, "num_groups") // parts(shards, "g"))
 
 
-def _batch_norm_training(call: Call) -> str:
-    """`nnscaler.batch_norm`: statistics of the whole batch, so only channels are free; y, new mean, new var."""
-    x = tensor(call, 0, "x")
-    dims = ["b^", "c", *(f"s{i}^" for i in range(x.ndim - 2))]
-    return annotate([dims, *["c"] * (len(call.tensors()) - 1)], [dims, "c", "c"])
-
-
 def _batch_norm(call: Call) -> str:
     """`aten.batch_norm`: with stored statistics (`training` false) every dim is free."""
     x = tensor(call, 0, "input")
@@ -63,5 +56,4 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
     OperatorSpec("aten._weight_norm.default", _weight_norm),
-    OperatorSpec("nnscaler.batch_norm", _batch_norm_training),
 )

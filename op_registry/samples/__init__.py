@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from op_registry.samples import dims, images, math, pointwise, recurrent, tables, windows
+from op_registry.samples import batch_norm, dims, images, math, pointwise, recurrent, tables, windows
 from op_registry.samples.sample import Sample, replace_tensors
 
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
@@ -17,6 +17,7 @@ SAMPLES: tuple[Sample, ...] = (
     *windows.SAMPLES,
     *images.SAMPLES,
     *recurrent.SAMPLES,
+    *batch_norm.SAMPLES,
 )
 
 

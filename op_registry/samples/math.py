@@ -118,8 +118,6 @@ _NORMS: tuple[Sample, ...] = (
     S("group_norm", F(18, 24), 12, splits="b g"),
     S("group_norm", F(12, 24, 5), 6, F(24), F(24), 0.3, False, splits="b g"),
     S("group_norm", F(12, 24, 5), 24, eps=0.3, splits="b g"),
-    S("nnscaler.batch_norm", F(18, 6, 5), F(6), F(6), C(6), C(6), 0.1, 1e-5, splits="c"),
-    S("nnscaler.batch_norm", F(18, 6), None, None, C(6), C(6), 0.1, 1e-5, splits="c"),
     S("batch_norm", F(18, 6, 12), F(6), F(6), C(6), C(6), False, 0.1, 1e-5, False, splits="b c s0"),
     S("batch_norm", F(18, 6), None, None, C(6), C(6), False, 0.1, 1e-5, False, splits="b c"),
     S("batch_norm", F(18, 6, 5), F(6), F(6), None, None, True, 0.1, 1e-5, False, splits="c"),

@@ -49,7 +49,7 @@ def looked_up(tmp_path_factory: pytest.TempPathFactory) -> Original:
 
 @pytest.fixture(scope="session")
 def normed(tmp_path_factory: pytest.TempPathFactory) -> Original:
-    """The model with batch norm, dp=2: the batch is gathered for it."""
+    """The model with batch norm, dp=2: the batch is split, and its statistics are sums over dp."""
     return compile_original(tmp_path_factory.mktemp("normed"), models.normed, models.images(), 2, "dp=2")
 
 

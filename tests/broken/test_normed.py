@@ -6,38 +6,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.broken.planting import Bug, Original, assert_caught, names
+from tests.broken.planting import Bug, Edit, Original, assert_caught, names
 
 VALUE, GRADIENT = "tensor_differs", "tensor_gradient_differs"
 MEAN = '"new norm_running_mean": batch_norm_mean'
 
+VARIANCE = "comm.all_reduce_replicated(batch_norm_batch_var, self.dp)"
+
 BUGS = [
     Bug(
-        "batch-norm gradient not reduced",
-        "comm.shard(cross_entropy_loss_sumexp,",
-        "comm.shard_replicated(cross_entropy_loss_sumexp,",
+        "gradient of a statistic not reduced",
+        VARIANCE,
+        "comm.all_reduce(batch_norm_batch_var, self.dp)",
         GRADIENT,
-        "cross_entropy_loss_sumexp",
+        "batch_norm_batch_var",
         "an all_reduce over dp is missing",
         step=1,
     ),
     Bug(
-        "gradient into batch norm summed twice",
-        "comm.all_gather(conv2d, self.dp, dim=0)",
-        "comm.all_gather_replicated(conv2d, self.dp, dim=0)",
+        "gradient of a statistic summed twice",
+        VARIANCE,
+        f"comm.replicate({VARIANCE}, self.dp)",
         GRADIENT,
-        "conv2d",
+        "batch_norm_batch_var",
         "2 times the model's",
         step=1,
     ),
     Bug(
         "statistics of the rank's own samples",
-        "ops.batch_norm(conv2d_v1,",
-        "ops.batch_norm(conv2d_v1.chunk(2)[self.dp.index].repeat(2, 1, 1, 1),",
+        "comm.all_reduce_replicated(batch_norm_batch_mean, self.dp)",
+        "(batch_norm_batch_mean * self.dp.size)",
         VALUE,
-        "batch_norm",
+        "batch_norm_batch_mean_v1",
     ),
-    Bug("other momentum", "0.1, 1e-05)", "0.01, 1e-05)", VALUE, "batch_norm_mean", step=None),
+    Bug(
+        "other momentum",
+        "batch_norm_batch_mean_v2, 0.1)",
+        "batch_norm_batch_mean_v2, 0.01)",
+        VALUE,
+        "batch_norm_mean",
+        step=None,
+    ),
     Bug(
         "statistics not stored",
         '"new norm_running_mean": "norm_running_mean", ',
@@ -68,8 +77,9 @@ def test_bug_is_caught(normed: Original, bug: Bug, tmp_path: Path) -> None:
 
 
 def test_parameters_of_batch_norm_are_named(normed: Original, tmp_path: Path) -> None:
-    """What its gradient does to them: they differ, and from one rank to the other."""
-    report = normed.verify(normed.broken(tmp_path, BUGS[0].edits))
+    """Their gradients are sums over the batch as well: left alone they differ, and from one rank to the other."""
+    edit = Edit(', reduce=("dp",)', "", line='Parameter("norm.weight"')
+    report = normed.verify(normed.broken(tmp_path, [edit]))
     codes = {(f.code, f.counter_example.get("tensor")) for f in report.findings}
     assert ("gradient_differs", "norm.weight") in codes
     assert ("replicas_differ", "norm.weight") in codes

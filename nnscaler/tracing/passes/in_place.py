@@ -16,7 +16,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.tracing.infer import infer
-from nnscaler.tracing.passes.batch_norm import BATCH_NORM, statistics_written
+from nnscaler.tracing.passes.batch_norm import RUNNING_STATISTIC, statistic_written
 from nnscaler.tracing.passes.functional_forms import functional_form
 from nnscaler.tracing.passes.view_inverse import write_through
 from nnscaler.tracing.raw import RawGraph, written_inputs
@@ -39,8 +39,8 @@ def to_values(raw: RawGraph) -> Graph:
 
 
 def _written_names(operation: Operation) -> list[str]:
-    if operation.operator == BATCH_NORM:
-        return [name for name, _ in statistics_written(operation)]
+    if operation.operator == RUNNING_STATISTIC:
+        return [statistic_written(operation)[0]]
     args, _kwargs = references(operation)
     positions = written_inputs(operation.operator)
     return [r.name for p in positions if p < len(args) for r in iterate_references(args[p])]
@@ -108,7 +108,7 @@ class _Values:
 
     def step(self, operation: Operation) -> None:
         names = _written_names(operation)
-        if names and operation.operator != BATCH_NORM:
+        if names and operation.operator != RUNNING_STATISTIC:
             self._write_in_place(operation, names)
             return
         inputs = tuple(self.value(n) for n in operation.inputs)
@@ -116,9 +116,8 @@ class _Values:
         for index, name in enumerate(operation.outputs):
             if name is not None:
                 self._define(name, operation, index)
-        if operation.operator == BATCH_NORM:
-            for statistic, new in statistics_written(operation):
-                self._assign(statistic, new, operation)
+        if operation.operator == RUNNING_STATISTIC:
+            self._assign(*statistic_written(operation), operation)
 
     def _define(self, name: str, operation: Operation | None, output: int = 0) -> None:
         """Record a tensor: as the root of its memory, or as a view of an input of the operation that made it."""

@@ -18,7 +18,7 @@ _DISCONNECTED = frozenset(
         "one_hot.default bucketize.Tensor searchsorted.Tensor histc.default heaviside.default nextafter.default"
     ).split()
 )
-_STATISTICS = {"nnscaler.batch_norm": (1, 2), "nnscaler.ce_max": (0,), "nnscaler.ce_count": (0,)}
+_STATISTICS = {"nnscaler.running_statistic": (0,), "nnscaler.ce_max": (0,), "nnscaler.ce_count": (0,)}
 
 
 def needing_grad(graph: Graph) -> frozenset[str]:

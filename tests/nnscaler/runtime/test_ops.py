@@ -75,14 +75,57 @@ def test_mean_of(loss: str) -> None:
     torch.testing.assert_close(ops.mean_of(loss, 12, x, y, 2), expected)
 
 
-def test_batch_norm_changes_nothing_in_place() -> None:
-    x, w, b = torch.randn(6, 4), torch.randn(4), torch.randn(4)
-    mean, var = torch.zeros(4), torch.ones(4)
-    y, new_mean, new_var = ops.batch_norm(x, w, b, mean, var, 0.3, 1e-5)
-    assert torch.equal(mean, torch.zeros(4)) and torch.equal(var, torch.ones(4))
-    assert torch.equal(y, F.batch_norm(x, mean, var, w, b, True, 0.3, 1e-5))
-    assert torch.equal(new_mean, mean) and torch.equal(new_var, var)  # torch's call updated these
-    assert ops.batch_norm(x, None, None, None, None, 0.1, 1e-5)[1:] == (None, None)
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 3, 5)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_parts_of_batch_norm_are_batch_norm(shape: tuple[int, ...], affine: bool) -> None:
+    """Over shards of the batch, with the sums taken between the parts; nothing is changed in place."""
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    w, b = (torch.randn(4, dtype=torch.float64, requires_grad=True) if affine else None for _ in range(2))
+    old_mean, old_variance = torch.randn(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    count, shards = x.numel() // 4, x.split((1, 2, 3))
+    mean = torch.stack([ops.batch_mean(s, count) for s in shards]).sum(0)
+    variance = torch.stack([ops.batch_variance(s, mean, count) for s in shards]).sum(0)
+    y = torch.cat([ops.batch_normalise(s, mean, variance, w, b, 1e-5) for s in shards])
+    new_mean = ops.running_statistic(old_mean, mean, 0.3)
+    new_variance = ops.running_statistic(old_variance, variance[1], 0.3)
+    assert not new_mean.requires_grad and not new_variance.requires_grad
+    expected = F.batch_norm(x, old_mean, old_variance, w, b, True, 0.3, 1e-5)  # writes the old ones
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(new_mean, old_mean, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(new_variance, old_variance, rtol=1e-12, atol=1e-13)
+    cotangent, leaves = torch.randn_like(y), [t for t in (x, w, b) if t is not None]
+    for found, wanted in zip(*(torch.autograd.grad(z, leaves, cotangent) for z in (y, expected)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+def test_batch_norm_of_half_precision_takes_its_statistics_in_float32() -> None:
+    x = (torch.randn(64, 3) + 30).bfloat16()
+    mean = ops.batch_mean(x)
+    variance = ops.batch_variance(x, mean)
+    y = ops.batch_normalise(x, mean, variance, None, None, 1e-5)
+    assert (mean.dtype, variance.dtype, y.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+    torch.testing.assert_close(y.float(), F.batch_norm(x.float(), None, None, training=True), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("padding", [-1, 1, 5])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_embedding_bag(blocks: int, padding: int, scaled: bool) -> None:
+    weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 5, 1], [7, 5, 5], [5, 1, 5]])
+    scales = torch.randn(3, 3, dtype=torch.float64, requires_grad=True) if scaled else None
+    whole, rows = blocks == 1, 8 // blocks
+    ignored = None if padding < 0 else padding
+    pieces = [
+        ops.embedding_bag(w, ids, None, scales, 0, False, ignored, None if whole else 8, i * rows)
+        for i, w in enumerate(weight.split(rows))
+    ]
+    found = torch.stack(pieces).sum(0)
+    wanted = F.embedding_bag(ids, weight, mode="sum", per_sample_weights=scales, padding_idx=ignored)
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-15)
+    cotangent, leaves = torch.randn_like(found), [weight, *([] if scales is None else [scales])]
+    for mine, torchs in zip(*(torch.autograd.grad(y, leaves, cotangent) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-13, atol=1e-14)
 
 
 def test_dropout_without_a_stage_is_the_identity() -> None:
