@@ -1,6 +1,6 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
-from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, mean_of, mean_over
+from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, ctc_mean, mean_of, mean_over
 from nnscaler.runtime.ops_random import (
     alpha_dropout,
     dropout,
@@ -19,6 +19,7 @@ __all__ = [
     "ce_pick",
     "ce_sumexp",
     "ce_tail",
+    "ctc_mean",
     "dropout",
     "embedding_block",
     "feature_alpha_dropout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from op_registry.samples import dims, math, pointwise, tables, windows
+from op_registry.samples import algebra, dims, losses, math, pointwise, special, tables, windows
 from op_registry.samples.sample import Sample, replace_tensors
 
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
@@ -15,6 +15,9 @@ SAMPLES: tuple[Sample, ...] = (
     *math.SAMPLES,
     *tables.SAMPLES,
     *windows.SAMPLES,
+    *special.SAMPLES,
+    *algebra.SAMPLES,
+    *losses.SAMPLES,
 )
 
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Tensor:
     """A random tensor of a kind: `normal`, `positive` (0.5 .. 1.5), `above` (1.5 .. 2.5), `unit` (0.1 .. 0.9),
     `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
-    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), or
-    `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
+    (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high),
+    `signs` (1 and -1), or `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is
+    ignored)."""
 
     shape: tuple[int, ...]
     kind: str = "normal"
@@ -40,6 +41,8 @@ class Tensor:
             found[torch.rand(self.shape, generator=generator) < 0.25] = self.low
             found.view(-1)[:3] = torch.tensor([self.low, self.high - 1, 0])
             return found
+        if self.kind == "signs":
+            return torch.randint(0, 2, self.shape, generator=generator) * 2 - 1
         if self.kind == "bool":
             return torch.rand(self.shape, generator=generator) < 0.4
         if self.kind == "distinct":
