@@ -12,7 +12,7 @@ from op_registry.spec import LinearSets, OperatorSpec
 _FIRST = linear_in({0})
 
 _UNARY = """
-    abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+    abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
     celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish
     hardtanh i0 isfinite isinf isin.Tensor_Scalar isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
     log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma reciprocal relu relu6 round round.decimals rrelu
@@ -79,10 +79,12 @@ def _prelu(call: Call) -> str:
 
 
 def _isin(call: Call) -> str:
-    """`isin(x, among)`: every entry is sought among all."""
+    """`isin(x, among)`: an entry that is in any part is in the whole; `invert` asks for one that is in none."""
     x, among = tensor(call, 0, "elements"), tensor(call, 1, "test_elements")
     names = letters(x.ndim)
-    return annotate([names, marked(letters(among.ndim, avoid=names), "^")], [names])
+    return annotate(
+        [names, marked(letters(among.ndim, avoid=names), "^" if call.kwargs.get("invert") else "+max")], [names]
+    )
 
 
 def _fill_linear(call: Call) -> LinearSets:

@@ -59,6 +59,11 @@ def _localize_arange(call: Call, shards: Shards) -> Call:
     return Call("aten.arange.start_step", (first, end, step), kwargs, call.outputs)
 
 
+def _localize_strided(call: Call, shards: Shards) -> Call:
+    """Strides are those of the whole; the shard of an empty tensor may have any."""
+    return Call("aten.new_empty.default", call.args[:2], call.kwargs, call.outputs)
+
+
 def _copied(call: Call) -> str:
     """`fill(x, value)`: the value, in x's shape and dtype."""
     x = tensor(call, 0, "self")
@@ -81,6 +86,9 @@ _NUMBERS = """
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _filled, shape_argument=(0, "size", 0)) for name in _SIZED),
     *(OperatorSpec(f"aten.{name}", _filled_like, shape_argument=(1, "size", 0)) for name in _NEW),
+    OperatorSpec(
+        "aten.new_empty_strided.default", _filled_like, shape_argument=(1, "size", 0), localize=_localize_strided
+    ),
     *(OperatorSpec(f"aten.{name}", "* -> *") for name in _LIKE),
     *(
         OperatorSpec(f"nnscaler.{name}", _filled, shape_argument=(0, "size", 0), random=True)

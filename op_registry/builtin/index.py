@@ -225,8 +225,8 @@ def _index_written(call: Call) -> str:
 
 
 def _buckets(call: Call) -> str:
-    """`bucketize(x, boundaries)`."""
-    return "* -> *" if len(call.tensors()) == 1 else "*, n^ -> *"
+    """`bucketize(x, boundaries)` counts the boundaries below x, and counts add up."""
+    return "* -> *" if len(call.tensors()) == 1 else "*, n+ -> *"
 
 
 SPECS: tuple[OperatorSpec, ...] = (

@@ -74,7 +74,10 @@ _MATRIX = """
     linalg_svdvals.default logdet.default matrix_exp.default matrix_power.default pinverse.default slogdet.default
     cholesky_inverse.default linalg_cholesky_ex.default linalg_inv_ex.default linalg_lu.default
     linalg_lu_factor.default linalg_lu_factor_ex.default linalg_cond.default
+    linalg_eig.default linalg_eigvals.default geqrf.default linalg_ldl_factor.default linalg_ldl_factor_ex.default
 """.split()
+
+_SOLVED = ("linalg_lu_solve", "linalg_ldl_solve")
 
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _batched(2)) for name in _MATRIX),
@@ -86,6 +89,11 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.linalg_solve.default", _solve, linear=linear_in({1})),
     OperatorSpec("aten.linalg_solve_triangular.default", _triangular, linear=linear_in({1})),
     OperatorSpec("aten.cholesky_solve.default", _batched(2, 2), linear=linear_in({0})),
+    OperatorSpec("aten.triangular_solve.default", _batched(2, 2)),
+    *(OperatorSpec(f"aten.{n}.default", _batched(2, 1, 2), linear=linear_in({2})) for n in _SOLVED),
+    OperatorSpec("aten.lu_solve.default", _batched(2, 2, 1), linear=linear_in({0})),
+    OperatorSpec("aten.lu_unpack.default", _batched(2, 1)),
+    OperatorSpec("aten.ormqr.default", _batched(2, 1, 2), linear=linear_in({2})),
     OperatorSpec("aten.linalg_householder_product.default", _batched(2, 1)),
     *(OperatorSpec(f"aten.{name}.default", all_frozen) for name in ("cov", "corrcoef")),
     OperatorSpec("aten.vander.default", _vander, localize=_localize_vander),

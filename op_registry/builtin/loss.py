@@ -13,7 +13,7 @@ from math import prod
 from op_registry.builtin._dims import Dims, all_frozen, annotate, broadcast, broadcast_shape, linear_in, marked, tensor
 from op_registry.builtin.embedding import block_start
 from op_registry.call import Call, TensorArgument
-from op_registry.spec import OperatorSpec, Shards
+from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -77,6 +77,12 @@ class _Loss:
     def annotation(self, call: Call) -> str:
         inputs, free, _ = self.layout(call)
         return _by_sample(inputs, free, _reduction(call, self.reduction_at))
+
+    def linear(self, call: Call) -> LinearSets:
+        """In a weight of its own for each entry."""
+        places = [i for i, (name, _) in enumerate(self.arguments) if name == "weight"]
+        found = [call.get(i, "weight") for i in places] if self.layout is _pointwise else []
+        return linear_in(*({t.index} for t in found if isinstance(t, TensorArgument)))(call)
 
     def localize(self, call: Call, shards: Shards) -> Call:
         """The sum of the shard's losses over the logical number of losses."""
@@ -146,6 +152,14 @@ def _classes(call: Call) -> str:
     if isinstance(call.get(2, "weight"), TensorArgument):
         inputs.append(["c^"])
     return annotate(inputs, [samples if reduction == NONE else []])
+
+
+def _probabilities_linear(call: Call) -> LinearSets:
+    """In the probabilities, which label smoothing shifts, and in the weights of the classes."""
+    if not _is_probabilities(call):
+        return ()
+    weights = isinstance(call.get(2, "weight"), TensorArgument)
+    return linear_in(*[{1}] * (not call.get(5, "label_smoothing", 0.0)), *[{2}] * weights)(call)
 
 
 def _localize_classes(call: Call, shards: Shards) -> Call:
@@ -220,8 +234,11 @@ _CE = (
 
 SPECS: tuple[OperatorSpec, ...] = (
     *_CE,
-    *(OperatorSpec(f"aten.{n}.default", loss.annotation, localize=loss.localize) for n, loss in _LOSSES.items()),
-    OperatorSpec("aten.cross_entropy_loss.default", _classes, localize=_localize_classes),
+    *(
+        OperatorSpec(f"aten.{n}.default", loss.annotation, linear=loss.linear, localize=loss.localize)
+        for n, loss in _LOSSES.items()
+    ),
+    OperatorSpec("aten.cross_entropy_loss.default", _classes, linear=_probabilities_linear, localize=_localize_classes),
     *(
         OperatorSpec(f"aten.{name}.default", _classes, linear=linear_in({0}))
         for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from op_registry.builtin._dims import annotate, letters, linear_in, parts, tensor, whole
 from op_registry.call import Call, TensorArgument
-from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
+from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
+
+
+def _weight_linear(call: Call) -> LinearSets:
+    """In the weight, where there is one."""
+    return linear_in({1})(call) if len(call.tensors()) == 2 else ()
 
 
 def _present(call: Call, *arguments: tuple[int, str]) -> int:
@@ -132,7 +137,7 @@ _NATIVE = ("native_batch_norm.default", "_native_batch_norm_legit_no_training.de
 
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.layer_norm.default", _over_last),
-    OperatorSpec("aten.rms_norm.default", _over_last),
+    OperatorSpec("aten.rms_norm.default", _over_last, linear=_weight_linear),
     OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
     OperatorSpec("aten._weight_norm.default", _weight_norm, linear=linear_in({1})),

@@ -37,17 +37,20 @@ def _first_sorted(call: Call) -> str:
 
 
 def _searchsorted(call: Call) -> str:
-    """`searchsorted(sequence, x)`: one sequence for all, or one for each place of the dims before the last."""
-    sequence, *others = call.tensors()
-    x = call.get(1, "self")
-    sorters = [["s^"]] * (len(others) - isinstance(x, TensorArgument))
-    if sequence.ndim == 1:
-        places = letters(x.ndim, avoid="s") if isinstance(x, TensorArgument) else []
-        given = [places] if isinstance(x, TensorArgument) else []
-        return annotate([["s^"], *given, *sorters], [places])
+    """`searchsorted(sequence, x)`: one sequence for all, or one for each place of the dims before the last.
+
+    The result counts the entries below x, and counts of parts add up; a `sorter` points into the whole sequence.
+    """
+    sequence, x = call.tensors()[0], call.get(1, "self")
+    places = x if isinstance(x, TensorArgument) else None
+    sorters = len(call.tensors()) - 1 - (places is not None)
+    along = "s^" if sorters else "s+"
     names = letters(sequence.ndim - 1, avoid="sx")
-    rows = [*names, "s^"]
-    return annotate([rows, [*names, "x"], *[rows] * len(sorters)], [[*names, "x"]])
+    result = [*names, "x"]
+    if sequence.ndim == 1:
+        result = letters(places.ndim, avoid="s") if places is not None else []
+    rows = [*names, along]
+    return annotate([rows, *[result] * (places is not None), *[rows] * sorters], [result])
 
 
 SPECS: tuple[OperatorSpec, ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from op_registry.call import DType
-from op_registry.samples.sample import B, C, F, I, P, S, Sample, Tensor
+from op_registry.samples.sample import C, F, I, P, S, Sample, Tensor
 
 _PRODUCTS: tuple[Sample, ...] = (
     S("linalg_matmul", F(6, 1, 12, 18), F(18, 24), splits="a k m n"),
@@ -47,6 +47,8 @@ _MATRIX = """
 """.split()
 _ITSELF = "linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex".split()
 
+_PIVOTS = Tensor((12, 3), "pivots")
+
 _ALGEBRA: tuple[Sample, ...] = (
     *(S(name, F(12, 3, 3), splits="a") for name in _MATRIX),
     *(S(name, F(6, 12, 2, 2), splits="a b") for name in ("linalg_det", "linalg_inv", "linalg_eigvalsh")),
@@ -69,6 +71,14 @@ _ALGEBRA: tuple[Sample, ...] = (
     S("linalg_solve_triangular", F(12, 3, 3), F(12, 3, 6), upper=True, splits="a n"),
     S("linalg_solve_triangular", F(12, 3, 3), F(12, 6, 3), upper=False, left=False, splits="a"),
     S("linalg_householder_product", F(12, 4, 3), F(12, 3), splits="a"),
+    *(S(name, C(12, 3, 3), splits="a") for name in ("linalg_eig", "linalg_eigvals", "geqrf")),
+    *(S(name, C(12, 3, 3), splits="a") for name in ("linalg_ldl_factor", "linalg_ldl_factor_ex")),
+    S("linalg_lu_solve", F(12, 3, 3), _PIVOTS, F(12, 3, 2), splits="a"),
+    S("linalg_ldl_solve", C(12, 3, 3), _PIVOTS, C(12, 3, 2), splits="a"),
+    S("lu_solve", F(12, 3, 2), F(12, 3, 3), _PIVOTS, splits="a"),
+    S("lu_unpack", F(12, 3, 3), _PIVOTS, splits="a"),
+    S("ormqr", F(12, 3, 3), F(12, 3), F(12, 3, 2), splits="a"),
+    S("triangular_solve", F(12, 3, 2), F(12, 3, 3), splits="a"),
     S("cov", F(3, 12)),
     S("corrcoef", F(3, 12)),
     S("vander", C(12), splits="n"),
@@ -97,6 +107,8 @@ _DISTANCES: tuple[Sample, ...] = (
     S("linalg_cross", F(3, 12), F(3, 12), dim=0, splits="b"),
 )
 
+_ORDER = Tensor((6,), "offsets", 5)  # indices into six entries
+
 _SCANS: tuple[Sample, ...] = (
     *(S(f"special_{n}", F(6, 12), -1, splits="a") for n in ("softmax", "log_softmax")),
     S("_log_softmax", F(6, 12), 1, False, splits="a"),
@@ -116,9 +128,11 @@ _SCANS: tuple[Sample, ...] = (
     S("quantile.scalar", F(6, 12), 0.3, 1, True, splits="a"),
     S("nanquantile", F(6, 12), Tensor((6,), "unit"), 0, True, splits="b q"),
     S("nanquantile.scalar", F(6, 12), 0.3, splits=""),
-    S("searchsorted.Tensor", Tensor((5,), "sorted"), F(6, 12), splits="a b"),
-    S("searchsorted.Tensor", Tensor((6, 5), "sorted"), F(6, 12), right=True, splits="a x"),
-    S("searchsorted.Scalar", Tensor((5,), "sorted"), 0.3),
+    S("searchsorted.Tensor", Tensor((24,), "sorted"), F(6, 12), splits="a b s"),
+    S("searchsorted.Tensor", Tensor((6, 18), "sorted"), F(6, 12), right=True, splits="a s x"),
+    S("searchsorted.Tensor", Tensor((6,), "sorted"), F(12), sorter=_ORDER, splits="a"),
+    S("searchsorted.Scalar", Tensor((12,), "sorted"), 0.3, splits="s"),
+    S("bucketize.Tensor", F(6, 12), Tensor((18,), "sorted"), right=True, splits="*0 *1 n"),
 )
 
 _REDUCTIONS: tuple[Sample, ...] = (
@@ -148,8 +162,8 @@ _REDUCTIONS: tuple[Sample, ...] = (
     S("linalg_matrix_norm.str_ord", F(4, 12, 3), "fro", [0, 2], True, splits="b"),
     S("histc", F(6, 12), 5, -1.0, 1.0, splits="a b"),
     S("histc", F(24), 5),
-    S("any", B(24), splits="a"),
-    S("any.dims", B(6, 12, 24), None, splits="a b c"),
+    S("any", Tensor((12, 24), "rare"), splits="a b"),
+    S("any.dims", Tensor((6, 12, 24), "rare"), None, splits="a b c"),
     S("amax", F(12, 24), splits="a b"),
     S("max", I(24, high=50), splits="a"),
 )
@@ -179,6 +193,7 @@ _FACTORIES: tuple[Sample, ...] = (
     S("hamming_window.periodic_alpha", 12, True, 0.5),
     S("hamming_window.periodic_alpha_beta", 12, True, 0.5, 0.4),
     S("kaiser_window.beta", 12, True, 10.0),
+    S("new_empty_strided", F(6), [6, 12], [12, 1], splits="a b", compare=False),
     S("logspace", 0.0, 1.0, 12),
     S("logspace.Tensor_Scalar", C(), 2.0, 12),
     S("logspace.Scalar_Tensor", 0.0, C(), 12),

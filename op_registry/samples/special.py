@@ -8,14 +8,13 @@ _ABOVE = Tensor((12,), "above")
 
 _ALIASES: tuple[Sample, ...] = (
     *(S(n, F(6, 12), splits="*0 *1") for n in "arcsinh arctan fix lift lift_fresh rad2deg rrelu".split()),
-    *(S(n, F(6, 12), splits="*0 *1") for n in "isneginf isposinf isreal angle frexp.Tensor".split()),
-    S("angle", Tensor((6, 12), "complex"), splits="*0 *1"),
+    *(S(n, F(6, 12), splits="*0 *1") for n in "isneginf isposinf isreal frexp.Tensor".split()),
     *(S(n, U(6, 12), splits="*0 *1") for n in "arccos arcsin arctanh".split()),
     *(S(n, Tensor((6, 12), "above"), splits="*0 *1") for n in ("arccosh", "i0")),
     S("mvlgamma", Tensor((6, 12), "above"), 2, splits="*0 *1"),
     S("polygamma", 2, P(6, 12), splits="*0 *1"),
     S("isin.Tensor_Scalar", I(6, 12), 3, splits="*0 *1"),
-    S("isin.Tensor_Tensor", I(6, 12), I(2, 3), splits="a b"),
+    S("isin.Tensor_Tensor", I(6, 12), I(2, 3), splits="a b c"),
     S("isin.Tensor_Tensor", I(6, 12), I(4), invert=True, splits="a b"),
     S("prelu", F(6, 12, 18), F(12), splits="a b c"),
     S("prelu", F(6, 12), F(1), splits="a b"),

@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Placements = tuple[str, ...]  # "R", "S(0)", "P" (a sum), "P(max)", ...
 Rule = tuple[Placements, Placements]  # of the inputs, of the outputs
 MAX_RULES = 4000  # of a chain; a longer join is given up
+_COMBINATIONS = 300  # of placements, where a rule has to be asked about one after the other
 
 
 class Unknown(Exception):
@@ -55,6 +58,20 @@ class _Link:
     outputs: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Chain:
+    """The links of a call; its inputs are the first tensors."""
+
+    links: tuple[_Link, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @property
+    def operators(self) -> frozenset[str]:
+        return frozenset(str(link.operator) for link in self.links)
+
+
 class _Recorder(TorchDispatchMode):
     """Numbers tensors, and keeps the operators that make them."""
 
@@ -71,34 +88,54 @@ class _Recorder(TorchDispatchMode):
         return len(self.kept) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for decomposed in () if _has_rules(func) else (decomposition_table.get(func), func.decompose):
+            before = len(self.links)
+            try:
+                with self:  # as DTensor does
+                    found = NotImplemented if decomposed is None else decomposed(*args, **(kwargs or {}))
+            except Exception:  # noqa: BLE001 - a decomposition that does not know this call
+                found = NotImplemented
+            if found is not NotImplemented:
+                return found
+            del self.links[before:]
         result = func(*args, **(kwargs or {}))
         inputs = tuple(self.number(t) for t in _tensors((args, kwargs or {})))
         outputs = tuple(self.number(t) for t in _tensors(result))
-        if str(func) != "aten.detach.default" or inputs != outputs:
+        if outputs:
             self.links.append(_Link(func, tuple(args), dict(kwargs or {}), inputs, outputs))
         return result
+
+
+def _has_rules(operator: Any) -> bool:
+    return str(operator) in registered()
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
-def rules_of_call(function: Callable[[], Any], inputs: Sequence[Tensor]) -> set[Rule]:
-    """The rules of a call on these tensors. Raises `Unknown`, naming the operator."""
-    with torch.no_grad(), _Recorder(inputs) as recorder:
+def recorded(function: Callable[[], Any], inputs: Sequence[Tensor]) -> Chain:
+    """The operators below a call on these tensors."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _Recorder(inputs) as recorder:
         results = _tensors(function())
-    wanted = [recorder.number(t) for t in results]
+    outputs = tuple(recorder.number(t) for t in results)
+    return Chain(tuple(recorder.links), len(inputs), outputs, tuple(t.shape for t in recorder.kept))
+
+
+def rules_of(chain: Chain) -> set[Rule]:
+    """The rules of a chain. Raises `Unknown`, naming the link that has none."""
     joined: list[dict[int, str]] = [{}]
-    for link in recorder.links:
+    for link in chain.links:
         rules = rules_of_operator(link.operator, link.args, link.kwargs, len(link.outputs))
-        shapes = [recorder.kept[i].shape for i in (*link.inputs, *link.outputs)]
+        shapes = [chain.shapes[i] for i in (*link.inputs, *link.outputs)]
         joined = list(_join(joined, link, rules, shapes))
         if len(joined) > MAX_RULES:
             raise Unknown(f"{link.operator}: too many combinations")
     found = {
-        (tuple(row.get(i, "R") for i in range(len(inputs))), tuple(row.get(i, "R") for i in wanted)) for row in joined
+        (tuple(row.get(i, "R") for i in range(chain.inputs)), tuple(row.get(i, "R") for i in chain.outputs))
+        for row in joined
     }
-    return {rule for rule in found if set(rule[0]) != {"R"}}
+    return {rule for rule in found if set(rule[0]) - {"R"}}
 
 
 def _join(
@@ -146,9 +183,7 @@ def rules_of_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
     raise Unknown(str(operator))
 
 
-def _single(
-    strategy: Any, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: int
-) -> Iterator[Rule]:
+def _single(strategy: Any, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: int) -> Iterator[Rule]:
     """Rules that list placements of the outputs, then of the inputs."""
     given, named = pytree.tree_map_only(Tensor, _meta, (tuple(args), kwargs))
     for row in strategy(operator, given, named):
@@ -158,22 +193,44 @@ def _single(
         yield placements[len(row) - inputs :], placements[: len(row) - inputs]
 
 
-def _strategies(
-    strategy: Any, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int
+def _strategies(strategy: Any, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: int) -> set[Rule]:
+    """Rules that follow the placements which the inputs have: each tensor offers all of them at once. A function that
+    reads one placement of each is asked about every combination."""
+    tensors = _tensors((args, kwargs))
+    try:
+        return set(_asked(strategy, operator, args, kwargs, [_placements(t) for t in tensors], outputs))
+    except Exception:  # noqa: BLE001 - whatever a rule raises that did not expect several placements
+        combinations = list(product(*(_placements(t) for t in tensors)))
+    found, error = set(), None
+    for one in combinations[:_COMBINATIONS]:
+        try:
+            found |= set(_asked(strategy, operator, args, kwargs, [[p] for p in one], outputs))
+        except Exception as raised:  # noqa: BLE001 - this combination has no rule
+            error = raised
+    if not found and error is not None:
+        raise error
+    return found
+
+
+def _asked(
+    strategy: Any,
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    offers: Sequence[Sequence[Any]],
+    outputs: int,
 ) -> Iterator[Rule]:
-    """Rules that follow the placements which the inputs may have: each tensor offers all of them."""
+    """The rules that a function gives when each tensor offers these placements."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
-    def offered(t: Tensor) -> Any:
-        return OpStrategy([_offer(t, p) for p in _placements(t)])
+    left = iter(offers)
 
     def argument(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return offered(value)
+            return OpStrategy([_offer(value, p) for p in next(left)])
         if isinstance(value, list | tuple) and any(isinstance(t, Tensor) for t in value):
-            if all(isinstance(t, Tensor) for t in value):
-                return TupleStrategy([offered(t) for t in value])
-            return [argument(t) for t in value]
+            every = [argument(t) for t in value]
+            return TupleStrategy(every) if all(isinstance(t, Tensor) for t in value) else every
         return value
 
     schema = OpSchema(operator, tuple(map(argument, args)), {k: argument(v) for k, v in kwargs.items()})
@@ -183,7 +240,7 @@ def _strategies(
         results = row.output_specs if isinstance(row.output_specs, tuple | list) else [row.output_specs] * outputs
         if any(r is None for r in results):
             continue
-        ins = [results[0]] * len(_tensors((args, kwargs))) if inputs is None else inputs
+        ins = [results[0]] * len(offers) if inputs is None else inputs
         yield tuple(_text(s.placements[0]) for s in ins), tuple(_text(s.placements[0]) for s in results)
 
 
@@ -219,6 +276,8 @@ def _text(placement: Any) -> str:
 
     if isinstance(placement, Replicate):
         return "R"
+    if type(placement).__name__ == "_NormPartial":
+        return "P(norm)"
     if isinstance(placement, Partial):
         return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
     outer = getattr(placement, "split_factor", 1)
