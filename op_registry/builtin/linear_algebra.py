@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from op_registry.builtin._dims import Dims, aligned, all_frozen, annotate, broadcast_shape, letters, linear_in, tensor
 from op_registry.call import Call
-from op_registry.spec import AnnotationFunction, OperatorSpec, Shards
+from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
 
 
 def _batched(*inner: int, columns: bool = False) -> AnnotationFunction:
@@ -40,7 +40,7 @@ def _result(names: Dims, shape: Sequence[int]) -> Dims:
     return [*names, *(str(size) for size in shape[len(names) :])]
 
 
-def _solve(call: Call) -> str:
+def _solve(call: Call) -> AnnotationResult:
     """`linalg_solve(a, b)`: b is a batch of vectors where it has one dim less than a, of the same sizes."""
     a, b = tensor(call, 0, "A"), tensor(call, 1, "B")
     if not call.get(2, "left", True):
@@ -50,7 +50,7 @@ def _solve(call: Call) -> str:
     return _batched(2, 2, columns=True)(call)
 
 
-def _triangular(call: Call) -> str:
+def _triangular(call: Call) -> AnnotationResult:
     return _batched(2, 2, columns=bool(call.kwargs.get("left", True)))(call)
 
 

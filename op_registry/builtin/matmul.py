@@ -156,8 +156,7 @@ def _chain(call: Call) -> str:
 def _vecdot(call: Call) -> str:
     """Products summed along one dim of two tensors that broadcast."""
     operands, result = broadcast([t.shape for t in call.tensors()])
-    at = len(result) - 1 - (-1 - call.get(2, "dim", -1)) if call.get(2, "dim", -1) < 0 else call.get(2, "dim")
-    name = result[at]
+    name = result[whole(call.get(2, "dim", -1), len(result))]
     spelled = [[f"{n}+" if n == name else n for n in dims] for dims in operands]
     return annotate(spelled, [[n for n in result if n != name]])
 
