@@ -78,7 +78,7 @@ SAID: tuple[Reason, ...] = (
         "view view_as reshape_as",
         "(4 6) -> (6 4): a common divisor of the outermost sizes; ours splits factors, which these have none of",
     ),
-    Reason("adaptive_avg_pool2d", "down to one position it is a mean; `mean(dim)` is split", _exactly("S(2) -> P")),
+    Reason("affine_grid_generator", "a result of two or three coordinates is a literal size, which is never split"),
     Reason("special_xlog1py", "0 * log(0) is 0 here, and parts of 0 times an infinity are not", _exactly("P R -> P")),
     Reason(
         "_weight_norm_interface _fused_rms_norm",
@@ -99,6 +99,11 @@ WRONG: tuple[Reason, ...] = (
     Reason("index.Tensor", "how many entries a mask takes differs from rank to rank: they make no even shards"),
     Reason("index_put", "a mask that is whole does not fit a shard", _exactly("S(1) R R -> S(1)")),
     Reason("gather scatter_add", "a dim where index and tensor differ in size: their shards are not of the same rows"),
+    Reason(
+        "nnscaler.grouped_mm",
+        "the ends of groups are read as numbers, which their rules do not see",
+        _exactly("R R S(0) -> R"),
+    ),
     Reason("linalg_pinv.atol_rtol_tensor", "a whole tolerance does not fit a shard of the matrices"),
     Reason(
         "linalg_solve linalg_solve_triangular",
