@@ -239,10 +239,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         for n, loss in _LOSSES.items()
     ),
     OperatorSpec("aten.cross_entropy_loss.default", _classes, linear=_probabilities_linear, localize=_localize_classes),
-    *(
-        OperatorSpec(f"aten.{name}.default", _classes, linear=linear_in({0}))
-        for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")
-    ),
+    *(OperatorSpec(f"aten.{name}.default", _classes) for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")),
     *(OperatorSpec(f"aten.{name}.default", _nll_forward) for name in ("nll_loss_forward", "nll_loss2d_forward")),
     OperatorSpec("aten.ctc_loss.Tensor", _ctc, localize=_localize_ctc),
     OperatorSpec("aten.ctc_loss.IntList", _ctc),

@@ -37,7 +37,8 @@ _LINEAR_ANYWAY = """
     xlogy.Scalar_Other special_xlogy special_xlogy.other_scalar special_xlog1py special_xlog1py.other_scalar
     to.dtype to.device _to_copy type_as view_as reshape_as expand_as mean mean.dim layer_norm group_norm
     batch_norm embedding scatter.value new_zeros new_ones new_full new_empty ones_like full_like fill.Scalar
-    fill.Tensor cross_entropy_loss instance_norm native_batch_norm _native_batch_norm_legit_no_training dropout
+    fill.Tensor cross_entropy_loss nll_loss_nd nll_loss nll_loss2d _weight_norm ormqr
+    instance_norm native_batch_norm _native_batch_norm_legit_no_training dropout
     feature_dropout alpha_dropout feature_alpha_dropout scatter_reduce.two
 """.split()
 
