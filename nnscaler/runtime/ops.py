@@ -10,7 +10,7 @@ from nnscaler.runtime.ops_index import (
     masked_scatter_block,
     write_block,
 )
-from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, mean_of, mean_over
+from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, ctc_mean, mean_of, mean_over
 from nnscaler.runtime.ops_random import (
     alpha_dropout,
     dropout,
@@ -36,6 +36,7 @@ __all__ = [
     "ce_tail",
     "conv_transpose_window",
     "conv_window",
+    "ctc_mean",
     "dropout",
     "embedding_bag",
     "embedding_block",

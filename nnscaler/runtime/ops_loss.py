@@ -57,6 +57,20 @@ def mean_over(
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
 
 
-def mean_of(loss: str, count: int, *args: Any) -> Tensor:
-    """aten.<loss>(*args) / count, where `args` ask for the sum of the loss."""
-    return getattr(torch.ops.aten, loss).default(*args) / count
+def mean_of(loss: str, count: int, *args: Any, **kwargs: Any) -> Tensor:
+    """aten.<loss>(*args, **kwargs) / count, where `args` ask for the sum of the loss."""
+    return getattr(torch.ops.aten, loss).default(*args, **kwargs) / count
+
+
+def ctc_mean(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+    count: int,
+) -> Tensor:
+    """[T, n, C], [n, S], [n], [n] -> (): the sum over samples of their loss by target length, / `count`."""
+    losses = torch.ops.aten.ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+    return (losses / target_lengths.clamp(min=1)).sum() / count

@@ -131,6 +131,12 @@ def linear_in_all(call: Call) -> LinearSets:
     return () if any(t.dtype == "bool" for t in tensors) else (frozenset(t.index for t in tensors),)
 
 
+def linear_in_each(call: Call) -> LinearSets:
+    """Linear in every single tensor."""
+    tensors = call.tensors()
+    return tuple(frozenset({t.index}) for t in tensors if t.dtype != "bool")
+
+
 def parts(shards: Shards, *identifiers: str) -> int:
     """Into how many parts the axes split the first of these identifiers (or what is tied to it) that is split."""
     for identifier in identifiers:

@@ -5,32 +5,40 @@ An operand that is expanded along a split dim lacks the identifier: it is replic
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, broadcast, linear_in, linear_in_all
+from op_registry.builtin._dims import annotate, broadcast, letters, linear_in, linear_in_all, marked, tensor
 from op_registry.call import Call
 from op_registry.spec import LinearSets, OperatorSpec
 
 _FIRST = linear_in({0})
 
 _UNARY = """
-    abs absolute acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv
-    exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma
-    log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn
-    sigmoid round.decimals sign signbit silu sin sinc sinh softplus softshrink special_expit sqrt square tan tanh
-    threshold trunc
+    abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
+    celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish
+    hardtanh i0 isfinite isinf isin.Tensor_Scalar isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
+    log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma reciprocal relu relu6 round round.decimals rrelu
+    rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold trunc
 """.split()
-_UNARY_LINEAR = "alias clone contiguous detach lift_fresh_copy neg negative positive".split()
+_UNARY_LINEAR = """
+    alias clone contiguous deg2rad detach lift lift_fresh lift_fresh_copy neg negative positive rad2deg
+""".split()
 
 # Scalars in place of tensors bind no operand, so that one rule serves `.Tensor` and `.Scalar` overloads.
 _BROADCAST = """
-    atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor clamp
-    clamp.Tensor clamp_max clamp_max.Tensor clamp_min clamp_min.Tensor copysign.Scalar copysign.Tensor eq.Scalar
-    eq.Tensor floor_divide floor_divide.Scalar fmax fmin fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor greater.Tensor
-    gt.Scalar gt.Tensor hypot le.Scalar le.Tensor less.Tensor logaddexp logical_and logical_or logical_xor lt.Scalar
-    lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
-    remainder.Scalar remainder.Tensor where.Scalar where.ScalarOther where.ScalarSelf xlogy.Tensor __and__.Scalar
-    __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor add.Scalar sub.Scalar rsub.Scalar div.Tensor_mode
-    masked_fill.Tensor bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor
-    bitwise_right_shift.Tensor_Scalar divide.Tensor_mode lerp.Tensor polar
+    arctan2 atan2 clamp clamp.Tensor clamp_max clamp_max.Tensor clamp_min clamp_min.Tensor clip clip.Tensor copy
+    copysign.Scalar copysign.Tensor float_power.Scalar float_power.Tensor_Scalar float_power.Tensor_Tensor floor_divide
+    floor_divide.Scalar fmax fmin fmod.Scalar fmod.Tensor gcd heaviside hypot igamma igammac isclose lcm logaddexp
+    logaddexp2 logical_and logical_or logical_xor max.other maximum min.other minimum nextafter pow.Scalar
+    polar pow.Tensor_Scalar pow.Tensor_Tensor remainder.Scalar remainder.Scalar_Tensor remainder.Tensor where.Scalar
+    xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor add.Scalar sub.Scalar subtract.Scalar rsub.Scalar div.Scalar_mode
+    div.Tensor_mode divide.Scalar_mode divide.Tensor_mode
+""".split()
+_COMPARISONS = "eq ge gt greater greater_equal le less less_equal lt ne not_equal".split()
+_BITS = """
+    bitwise_and.Scalar bitwise_and.Scalar_Tensor bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor
+    bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_or.Scalar bitwise_or.Scalar_Tensor
+    bitwise_or.Tensor bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar
+    bitwise_xor.Scalar bitwise_xor.Scalar_Tensor bitwise_xor.Tensor __and__.Scalar __and__.Tensor __lshift__.Scalar
+    __lshift__.Tensor __or__.Scalar __or__.Tensor __rshift__.Scalar __rshift__.Tensor __xor__.Scalar __xor__.Tensor
 """.split()
 
 
@@ -56,6 +64,29 @@ def _product_linear(call: Call) -> LinearSets:
     return linear_in(*({t.index} for t in call.tensors()))(call)
 
 
+def _where_linear(call: Call) -> LinearSets:
+    """`where(condition, x, 0)` and `where(condition, 0, x)`; another number is added once per rank."""
+    number = call.get(2, "other") if call.operator == "aten.where.ScalarOther" else call.get(1, "self")
+    return linear_in({1})(call) if number == 0 else ()
+
+
+def _prelu(call: Call) -> str:
+    """`prelu(x, weight)`: one slope, or one for each channel (dim 1)."""
+    x, weight = tensor(call, 0, "self"), tensor(call, 1, "weight")
+    names = letters(x.ndim)
+    each = weight.ndim == 1 and weight.shape[0] > 1
+    return annotate([names, [names[min(1, x.ndim - 1)]] if each else ["1"] * weight.ndim], [names])
+
+
+def _isin(call: Call) -> str:
+    """`isin(x, among)`: an entry that is in any part is in the whole; `invert` asks for one that is in none."""
+    x, among = tensor(call, 0, "elements"), tensor(call, 1, "test_elements")
+    names = letters(x.ndim)
+    return annotate(
+        [names, marked(letters(among.ndim, avoid=names), "^" if call.kwargs.get("invert") else "+max")], [names]
+    )
+
+
 def _fill_linear(call: Call) -> LinearSets:
     """`masked_fill(x, mask, value)` is affine unless the value is 0."""
     return _FIRST(call) if call.get(2, "value") == 0 else ()
@@ -68,20 +99,29 @@ def _overload(name: str) -> str:
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(_overload(name), "* -> *") for name in _UNARY),
     *(OperatorSpec(_overload(name), "* -> *", linear=_FIRST) for name in _UNARY_LINEAR),
-    *(OperatorSpec(_overload(name), broadcasting) for name in _BROADCAST),
+    OperatorSpec("aten.frexp.Tensor", "* -> *, *"),
+    *(OperatorSpec(_overload(name), broadcasting) for name in (*_BROADCAST, *_BITS)),
+    *(OperatorSpec(f"aten.{n}.{overload}", broadcasting) for n in _COMPARISONS for overload in ("Tensor", "Scalar")),
     *(
         OperatorSpec(f"aten.{name}.Tensor", broadcasting, linear=_sum_linear)
         for name in ("add", "sub", "rsub", "subtract")
     ),
     *(OperatorSpec(f"aten.{name}.Tensor", broadcasting, linear=_product_linear) for name in ("mul", "multiply")),
     *(OperatorSpec(f"aten.{name}.Tensor", broadcasting, linear=_FIRST) for name in ("div", "divide", "true_divide")),
-    OperatorSpec("aten.mul.Scalar", broadcasting, linear=_FIRST),
-    OperatorSpec("aten.div.Scalar", broadcasting, linear=_FIRST),
+    *(
+        OperatorSpec(f"aten.{name}.Scalar", broadcasting, linear=_FIRST)
+        for name in ("mul", "multiply", "div", "divide", "true_divide")
+    ),
+    OperatorSpec("aten.ldexp.Tensor", broadcasting, linear=_FIRST),
+    OperatorSpec("aten.prelu.default", _prelu),
+    OperatorSpec("aten.isin.Tensor_Tensor", _isin),
     OperatorSpec("aten.where.self", broadcasting, linear=linear_in({1, 2})),
+    *(OperatorSpec(f"aten.where.Scalar{side}", broadcasting, linear=_where_linear) for side in ("Other", "Self")),
+    OperatorSpec("aten.masked_fill.Tensor", broadcasting, linear=linear_in({0, 2})),
     OperatorSpec("aten.masked_fill.Scalar", broadcasting, linear=_fill_linear),
     OperatorSpec("aten.addcmul.default", broadcasting, linear=linear_in({0, 1}, {0, 2})),
     OperatorSpec("aten.addcdiv.default", broadcasting, linear=linear_in({0, 1})),
-    OperatorSpec("aten.lerp.Scalar", broadcasting, linear=linear_in({0, 1})),
+    *(OperatorSpec(f"aten.lerp.{of}", broadcasting, linear=linear_in({0, 1})) for of in ("Scalar", "Tensor")),
     OperatorSpec("aten.broadcast_tensors.default", _broadcast_tensors, linear=linear_in_all),
     OperatorSpec("aten.view_as_complex.default", "* 2 -> *", linear=_FIRST),
     OperatorSpec("aten.view_as_real.default", "* -> * 2", linear=_FIRST),

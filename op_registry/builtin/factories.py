@@ -59,6 +59,11 @@ def _localize_arange(call: Call, shards: Shards) -> Call:
     return Call("aten.arange.start_step", (first, end, step), kwargs, call.outputs)
 
 
+def _localize_strided(call: Call, shards: Shards) -> Call:
+    """Strides are those of the whole; the shard of an empty tensor may have any."""
+    return Call("aten.new_empty.default", call.args[:2], call.kwargs, call.outputs)
+
+
 def _copied(call: Call) -> str:
     """`fill(x, value)`: the value, in x's shape and dtype."""
     x = tensor(call, 0, "self")
@@ -71,9 +76,19 @@ _SIZED = ("zeros.default", "ones.default", "empty.memory_format", "full.default"
 _NEW = ("new_zeros.default", "new_ones.default", "new_empty.default", "new_full.default")
 _LIKE = ("ones_like.default", "empty_like.default", "full_like.default")
 
+_NUMBERS = """
+    bartlett_window.default bartlett_window.periodic blackman_window.default blackman_window.periodic
+    hamming_window.default hamming_window.periodic hamming_window.periodic_alpha hamming_window.periodic_alpha_beta
+    hann_window.default hann_window.periodic kaiser_window.beta kaiser_window.default kaiser_window.periodic
+    logspace.default range.default range.step tril_indices.default triu_indices.default
+""".split()
+
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _filled, shape_argument=(0, "size", 0)) for name in _SIZED),
     *(OperatorSpec(f"aten.{name}", _filled_like, shape_argument=(1, "size", 0)) for name in _NEW),
+    OperatorSpec(
+        "aten.new_empty_strided.default", _filled_like, shape_argument=(1, "size", 0), localize=_localize_strided
+    ),
     *(OperatorSpec(f"aten.{name}", "* -> *") for name in _LIKE),
     *(
         OperatorSpec(f"nnscaler.{name}", _filled, shape_argument=(0, "size", 0), random=True)
@@ -86,7 +101,12 @@ SPECS: tuple[OperatorSpec, ...] = (
     ),
     OperatorSpec("aten.scalar_tensor.default", "-> ()"),
     *(OperatorSpec(f"aten.{name}", _whole) for name in ("eye.default", "eye.m", "linspace.default")),
-    *(OperatorSpec(f"aten.linspace.{name}", _whole) for name in ("Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")),
+    *(
+        OperatorSpec(f"aten.{name}.{of}", _whole)
+        for name in ("linspace", "logspace")
+        for of in ("Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")
+    ),
+    *(OperatorSpec(f"aten.{name}", _whole) for name in _NUMBERS),
     OperatorSpec("aten.fill.Scalar", "* -> *"),
     OperatorSpec("aten.fill.Tensor", _copied),
     OperatorSpec("aten.zero.default", "* -> *", linear=_FIRST),

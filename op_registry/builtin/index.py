@@ -290,8 +290,8 @@ def _masked_scatter(call: Call) -> str:
 
 
 def _buckets(call: Call) -> str:
-    """`bucketize(x, boundaries)`."""
-    return "* -> *" if len(call.tensors()) == 1 else "*, n^ -> *"
+    """`bucketize(x, boundaries)` counts the boundaries below x, and counts add up."""
+    return "* -> *" if len(call.tensors()) == 1 else "*, n+ -> *"
 
 
 def _spec(

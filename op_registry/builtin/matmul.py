@@ -8,13 +8,15 @@ from math import prod
 from op_registry.builtin._dims import (
     Dims,
     aligned,
-    all_frozen,
     annotate,
+    broadcast,
     broadcast_shape,
     letters,
     linear_in,
+    linear_in_each,
     operand,
     tensor,
+    whole,
 )
 from op_registry.call import Call
 from op_registry.spec import LinearSets, OperatorSpec
@@ -70,55 +72,129 @@ def _baddbmm(call: Call) -> str:
     return _added(call, ["b", "m", "k+"], ["b", "k+", "n"], ["b", "m", "n"], (b, m, tensor(call, 2, "batch2").shape[2]))
 
 
-def _einsum_terms(equation: str) -> tuple[list[str], str]:
-    """The operands' letters and the result's; without `->` those that occur once, in alphabetical order."""
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow:
-        used = left.replace(",", "").replace(".", "")
-        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(used) if used.count(c) == 1))
-    return terms, right
+def _addmv(call: Call) -> str:
+    return _added(call, ["m", "k+"], ["k+"], ["m"], tensor(call, 1, "mat").shape[:1])
 
 
-def _einsum(call: Call) -> str:
-    """`einsum("b i k, k j -> b i j", [x, y])`: letters that the result lacks are reductions; `...` broadcasts."""
-    equation = call.get(0, "equation")
-    tensors = call.tensors()
-    terms, result = _einsum_terms(str(equation))
-    if any(len(set(term.replace("...", ""))) != len(term.replace("...", "")) for term in terms):
-        return all_frozen(call)  # a diagonal: no layout holds one identifier twice
-    rests = [len(t.shape) - len(term.replace("...", "")) for t, term in zip(tensors, terms, strict=True)]
-    common = [f"e{i}" for i in range(max(rests))]
-    sizes: dict[str, int] = {}
-    spelled: list[list[str]] = []
-    for t, term, rest in zip(tensors, terms, rests, strict=True):
-        head, dots, tail = term.partition("...")
-        names = [*head, *(common[len(common) - rest :] if dots else ()), *tail]
-        spelled.append(names)
-        for name, size in zip(names, t.shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-    head, dots, tail = result.partition("...")
-    output = [*head, *(common if dots else ()), *tail]
-    inputs = [
-        [("1" if size != sizes[n] else n if n in output else f"{n}+") for n, size in zip(names, t.shape, strict=True)]
-        for t, names in zip(tensors, spelled, strict=True)
+def _addbmm(call: Call) -> str:
+    """The products of a batch, summed: both the batch and the contracted dim are reductions."""
+    shape = (tensor(call, 1, "batch1").shape[1], tensor(call, 2, "batch2").shape[2])
+    return _added(call, ["b+", "m", "k+"], ["b+", "k+", "n"], ["m", "n"], shape)
+
+
+def _addr(call: Call) -> str:
+    """`beta * self + alpha * outer(vec1, vec2)`: nothing is summed, so self is no partial sum."""
+    shape = (*tensor(call, 1, "vec1").shape, *tensor(call, 2, "vec2").shape)
+    return annotate([aligned(tensor(call, 0, "self").shape, shape, "mn"), ["m"], ["n"]], [["m", "n"]])
+
+
+def _inner(call: Call) -> str:
+    """The last dims are contracted: `a k+, b k+ -> a b`; with a scalar it is a product."""
+    x, y = tensor(call, 0, "self"), tensor(call, 1, "other")
+    names = letters(max(x.ndim - 1, 0) + max(y.ndim - 1, 0), avoid="k")
+    if not x.ndim or not y.ndim:
+        names = letters(x.ndim + y.ndim)
+        return annotate([names[: x.ndim], names[: y.ndim]], [names])
+    rows, columns = names[: x.ndim - 1], names[x.ndim - 1 :]
+    return annotate([[*rows, "k+"], [*columns, "k+"]], [names])
+
+
+def _tensordot(call: Call) -> str:
+    """`tensordot(x, y, dims_x, dims_y)`: the paired dims are contracted; one of size 1 sums the other."""
+    x, y = tensor(call, 0, "self"), tensor(call, 1, "other")
+    names = letters(x.ndim + y.ndim)
+    left, right = names[: x.ndim], names[x.ndim :]
+    gone = set()
+    for i, j in zip(call.get(2, "dims_self"), call.get(3, "dims_other"), strict=True):
+        i, j = whole(i, x.ndim), whole(j, y.ndim)
+        gone |= {(0, i), (1, j)}
+        same = x.shape[i] == y.shape[j]
+        left[i], right[j] = f"{names[i]}+", f"{names[i]}+" if same else f"{right[j]}+"
+        if not same:
+            left[i] = "1" if x.shape[i] == 1 else left[i]
+            right[j] = "1" if y.shape[j] == 1 else right[j]
+    kept = [n for i, n in enumerate(left) if (0, i) not in gone] + [
+        n for j, n in enumerate(right) if (1, j) not in gone
     ]
-    return annotate(inputs, [output])
+    return annotate([left, right], [kept])
 
 
-def _multilinear(call: Call) -> LinearSets:
-    return tuple(frozenset({t.index}) for t in call.tensors())
+def _bilinear(call: Call) -> str:
+    """`x1 W x2 + bias`, entry by entry of the leading dims."""
+    bias = [operand(["o"], additive=True)] if len(call.tensors()) == 4 else []
+    return annotate(["* i+", "* j+", "o i+ j+", *bias], ["* o"])
+
+
+def _bilinear_sets(call: Call) -> LinearSets:
+    return (linear_in({0, 3}, {1, 3}, {2, 3}) if len(call.tensors()) == 4 else linear_in({0}, {1}, {2}))(call)
+
+
+def _chain(call: Call) -> str:
+    """A product of many matrices; the first and the last may be vectors."""
+    tensors = call.tensors()
+    names = letters(len(tensors) + 1)
+    inputs = [[f"{names[i]}+", f"{names[i + 1]}+"] for i in range(len(tensors))]
+    ends: list[str] = []
+    if tensors[0].ndim == 1:
+        inputs[0] = inputs[0][1:]
+    else:
+        inputs[0][0] = names[0]
+        ends.append(names[0])
+    if tensors[-1].ndim == 1:
+        inputs[-1] = inputs[-1][:1]
+    else:
+        inputs[-1][-1] = names[-1]
+        ends.append(names[-1])
+    return annotate(inputs, [ends])
+
+
+def _vecdot(call: Call) -> str:
+    """Products summed along one dim of two tensors that broadcast."""
+    operands, result = broadcast([t.shape for t in call.tensors()])
+    name = result[whole(call.get(2, "dim", -1), len(result))]
+    spelled = [[f"{n}+" if n == name else n for n in dims] for dims in operands]
+    return annotate(spelled, [[n for n in result if n != name]])
+
+
+def _kron(call: Call) -> str:
+    """Every dim is `(a b)`; the one with fewer dims gets dims of size 1 in front."""
+    x, y = tensor(call, 0, "self"), tensor(call, 1, "other")
+    ndim = max(x.ndim, y.ndim)
+    names = letters(2 * ndim)
+    left, right = names[ndim - x.ndim : ndim], names[2 * ndim - y.ndim :]
+    pairs = zip([*[""] * (ndim - x.ndim), *left], [*[""] * (ndim - y.ndim), *right], strict=True)
+    return annotate([left, right], [[f"({a} {b})" if a and b else a or b for a, b in pairs]])
 
 
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.linear.default", _linear, linear=_linear_sets, flops=product_flops),
-    OperatorSpec("aten.matmul.default", _matmul, linear=_EITHER, flops=product_flops),
+    *(
+        OperatorSpec(f"aten.{name}.default", _matmul, linear=_EITHER, flops=product_flops)
+        for name in ("matmul", "linalg_matmul")
+    ),
     OperatorSpec("aten.mm.default", "m k+, k+ n -> m n", linear=_EITHER, flops=product_flops),
     OperatorSpec("aten.bmm.default", "b m k+, b k+ n -> b m n", linear=_EITHER, flops=product_flops),
     OperatorSpec("aten.mv.default", "m k+, k+ -> m", linear=_EITHER, flops=product_flops),
-    OperatorSpec("aten.dot.default", "k+, k+ -> ()", linear=_EITHER, flops=product_flops),
-    OperatorSpec("aten.outer.default", "m, n -> m n", linear=_EITHER, flops=product_flops),
+    *(
+        OperatorSpec(f"aten.{name}.default", "k+, k+ -> ()", linear=_EITHER, flops=product_flops)
+        for name in ("dot", "vdot")
+    ),
+    *(
+        OperatorSpec(f"aten.{name}.default", "m, n -> m n", linear=_EITHER, flops=product_flops)
+        for name in ("outer", "ger")
+    ),
     OperatorSpec("aten.addmm.default", _addmm, linear=_EITHER_AND_FIRST, flops=product_flops),
     OperatorSpec("aten.baddbmm.default", _baddbmm, linear=_EITHER_AND_FIRST, flops=product_flops),
-    OperatorSpec("aten.einsum.default", _einsum, linear=_multilinear, flops=product_flops),
+    OperatorSpec("aten.addmv.default", _addmv, linear=_EITHER_AND_FIRST, flops=product_flops),
+    OperatorSpec("aten.addbmm.default", _addbmm, linear=_EITHER_AND_FIRST, flops=product_flops),
+    OperatorSpec("aten.addr.default", _addr, linear=_EITHER_AND_FIRST, flops=product_flops),
+    OperatorSpec("aten.inner.default", _inner, linear=_EITHER, flops=product_flops),
+    OperatorSpec("aten.tensordot.default", _tensordot, linear=_EITHER, flops=product_flops),
+    OperatorSpec("aten.linalg_vecdot.default", _vecdot, linear=_EITHER, flops=product_flops),
+    OperatorSpec("aten.kron.default", _kron, linear=_EITHER),
+    OperatorSpec("aten.bilinear.default", _bilinear, linear=_bilinear_sets, flops=product_flops),
+    *(
+        OperatorSpec(f"aten.{name}.default", _chain, linear=linear_in_each)
+        for name in ("chain_matmul", "linalg_multi_dot")
+    ),
 )

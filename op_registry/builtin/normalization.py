@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, letters, parts, tensor, whole
+from op_registry.builtin._dims import annotate, letters, linear_in, parts, tensor, whole
 from op_registry.call import Call, TensorArgument
-from op_registry.spec import AnnotationResult, OperatorSpec, Shards
+from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
+
+
+def _weight_linear(call: Call) -> LinearSets:
+    """In the weight, where there is one."""
+    return linear_in({1})(call) if len(call.tensors()) == 2 else ()
 
 
 def _present(call: Call, *arguments: tuple[int, str]) -> int:
@@ -42,6 +47,71 @@ def _batch_norm(call: Call) -> str:
     return annotate([dims, *["c"] * (len(call.tensors()) - 1)], [dims])
 
 
+def _native_norm(call: Call) -> str:
+    """`native_layer_norm`: the result, then the statistics, one for each place of the free dims."""
+    x = tensor(call, 0, "input")
+    names = letters(x.ndim)
+    free = names[: x.ndim - len(call.get(1, "normalized_shape"))]
+    last = [f"{n}^" for n in names[len(free) :]]
+    statistics = [*free, *("1" for _ in last)]
+    given = len(call.tensors()) - 1
+    return annotate([[*free, *last], *[last] * given], [[*free, *last], *[statistics] * (len(call.outputs) - 1)])
+
+
+def _native_group_norm(call: Call) -> str:
+    """`native_group_norm(x, weight, bias, N, C, HxW, group)`: the batch alone; sizes are arguments."""
+    x = tensor(call, 0, "input")
+    dims = ["b", "c^", *(f"s{i}^" for i in range(x.ndim - 2))]
+    group = str(call.get(6, "group"))
+    return annotate([dims, *[["c^"]] * (len(call.tensors()) - 1)], [dims, ["b", group], ["b", group]])
+
+
+def _localize_native_group_norm(call: Call, shards: Shards) -> Call:
+    return call.replace(3, "N", call.get(3, "N") // parts(shards, "b"))
+
+
+def _native_batch_norm(call: Call) -> str:
+    """`native_batch_norm` and its kin: the result and the statistics of each channel; empty ones when evaluating."""
+    x = tensor(call, 0, "input")
+    training = call.get(5, "training") if "no_training" not in call.operator else False
+    mark = "^" if training else ""
+    dims = [f"b{mark}", "c", *(f"s{i}{mark}" for i in range(x.ndim - 2))]
+    outputs = [["c"] if o is not None and o.shape == x.shape[1:2] else "?" for o in call.outputs[1:]]
+    return annotate([dims, *[["c"]] * (len(call.tensors()) - 1)], [dims, *outputs])
+
+
+def _instance_norm(call: Call) -> str:
+    """`instance_norm`: statistics of every channel of every sample, unless stored ones are used.
+
+    Stored ones that are renewed are means over the batch.
+    """
+    x = tensor(call, 0, "input")
+    own = bool(call.get(5, "use_input_stats"))
+    stored = _present(call, (3, "running_mean"), (4, "running_var"))
+    batch = "b^" if own and stored else "b"
+    dims = [batch, "c", *(f"s{i}^" if own else f"s{i}" for i in range(x.ndim - 2))]
+    return annotate([dims, *[["c"]] * (len(call.tensors()) - 1)], [dims])
+
+
+def _kept_dim(dim_at: int) -> AnnotationFunction:
+    """Same shape; only the one dim whose entries are normalised each by itself is free."""
+
+    def annotation(call: Call) -> str:
+        x = tensor(call, 0, "self")
+        kept = whole(call.get(dim_at, "dim"), x.ndim)
+        names = [n if i == kept else f"{n}^" for i, n in enumerate(letters(x.ndim))]
+        return annotate([names], [names])
+
+    return annotation
+
+
+def _norm_except(call: Call) -> str:
+    """`norm_except_dim(v, pow, dim)`: the norms of `_weight_norm`."""
+    v, dim = tensor(call, 0, "v"), call.get(2, "dim", 0)
+    names = [n if i == dim else f"{n}^" for i, n in enumerate(letters(v.ndim))]
+    return annotate([names], [[n if i == dim else "1" for i, n in enumerate(names)] if dim >= 0 else []])
+
+
 def _weight_norm(call: Call) -> str:
     """`_weight_norm(v, g, dim)`: each entry of `dim` has a norm of its own."""
     v = tensor(call, 0, "v")
@@ -50,10 +120,26 @@ def _weight_norm(call: Call) -> str:
     return annotate([names, [n if i == kept else "1" for i, n in enumerate(names)]], [names])
 
 
+def _weight_norm_interface(call: Call) -> str:
+    """`_weight_norm_interface(v, g, dim)`: the result and the norms."""
+    text = _weight_norm(call)
+    return f"{text}, {text.partition(' ->')[0].rpartition(', ')[2]}"
+
+
+_NATIVE = ("native_batch_norm.default", "_native_batch_norm_legit_no_training.default")
+
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.layer_norm.default", _over_last),
-    OperatorSpec("aten.rms_norm.default", _over_last),
+    OperatorSpec("aten.rms_norm.default", _over_last, linear=_weight_linear),
     OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
     OperatorSpec("aten._weight_norm.default", _weight_norm),
+    OperatorSpec("aten._weight_norm_interface.default", _weight_norm_interface),
+    OperatorSpec("aten.instance_norm.default", _instance_norm),
+    OperatorSpec("aten.renorm.default", _kept_dim(2)),
+    OperatorSpec("aten.norm_except_dim.default", _norm_except),
+    OperatorSpec("aten.native_layer_norm.default", _native_norm),
+    OperatorSpec("aten._fused_rms_norm.default", _native_norm),
+    OperatorSpec("aten.native_group_norm.default", _native_group_norm, localize=_localize_native_group_norm),
+    *(OperatorSpec(f"aten.{name}", _native_batch_norm) for name in _NATIVE),
 )

@@ -1,9 +1,9 @@
-"""Sorting: the dim that is sorted is frozen."""
+"""Sorting: the dim that is sorted, or searched, is frozen."""
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, letters, output_shape, tensor, whole
-from op_registry.call import Call
+from op_registry.builtin._dims import annotate, letters, tensor, whole
+from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, OperatorSpec
 
 
@@ -29,10 +29,28 @@ def _topk(call: Call) -> str:
     return annotate([[f"{n}^" if i == dim else n for i, n in enumerate(names)]], [result] * 2)
 
 
-def _histc(call: Call) -> str:
-    """Bins between the smallest and largest of all values, unless told."""
-    dims = [f"{n}^" for n in letters(tensor(call, 0, "self").ndim)]
-    return annotate([dims], [[str(s) for s in output_shape(call)]])
+def _first_sorted(call: Call) -> str:
+    """`msort(x)` sorts along the first dim."""
+    names = letters(tensor(call, 0, "self").ndim)
+    dims = [f"{n}^" if i == 0 else n for i, n in enumerate(names)]
+    return annotate([dims], [dims])
+
+
+def _searchsorted(call: Call) -> str:
+    """`searchsorted(sequence, x)`: one sequence for all, or one for each place of the dims before the last.
+
+    The result counts the entries below x, and counts of parts add up; a `sorter` points into the whole sequence.
+    """
+    sequence, x = call.tensors()[0], call.get(1, "self")
+    places = x if isinstance(x, TensorArgument) else None
+    sorters = len(call.tensors()) - 1 - (places is not None)
+    along = "s^" if sorters else "s+"
+    names = letters(sequence.ndim - 1, avoid="sx")
+    result = [*names, "x"]
+    if sequence.ndim == 1:
+        result = letters(places.ndim, avoid="s") if places is not None else []
+    rows = [*names, along]
+    return annotate([rows, *[result] * (places is not None), *[rows] * sorters], [result])
 
 
 SPECS: tuple[OperatorSpec, ...] = (
@@ -41,5 +59,6 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.argsort.default", _sorting(1, outputs=1)),
     OperatorSpec("aten.argsort.stable", _sorting(2, outputs=1)),
     OperatorSpec("aten.topk.default", _topk),
-    OperatorSpec("aten.histc.default", _histc),
+    OperatorSpec("aten.msort.default", _first_sorted),
+    *(OperatorSpec(f"aten.searchsorted.{of}", _searchsorted) for of in ("Tensor", "Scalar")),
 )

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 
-from op_registry.samples import batch_norm, dims, images, math, pointwise, recurrent, tables, windows
+from op_registry.samples import (
+    algebra,
+    batch_norm,
+    dims,
+    images,
+    losses,
+    math,
+    pointwise,
+    recurrent,
+    special,
+    tables,
+    windows,
+)
 from op_registry.samples.sample import Sample, replace_tensors
 
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
@@ -18,6 +30,9 @@ SAMPLES: tuple[Sample, ...] = (
     *images.SAMPLES,
     *recurrent.SAMPLES,
     *batch_norm.SAMPLES,
+    *special.SAMPLES,
+    *algebra.SAMPLES,
+    *losses.SAMPLES,
 )
 
 

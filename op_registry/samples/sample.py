@@ -22,8 +22,8 @@ class Tensor:
     """A random tensor of a kind: `normal`, `positive` (0.5 .. 1.5), `above` (1.5 .. 2.5), `unit` (0.1 .. 0.9),
     `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
     (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), `bags`
-    (rising integers from 0 below high, one of them twice; with `low` 1 the last one is high), or
-    `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
+    (rising integers from 0 below high, one of them twice; with `low` 1 the last one is high), `signs` (1 and -1),
+    `rare` (one of them is True), `pivots` (1, 2, ... along the last dim), or `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
 
     shape: tuple[int, ...]
     kind: str = "normal"
@@ -40,6 +40,14 @@ class Tensor:
             found = torch.randint(0, self.high, self.shape, generator=generator)
             found[torch.rand(self.shape, generator=generator) < 0.25] = self.low
             found.view(-1)[:3] = torch.tensor([self.low, self.high - 1, 0])
+            return found
+        if self.kind == "signs":
+            return torch.randint(0, 2, self.shape, generator=generator) * 2 - 1
+        if self.kind == "pivots":
+            return torch.arange(1, self.shape[-1] + 1, dtype=torch.int32).expand(self.shape)
+        if self.kind == "rare":
+            found = torch.zeros(self.shape, dtype=torch.bool)
+            found.view(-1)[torch.randint(0, found.numel(), (), generator=generator)] = True
             return found
         if self.kind == "bool":
             return torch.rand(self.shape, generator=generator) < 0.4

@@ -107,7 +107,7 @@ _SORT: tuple[Sample, ...] = (
     S("argsort.stable", F(6, 12), stable=True, dim=0, splits="b"),
     S("topk", F(6, 12, 18), 4, splits="a b"),
     S("topk", F(6, 12), 3, 0, splits="b"),
-    S("histc", F(6, 12), 5, -1, 1),
+    S("histc", F(6, 12), 5, -1, 1, splits="a b"),
 )
 
 _DOUBLE = DType("float64")

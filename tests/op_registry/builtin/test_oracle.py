@@ -29,15 +29,17 @@ from tests.op_registry.builtin.oracle import (
 NUMBERS = pytest.mark.parametrize("number", range(len(SAMPLES)), ids=[str(s) for s in SAMPLES])
 
 # Frozen although a split gives the right result on this data: it depends on values, or is not worth a hook.
-_FROZEN_ANYWAY = "any all any.dim any.dims all.dim all.dims one_hot histc new_ones new_empty repeat embedding".split()
+_FROZEN_ANYWAY = "all all.dim all.dims one_hot histc new_ones new_empty repeat embedding".split()
 
 # Not called linear although it is: casts, what has no gradient, a `dtype=`, and what nobody gives partial sums.
 _LINEAR_ANYWAY = """
-    deg2rad isfinite isinf isnan logical_not nan_to_num xlogy.Tensor lerp.Tensor masked_fill.Tensor to.dtype to.device
-    _to_copy type_as view_as reshape_as expand_as mean mean.dim layer_norm rms_norm group_norm batch_norm embedding
-    scatter.value new_zeros new_ones new_full new_empty ones_like full_like fill.Scalar fill.Tensor cross_entropy_loss
-    nll_loss_nd dropout feature_dropout alpha_dropout feature_alpha_dropout _weight_norm scatter_reduce.two
-    index_reduce
+    isfinite isinf isnan logical_not nan_to_num xlogy.Tensor to.dtype to.device _to_copy type_as view_as
+    reshape_as expand_as mean mean.dim layer_norm group_norm batch_norm embedding scatter.value new_zeros
+    new_ones new_full new_empty ones_like full_like fill.Scalar fill.Tensor cross_entropy_loss nll_loss_nd
+    dropout feature_dropout alpha_dropout feature_alpha_dropout _weight_norm scatter_reduce.two index_reduce
+    isneginf isposinf isreal nansum nanmean xlogy.Scalar_Other special_xlogy special_xlogy.other_scalar
+    special_xlog1py special_xlog1py.other_scalar nll_loss nll_loss2d ormqr instance_norm native_batch_norm
+    _native_batch_norm_legit_no_training
 """.split()
 
 

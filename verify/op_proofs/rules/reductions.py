@@ -130,14 +130,12 @@ def _counted(of: Dims) -> Rule:
 
 
 _WHOLE_GIVEN = """
-    any.dim any.dims all.dim all.dims prod.dim_int var.dim std.dim var.correction std.correction var_mean.correction
+    all.dim all.dims prod.dim_int var.dim std.dim var.correction std.correction var_mean.correction
     std_mean.correction min.dim max.dim median.dim argmax.default argmin.default logsumexp.default
-    linalg_vector_norm.default norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype nansum.default mode.default
+    linalg_vector_norm.default norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype mode.default
     nanmedian.dim kthvalue.default
 """.split()
-_WHOLE_ALL = (
-    "any.default all.default min.default prod.default median.default norm.Scalar var.default std.default".split()
-)
+_WHOLE_ALL = "all.default min.default prod.default median.default norm.Scalar var.default std.default".split()
 _ALONG = """
     cumprod.default logcumsumexp.default cummax.default cummin.default sort.default sort.stable topk.default
     argsort.default argsort.stable
@@ -153,6 +151,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.mean.default": _mean(all_dims),
         "aten.mean.dim": _mean(given_dims),
         "aten.amax.default": _largest(given_dims),
+        "aten.any.dim": _largest(given_dims),
+        "aten.any.dims": _largest(given_dims),
+        "aten.any.default": _largest(all_dims),
+        "aten.nansum.default": _counted(given_dims),
+        "aten.linalg__powsum.default": _counted(given_dims),
         "aten.amin.default": _read_whole(given_dims),
         "aten.max.default": _largest(all_dims),
         "aten.count_nonzero.default": _counted(given_dims),

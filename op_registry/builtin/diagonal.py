@@ -1,0 +1,32 @@
+"""Diagonals of vectors and matrices: what becomes one is frozen, the other dims are free."""
+
+from __future__ import annotations
+
+from op_registry.builtin._dims import annotate, letters, linear_in, marked, output_shape, tensor, whole
+from op_registry.call import Call
+from op_registry.spec import OperatorSpec
+
+
+def _whole(call: Call) -> str:
+    """`diag(x)`, `diagflat(x)`: a vector onto a diagonal, or the diagonal of a matrix."""
+    inputs = marked(letters(tensor(call, 0, "self").ndim), "^")
+    return annotate([inputs], [[str(size) for size in output_shape(call)]])
+
+
+def _embedded(call: Call) -> str:
+    """`diag_embed(x, offset, dim1, dim2)`: the last dim onto a diagonal of two new ones."""
+    names = letters(tensor(call, 0, "self").ndim)
+    sizes = output_shape(call)
+    pair = {whole(call.get(at, f"dim{at - 1}", default), len(sizes)) for at, default in ((2, -2), (3, -1))}
+    free = iter(names[:-1])
+    result = [str(size) if i in pair else next(free) for i, size in enumerate(sizes)]
+    return annotate([[*names[:-1], f"{names[-1]}^"]], [result])
+
+
+_FIRST = linear_in({0})
+
+SPECS: tuple[OperatorSpec, ...] = (
+    OperatorSpec("aten.diag.default", _whole, linear=_FIRST),
+    OperatorSpec("aten.diagflat.default", _whole, linear=_FIRST),
+    OperatorSpec("aten.diag_embed.default", _embedded, linear=_FIRST),
+)

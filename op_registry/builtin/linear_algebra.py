@@ -1,0 +1,100 @@
+"""Decompositions and solutions of matrices: the dims of the matrix are frozen, those before it free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from op_registry.builtin._dims import Dims, aligned, all_frozen, annotate, broadcast_shape, letters, linear_in, tensor
+from op_registry.call import Call
+from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
+
+
+def _batched(*inner: int, columns: bool = False) -> AnnotationFunction:
+    """Tensor i ends with `inner[i]` dims that belong together; the dims before broadcast.
+
+    `columns`: the last dim of the second tensor and of the first result are equations of their own, and free.
+    """
+
+    def annotation(call: Call) -> str:
+        tensors = call.tensors()
+        counts = (*inner, *[2] * (len(tensors) - len(inner)))
+        batches = [t.shape[: t.ndim - n] for t, n in zip(tensors, counts, strict=False)]
+        target = broadcast_shape(batches)
+        names = letters(len(target))
+        inputs: list[Dims] = []
+        for number, (t, batch) in enumerate(zip(tensors, batches, strict=True)):
+            rest = [f"x{number}{i}^" for i in range(t.ndim - len(batch))]
+            inputs.append([*aligned(batch, target, names), *rest])
+        outputs = [_result(names, o.shape if o is not None else ()) for o in call.outputs]
+        if columns:
+            inputs[1][-1], outputs[0][-1] = "n", "n"
+        return annotate(inputs, outputs)
+
+    return annotation
+
+
+def _result(names: Dims, shape: Sequence[int]) -> Dims:
+    """The batch, then sizes; results without the batch's dims (`[0]`, of what was not asked for) are sizes alone."""
+    if len(shape) < len(names):
+        return [str(size) for size in shape]
+    return [*names, *(str(size) for size in shape[len(names) :])]
+
+
+def _solve(call: Call) -> AnnotationResult:
+    """`linalg_solve(a, b)`: b is a batch of vectors where it has one dim less than a, of the same sizes."""
+    a, b = tensor(call, 0, "A"), tensor(call, 1, "B")
+    if not call.get(2, "left", True):
+        return _batched(2, 2)(call)
+    if b.ndim == 1 or a.shape[:-1] == b.shape:
+        return _batched(2, 1)(call)
+    return _batched(2, 2, columns=True)(call)
+
+
+def _triangular(call: Call) -> AnnotationResult:
+    return _batched(2, 2, columns=bool(call.kwargs.get("left", True)))(call)
+
+
+def _vander(call: Call) -> str:
+    """Powers of each entry."""
+    shape = call.outputs[0]
+    assert shape is not None
+    return f"n -> n {shape.shape[-1]}"
+
+
+def _localize_vander(call: Call, shards: Shards) -> Call:
+    """Say how many powers: as many as the logical x has entries, unless told."""
+    return call if call.get(1, "N") is not None else call.replace(1, "N", tensor(call, 0, "x").shape[0])
+
+
+_MATRIX = """
+    cholesky.default det.default inverse.default linalg_cholesky.default linalg_det.default
+    linalg_eigh.default linalg_eigvalsh.default linalg_inv.default linalg_matrix_exp.default linalg_matrix_power.default
+    linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.default linalg_pinv.atol_rtol_float linalg_pinv.default
+    linalg_qr.default linalg_slogdet.default linalg_svd.default
+    linalg_svdvals.default logdet.default matrix_exp.default matrix_power.default pinverse.default slogdet.default
+    cholesky_inverse.default linalg_cholesky_ex.default linalg_inv_ex.default linalg_lu.default
+    linalg_lu_factor.default linalg_lu_factor_ex.default linalg_cond.default
+    linalg_eig.default linalg_eigvals.default geqrf.default linalg_ldl_factor.default linalg_ldl_factor_ex.default
+""".split()
+
+_SOLVED = ("linalg_lu_solve", "linalg_ldl_solve")
+
+SPECS: tuple[OperatorSpec, ...] = (
+    *(OperatorSpec(f"aten.{name}", _batched(2)) for name in _MATRIX),
+    *(
+        OperatorSpec(f"aten.{name}.atol_rtol_tensor", _batched(2, 0, 0))
+        for name in ("linalg_pinv", "linalg_matrix_rank")
+    ),
+    OperatorSpec("aten.linalg_diagonal.default", _batched(2), linear=linear_in({0})),
+    OperatorSpec("aten.linalg_solve.default", _solve, linear=linear_in({1})),
+    OperatorSpec("aten.linalg_solve_triangular.default", _triangular, linear=linear_in({1})),
+    OperatorSpec("aten.cholesky_solve.default", _batched(2, 2), linear=linear_in({0})),
+    OperatorSpec("aten.triangular_solve.default", _batched(2, 2)),
+    *(OperatorSpec(f"aten.{n}.default", _batched(2, 1, 2), linear=linear_in({2})) for n in _SOLVED),
+    OperatorSpec("aten.lu_solve.default", _batched(2, 2, 1), linear=linear_in({0})),
+    OperatorSpec("aten.lu_unpack.default", _batched(2, 1)),
+    OperatorSpec("aten.ormqr.default", _batched(2, 1, 2)),
+    OperatorSpec("aten.linalg_householder_product.default", _batched(2, 1)),
+    *(OperatorSpec(f"aten.{name}.default", all_frozen) for name in ("cov", "corrcoef")),
+    OperatorSpec("aten.vander.default", _vander, localize=_localize_vander),
+)

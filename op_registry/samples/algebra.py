@@ -1,0 +1,214 @@
+"""Samples: more products, linear algebra, distances, scans, orderings."""
+
+from __future__ import annotations
+
+from op_registry.call import DType
+from op_registry.samples.sample import C, F, I, P, S, Sample, Tensor
+
+_PRODUCTS: tuple[Sample, ...] = (
+    S("linalg_matmul", F(6, 1, 12, 18), F(18, 24), splits="a k m n"),
+    S("vdot", F(12), F(12), splits="k"),
+    S("ger", F(6), F(12), splits="m n"),
+    S("addmv", F(6), F(6, 12), F(12), splits="k m"),
+    S("addmv", F(), F(6, 12), F(12), beta=0.5, alpha=2, splits="k m"),
+    S("addbmm", F(18), F(8, 6, 12), F(8, 12, 18), splits="b k m n"),
+    S("addbmm", F(6, 18), F(4, 6, 12), F(4, 12, 18), beta=0.5, alpha=2, splits="b k m n"),
+    S("addr", F(12), F(6), F(12), beta=0.5, alpha=2, splits="m n"),
+    S("addr", F(6, 12), F(6), F(12), splits="m n"),
+    S("inner", F(6, 8, 12), F(18, 12), splits="a b c k"),
+    S("inner", F(12), F(12), splits="k"),
+    S("inner", F(6, 12), F(), splits="a b"),
+    S("tensordot", F(4, 6, 12), F(12, 6, 18), [1, 2], [1, 0], splits="a b c f"),
+    S("tensordot", F(6, 12), F(18, 12), [-1], [-1], splits="a b c"),
+    S("tensordot", F(6, 1), F(18, 12), [1], [1], splits="a c d"),
+    S("linalg_vecdot", F(6, 12, 18), F(12, 1), dim=-1, splits="a b c"),
+    S("linalg_vecdot", F(6, 12, 18), F(6, 12, 18), dim=1, splits="a b c"),
+    S("kron", F(6, 4), F(12, 8), splits="a b c d"),
+    S("kron", F(6), F(12, 18), splits="b c d"),
+    S("bilinear", F(6, 8, 12), F(6, 8, 18), F(24, 12, 18), F(24), splits="*0 *1 i j o"),
+    S("bilinear", F(6, 12), F(6, 18), F(24, 12, 18), splits="*0 i j o"),
+    *(S(name, [F(6, 12), F(12, 18), F(18, 24)], splits="a b c d") for name in ("chain_matmul", "linalg_multi_dot")),
+    S("linalg_multi_dot", [F(12), F(12, 18), F(18)], splits="b c"),
+    S("einsum", "bii -> bi", [F(6, 12, 12)], splits="b"),
+    S("einsum", "bij,jj->bi", [F(6, 12, 18), F(18, 18)], splits="b i"),
+    S("einsum", "ii", [F(6, 6)]),
+    S("einsum", "bT H, H k -> b T k", [F(4, 6, 12), F(12, 18)], splits="b T H k"),
+    S("einsum", "kB,ak", [F(6, 12), F(18, 6)], splits="B a k"),
+    S("einsum", "...ij->ij", [F(4, 6, 12)], splits="e0 i j"),
+    S("einsum", "i...->...", [F(6, 12, 18)], splits="i e0 e1"),
+    S("einsum", "ij,ij,jk->ik", [F(6, 12), F(6, 12), F(12, 18)], splits="i j k"),
+    S("einsum", "a,a->", [F(12), F(12)], splits="a"),
+)
+
+_MATRIX = """
+    det inverse linalg_det linalg_inv linalg_matrix_exp linalg_pinv.atol_rtol_float linalg_slogdet
+    linalg_svdvals matrix_exp pinverse
+    slogdet linalg_matrix_rank.atol_rtol_float linalg_lu_factor linalg_diagonal linalg_cond
+""".split()
+_ITSELF = "linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex".split()
+
+_PIVOTS = Tensor((12, 3), "pivots")
+
+_ALGEBRA: tuple[Sample, ...] = (
+    *(S(name, F(12, 3, 3), splits="a") for name in _MATRIX),
+    *(S(name, F(6, 12, 2, 2), splits="a b") for name in ("linalg_det", "linalg_inv", "linalg_eigvalsh")),
+    S("linalg_lu", C(12, 3, 3), splits="a"),
+    *(S(name, F(12, 3, 3), splits="a") for name in _ITSELF if name != "linalg_cholesky_ex"),
+    *(S(name, F(12, 3, 3), 1e-9, splits="a") for name in ("linalg_pinv", "linalg_matrix_rank")),
+    *(S(f"linalg_{n}.atol_rtol_tensor", F(12, 3, 3), atol=C(12), splits="a") for n in ("pinv", "matrix_rank")),
+    S("linalg_qr", F(12, 4, 3), splits="a"),
+    S("linalg_svd", F(12, 3, 3), splits="a"),
+    S("linalg_eigh", F(12, 3, 3), splits="a"),
+    S("logdet", Tensor((12, 1, 1), "positive"), splits="a"),
+    *(S(name, F(12, 3, 3), 3, splits="a") for name in ("matrix_power", "linalg_matrix_power")),
+    *(S(name, P(12, 1, 1), splits="a") for name in ("cholesky", "linalg_cholesky", "linalg_cholesky_ex")),
+    S("cholesky_inverse", P(12, 1, 1), splits="a"),
+    S("cholesky_solve", F(12, 2, 3), P(12, 2, 2), splits="a"),
+    S("linalg_solve", F(12, 3, 3), F(12, 3, 6), splits="a n"),
+    S("linalg_solve", F(12, 3, 3), F(12, 3), splits="a"),
+    S("linalg_solve", F(6, 1, 3, 3), F(12, 3, 6), splits="a b n"),
+    S("linalg_solve", F(12, 3, 3), F(12, 6, 3), left=False, splits="a"),
+    S("linalg_solve_triangular", F(12, 3, 3), F(12, 3, 6), upper=True, splits="a n"),
+    S("linalg_solve_triangular", F(12, 3, 3), F(12, 6, 3), upper=False, left=False, splits="a"),
+    S("linalg_householder_product", F(12, 4, 3), F(12, 3), splits="a"),
+    *(S(name, C(12, 3, 3), splits="a") for name in ("linalg_eig", "linalg_eigvals", "geqrf")),
+    *(S(name, C(12, 3, 3), splits="a") for name in ("linalg_ldl_factor", "linalg_ldl_factor_ex")),
+    S("linalg_lu_solve", F(12, 3, 3), _PIVOTS, F(12, 3, 2), splits="a"),
+    S("linalg_ldl_solve", C(12, 3, 3), _PIVOTS, C(12, 3, 2), splits="a"),
+    S("lu_solve", F(12, 3, 2), F(12, 3, 3), _PIVOTS, splits="a"),
+    S("lu_unpack", F(12, 3, 3), _PIVOTS, splits="a"),
+    S("ormqr", F(12, 3, 3), F(12, 3), F(12, 3, 2), splits="a"),
+    S("triangular_solve", F(12, 3, 2), F(12, 3, 3), splits="a"),
+    S("cov", F(3, 12)),
+    S("corrcoef", F(3, 12)),
+    S("vander", C(12), splits="n"),
+    S("vander", C(12), 3, True, splits="n"),
+    S("diag", F(12)),
+    S("diag", F(6, 12), 1),
+    S("diagflat", F(3, 4), -1),
+    S("diag_embed", F(6, 12, 3), splits="a b"),
+    S("diag_embed", F(6, 12, 3), 1, 0, 2, splits="a b"),
+    S("trace", F(6, 12)),
+)
+
+_DISTANCES: tuple[Sample, ...] = (
+    S("cosine_similarity", F(6, 12, 18), F(6, 12, 18), splits="a c"),
+    S("cosine_similarity", F(6, 1, 18), F(12, 18), -1, splits="a b"),
+    S("pairwise_distance", F(6, 12), F(6, 12), splits="a"),
+    S("pairwise_distance", F(6, 12), F(12), 1.0, 1e-6, True, splits="a b"),
+    S("cdist", F(4, 6, 3), F(4, 12, 3), splits="a p r"),
+    S("cdist", F(6, 4, 5, 12), F(4, 18, 12), 1.0, splits="a b m r"),
+    S("cdist", F(6, 12), F(18, 12), float("inf"), splits="p m r"),
+    S("pdist", F(6, 4)),
+    S("dist", F(6, 12), F(12)),
+    S("cross", F(6, 3, 12), F(6, 3, 1), splits="a c"),
+    S("cross", F(6, 12, 3), F(1, 12, 3), -1, splits="a b"),
+    S("linalg_cross", F(6, 12, 3), F(1, 12, 3), splits="a b"),
+    S("linalg_cross", F(3, 12), F(3, 12), dim=0, splits="b"),
+)
+
+_ORDER = Tensor((6,), "offsets", 5)  # indices into six entries
+
+_SCANS: tuple[Sample, ...] = (
+    *(S(f"special_{n}", F(6, 12), -1, splits="a") for n in ("softmax", "log_softmax")),
+    S("_log_softmax", F(6, 12), 1, False, splits="a"),
+    S("_safe_softmax", F(6, 12), -1, splits="a"),
+    *(S(n, F(6, 12, 18), 1, splits="a c") for n in ("logcumsumexp", "cummax", "cummin")),
+    *(S(f"{n}.dx", F(6, 12), dx=0.5, splits="a") for n in ("trapezoid", "trapz", "cumulative_trapezoid")),
+    *(S(f"{n}.x", F(6, 12), F(12), splits="a") for n in ("trapezoid", "trapz", "cumulative_trapezoid")),
+    S("trapezoid.x", F(6, 12), F(6, 12), dim=0, splits="b"),
+    S("msort", F(6, 12), splits="b"),
+    S("kthvalue", F(6, 12, 18), 3, 1, True, splits="a c"),
+    S("kthvalue", F(6, 12), 2, splits="a"),
+    S("mode", I(6, 12), splits="a"),
+    S("nanmedian", F(6, 12)),
+    S("nanmedian.dim", F(6, 12, 18), 1, True, splits="a c"),
+    S("quantile", F(6, 12), Tensor((4,), "unit"), 1, splits="a q"),
+    S("quantile", F(6, 12), Tensor((), "unit"), splits=""),
+    S("quantile.scalar", F(6, 12), 0.3, 1, True, splits="a"),
+    S("nanquantile", F(6, 12), Tensor((6,), "unit"), 0, True, splits="b q"),
+    S("nanquantile.scalar", F(6, 12), 0.3, splits=""),
+    S("searchsorted.Tensor", Tensor((24,), "sorted"), F(6, 12), splits="a b s"),
+    S("searchsorted.Tensor", Tensor((6, 18), "sorted"), F(6, 12), right=True, splits="a s x"),
+    S("searchsorted.Tensor", Tensor((6,), "sorted"), F(12), sorter=_ORDER, splits="a"),
+    S("searchsorted.Scalar", Tensor((12,), "sorted"), 0.3, splits="s"),
+    S("bucketize.Tensor", F(6, 12), Tensor((18,), "sorted"), right=True, splits="*0 *1 n"),
+)
+
+_REDUCTIONS: tuple[Sample, ...] = (
+    S("nansum", F(6, 12, 18), [1], True, splits="a b c"),
+    S("nansum", F(6, 12), splits="a b"),
+    S("nanmean", F(6, 12, 18), [1], splits="a c"),
+    S("sum_to_size", F(6, 12, 18), [12, 1], splits="a b c"),
+    S("sum_to_size", F(6, 12), [6, 12], splits="a b"),
+    S("aminmax", F(6, 12), dim=1, keepdim=True, splits="a"),
+    S("aminmax", F(6, 12)),
+    S("special_logsumexp", F(6, 12, 18), [1], splits="a c"),
+    S("linalg__powsum", C(6, 12, 18), 2, [1], True, splits="a b c"),
+    S("linalg__powsum", C(6, 12), 3, splits="a b"),
+    S("linalg_vector_norm", F(6, 12, 18), 1, [-1], True, splits="a b c"),
+    S("linalg_vector_norm", F(6, 12, 18), float("inf"), [1], splits="a b c"),
+    S("linalg_vector_norm", F(6, 12), 0, splits="a b"),
+    S("linalg_vector_norm", F(6, 12), -1.0),
+    S("norm.Scalar", F(6, 12), 1, splits="a b"),
+    S("norm.ScalarOpt_dtype", F(6, 12), 1, dtype=DType("float64"), splits="a b"),
+    S("norm.ScalarOpt_dtype", F(6, 12), 2, dtype=DType("float64")),
+    S("norm.ScalarOpt_dim_dtype", F(6, 12), 2, [1], True, dtype=DType("float64"), splits="a"),
+    S("norm.ScalarOpt_dim", F(6, 12, 18), 1, [1], splits="a b c"),
+    S("frobenius_norm.dim", F(6, 12, 18), [1], splits="a c"),
+    S("nuclear_norm", F(4, 3)),
+    S("nuclear_norm.dim", F(12, 4, 3), [1, 2], splits="a"),
+    S("linalg_matrix_norm", F(12, 4, 3), 2, splits="a"),
+    S("linalg_matrix_norm.str_ord", F(4, 12, 3), "fro", [0, 2], True, splits="b"),
+    S("histc", F(6, 12), 5, -1.0, 1.0, splits="a b"),
+    S("histc", F(24), 5),
+    S("any", Tensor((12, 24), "rare"), splits="a b"),
+    S("any.dims", Tensor((6, 12, 24), "rare"), None, splits="a b c"),
+    S("amax", F(12, 24), splits="a b"),
+    S("max", I(24, high=50), splits="a"),
+)
+
+_NORMS: tuple[Sample, ...] = (
+    S("_weight_norm_interface", F(6, 12, 18), F(6, 1, 1), splits="a"),
+    S("norm_except_dim", F(6, 12, 18), 2, 0, splits="a"),
+    S("norm_except_dim", F(6, 12), 2, -1),
+    S("renorm", F(6, 12, 18), 2, 1, 1.5, splits="b"),
+    S("instance_norm", F(6, 12, 5), F(12), F(12), None, None, True, 0.1, 1e-5, False, splits="b c"),
+    S("instance_norm", F(6, 12, 18), F(12), F(12), C(12), C(12), False, 0.1, 1e-5, False, splits="b c s0"),
+    S("native_layer_norm", F(6, 12, 18), [18], F(18), F(18), 1e-5, splits="a b"),
+    S("native_layer_norm", F(6, 12), [12], None, None, 0.3, splits="a"),
+    S("_fused_rms_norm", F(6, 12, 18), [18], F(18), 1e-5, splits="a b"),
+    S("native_group_norm", F(12, 6, 5), F(6), F(6), 12, 6, 5, 3, 1e-5, splits="b"),
+    S("native_batch_norm", F(18, 6, 5), F(6), F(6), None, None, True, 0.1, 1e-5, splits="c"),
+    S("native_batch_norm", F(18, 6, 12), F(6), F(6), C(6), C(6), False, 0.1, 1e-5, splits="b c s0"),
+    S("_native_batch_norm_legit_no_training", F(18, 6), F(6), F(6), C(6), C(6), 0.1, 1e-5, splits="b c"),
+)
+
+_FACTORIES: tuple[Sample, ...] = (
+    *(
+        S(f"{name}_window.{of}", 12, *rest)
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for of, rest in (("default", ()), ("periodic", (False,)))
+    ),
+    S("hamming_window.periodic_alpha", 12, True, 0.5),
+    S("hamming_window.periodic_alpha_beta", 12, True, 0.5, 0.4),
+    S("kaiser_window.beta", 12, True, 10.0),
+    S("new_empty_strided", F(6), [6, 12], [12, 1], splits="a b", compare=False),
+    S("logspace", 0.0, 1.0, 12),
+    S("logspace.Tensor_Scalar", C(), 2.0, 12),
+    S("logspace.Scalar_Tensor", 0.0, C(), 12),
+    S("logspace.Tensor_Tensor", C(), C(), 12),
+    S("range", 0, 11),
+    S("range.step", 0, 11, 2),
+    *(S(f"{name}_indices", 4, 6, 1) for name in ("tril", "triu")),
+)
+
+SAMPLES: tuple[Sample, ...] = (
+    *_PRODUCTS,
+    *_ALGEBRA,
+    *_DISTANCES,
+    *_SCANS,
+    *_REDUCTIONS,
+    *_NORMS,
+    *_FACTORIES,
+)
