@@ -23,7 +23,8 @@ class Tensor:
     `constant` (positive, without gradient), `sorted`, `complex`, `bool`, `integer` (low .. high - 1), `distinct`
     (integers below high, none twice along dim 1, or along the only dim), `offsets` (rising integers up to high), `bags`
     (rising integers from 0 below high, one of them twice; with `low` 1 the last one is high), `signs` (1 and -1),
-    `rare` (one of them is True), `pivots` (1, 2, ... along the last dim), or `labels` (0 .. high - 1, both ends among them, and `low` in place of some: the label that is ignored)."""
+    `rare` (one of them is True), `pivots` (1, 2, ... along the last dim), or `labels` (0 .. high - 1, both ends among
+    them, and `low` in place of some: the label that is ignored)."""
 
     shape: tuple[int, ...]
     kind: str = "normal"
