@@ -33,10 +33,10 @@ class LossModule(nn.Module):
     def __init__(self, model: nn.Module, sample: SampleInputs) -> None:
         super().__init__()
         self.model = model
-        self._sample = sample
+        self.sample = sample
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        args, kwargs = self._sample.rebuild(dict(zip(self._sample.tensors, tensors, strict=True)))
+        args, kwargs = self.sample.rebuild(dict(zip(self.sample.tensors, tensors, strict=True)))
         return loss_of(self.model(*args, **kwargs))
 
 
