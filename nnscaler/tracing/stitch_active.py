@@ -14,7 +14,7 @@ from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.locations import plain_path
-from nnscaler.tracing.stitch_looks import CannotStitch
+from nnscaler.tracing.stitch_looks import CannotStitch, join_history
 from nnscaler.tracing.stitch_record import Innermost, Places, Record, Step
 from nnscaler.tracing.stitch_sites import Site
 
@@ -39,6 +39,7 @@ class Active:
     made: list[Any] = field(default_factory=list)
     before: set[int] = field(default_factory=set)
     record: Record = field(init=False)
+    _compared: int = 0  # entries of the record
     _regions: Any = None  # the mode that makes nodes of regions
 
     def __post_init__(self) -> None:
@@ -79,8 +80,7 @@ class Active:
         """The result as the tracer would see it; without running the operator where an equal record tells it."""
         if torch.Tag.data_dependent_output in func.tags:
             raise CannotStitch(f"{self.site.path} looks at the values of data")
-        key = self.record.key
-        self.alike = [r for r in self.alike if len(r.key) >= len(key) and r.key[len(key) - 1] == key[-1]]
+        self._compare()
         if self.alike:
             step = self.alike[0].steps[len(self.record.steps)]
             if step.quick:
@@ -88,12 +88,22 @@ class Active:
                 return self.record.result_like(step, (args, kwargs))
         if func is torch.ops.aten.lift_fresh.default:  # as torch's tracer does
             func = torch.ops.aten.lift_fresh_copy.default
+        if func._schema.is_mutable:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor):
+                    join_history(value)
         return func(*args, **kwargs)
+
+    def _compare(self) -> None:
+        """Drop the records that this one no longer equals."""
+        start, self._compared = self._compared, len(self.record.key)
+        new = self.record.key[start:]
+        self.alike = [r for r in self.alike if r.key[start : self._compared] == new]
 
     def equal(self) -> Record | None:
         """The record of a traced call that this one equals."""
-        self.record.settle()
-        return next((r for r in self.alike if r.key == self.record.key), None)
+        self._compare()
+        return next((r for r in self.alike if len(r.key) == self._compared), None)
 
     def function(self, real: Callable[..., Any], mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of torch: those that enter and leave regions become nodes."""
