@@ -57,6 +57,7 @@ def parallelize(
     model: Mapping[str, str] | None = None,
     self_check: bool = True,
     specialise: bool = False,
+    repeat_layers: str = "auto",
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
@@ -66,12 +67,14 @@ def parallelize(
     `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves
     whole.
     `specialise`: where the model branches on data, take the branch of the sample batch.
+    `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
-    traced = trace(module, sample_inputs, self_check=self_check, specialise=specialise)
-    report("trace", time.perf_counter() - start, f"{len(traced.graph.operations)} operations")
+    traced = trace(module, sample_inputs, self_check=self_check, specialise=specialise, repeat_layers=repeat_layers)
+    text = f"{len(traced.graph.operations)} operations" + (f", {traced.repeats}" if traced.repeats else "")
+    report("trace", time.perf_counter() - start, text)
     return compile_traced(
         traced,
         ranks=ranks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,15 +15,15 @@ from nnscaler.tracing.canonical import with_names
 from nnscaler.tracing.infer import dtype_name
 from nnscaler.tracing.raw import RawGraph
 from nnscaler.tracing.stitch_calls import Call
-from nnscaler.tracing.stitch_marks import NAMESPACE
 from nnscaler.tracing.stitch_looks import CannotStitch
+from nnscaler.tracing.stitch_marks import NAMESPACE
 
 STORED = ("parameter", "buffer")
 
 
 @dataclass(frozen=True)
 class Body:
-    """The operations of a traced call. `given`: the tensors from outside, `made`: the results, in the record's order."""
+    """The operations of a traced call. `given`: tensors from outside, `made`: results, in the order of the record."""
 
     call: Call
     operations: tuple[Operation, ...]
@@ -152,7 +152,7 @@ class _Expander:
         return name
 
     def _define(self, number: int, names: Mapping[str, str], body: Body) -> None:
-        """The copy's tensors, and their memory: shared where the body's is, and with what the rest of the graph sees."""
+        """The copy's tensors and their memory: shared where the body's is, and with what the rest of the graph sees."""
         memory: dict[int, int] = {}
         made = {n for op in body.operations for n in op.outputs if n is not None}
         pairs = [(old, new) for old, new in names.items() if old not in made]
@@ -181,4 +181,9 @@ def _renamed(operation: Operation, number: int, names: Mapping[str, str], old: C
     path, other = old.site.path, new.site.path
     if module == path or module.startswith(path + "."):
         module = other + module[len(path) :]
-    return with_names(operation, f"{operation.name}@{number}", names, module)
+    region = operation.region
+    changed = dict(zip(old.names, new.names, strict=True))
+    if changed:
+        values = {f.name: getattr(region, f.name) for f in fields(region)}
+        region = replace(region, **{k: changed[v] for k, v in values.items() if v in changed})
+    return with_names(replace(operation, region=region), f"{operation.name}@{number}", names, module)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
+from torch.fx.traceback import current_meta
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.locations import plain_path
@@ -19,7 +20,7 @@ from nnscaler.tracing.stitch_record import Innermost, Places, Record, Step
 from nnscaler.tracing.stitch_sites import Site
 
 REGIONS = frozenset(_side_effectful_need_to_be_preserved_pre_dispatch)
-_NO_HISTORY = frozenset((Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor._version.__get__))  # type: ignore[attr-defined]
+_NO_HISTORY = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("is_leaf", "grad_fn", "_version"))
 
 
 @dataclass
@@ -61,9 +62,8 @@ class Active:
     def operator(self, real: Callable[..., Any], mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator. `real` tells the tracer, too."""
         kwargs = kwargs or {}
-        place = self.places.here()
-        self.record.written(func, args, kwargs, self._innermost(), place)
-        step = Step(func, args, kwargs, place, dict(self.tracer.module_stack))
+        step = self._step(func, args, kwargs)
+        self.record.written(step, self._innermost())
         if self.silent:
             result = self._unseen(func, args, kwargs)
             self.record.returned(step, result)
@@ -94,6 +94,10 @@ class Active:
                     join_history(value)
         return func(*args, **kwargs)
 
+    def _step(self, func: Any, args: Any, kwargs: Any) -> Step:
+        notes = dict(current_meta.get("custom") or {})
+        return Step(func, args, kwargs, self.places.here(), dict(self.tracer.module_stack), notes)
+
     def _compare(self) -> None:
         """Drop the records that this one no longer equals."""
         start, self._compared = self._compared, len(self.record.key)
@@ -112,9 +116,9 @@ class Active:
                 raise CannotStitch(f"{self.site.path} looks at how a tensor was made")
             return real(mode, func, types, args, kwargs)
         entering = func is not torch.amp.autocast_mode._exit_autocast
-        self.record.written(func, args if entering else (), {}, self._innermost(), None)
-        place = self.places.here()
-        self.record.returned(Step(func, args, {}, place, dict(self.tracer.module_stack)), None)
+        step = self._step(func, args if entering else (), {})
+        self.record.written(step, self._innermost())
+        self.record.returned(step, None)
         if self.silent:
             self._regions = mode
             return func(*args) if func is torch._C._set_grad_enabled else None
@@ -190,6 +194,10 @@ def _describe(node: Any, step: Step) -> None:
         key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind)
         for key, (path, kind) in step.modules.items()
     }
+    if step.notes:
+        node.meta["custom"] = dict(step.notes)
     if step.place is not None:
         file, line = step.place
-        node.meta["stack_trace"] = f'File "{file}", line {line}, in forward\n    {linecache.getline(file, line).strip()}'
+        node.meta["stack_trace"] = (
+            f'File "{file}", line {line}, in forward\n    {linecache.getline(file, line).strip()}'
+        )

@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.locations import is_library
 from nnscaler.tracing.stitch_active import Active
-from nnscaler.tracing.stitch_looks import join_history
+from nnscaler.tracing.stitch_looks import CannotStitch, join_history
 from nnscaler.tracing.stitch_marks import AGAIN, BEGIN, END, MADE
-from nnscaler.tracing.stitch_looks import CannotStitch
 from nnscaler.tracing.stitch_record import Places, Record
 from nnscaler.tracing.stitch_sites import Run, Site
 
@@ -37,11 +36,13 @@ from nnscaler.tracing.stitch_sites import Run, Site
 @dataclass(frozen=True)
 class Call:
     """One call of a layer that repeats. `like`: the number of the traced call that it equals, None when traced itself.
-    `constants`: tensors with data that it reads, in order of first use."""
+    `constants`: tensors with data that it reads, in order of first use; `names`: names that annotations give, likewise.
+    """
 
     site: Site
     like: int | None
     constants: tuple[Tensor, ...]
+    names: tuple[Any, ...]
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Calls:
         else:
             like = next(n for record, n in self._traced[active.site.run] if record is equal)
             active.mark(AGAIN, (active.given, number))
-            self.calls.append(Call(active.site, like, tuple(active.record.constants)))
+            self.calls.append(_described(active, like))
             self._announce(active, number, result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -121,7 +122,7 @@ class Calls:
 
     def _finish(self, active: Active, number: int, balanced: bool) -> None:
         active.mark(END, (active.given, active.made, number))
-        self.calls.append(Call(active.site, None, tuple(active.record.constants)))
+        self.calls.append(_described(active, None))
         known = self._traced.setdefault(active.site.run, [])
         if balanced:
             known.append((active.record, number))
@@ -140,7 +141,7 @@ class Calls:
         for items in (self.calls, self._kept):
             items.clear()
         for known in (self._traced, self._plain, self._pending, self._stored):
-            known.clear()  # type: ignore[attr-defined]
+            known.clear()
         kinds = (self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False))
         for named in kinds:
             for name, tensor in named:
@@ -182,6 +183,10 @@ class Calls:
         if active is None or active.tracer is not mode.tracer:
             return real(mode, func, types, args, kwargs)
         return active.function(real, mode, func, types, args, kwargs)
+
+
+def _described(active: Active, like: int | None) -> Call:
+    return Call(active.site, like, tuple(active.record.constants), tuple(active.record.names))
 
 
 def _surroundings() -> tuple[Any, ...]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from nnscaler.errors import NnscalerError
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -22,8 +24,11 @@ class Look:
     plain: bool
 
 
-class CannotStitch(Exception):
-    """The layers have to be traced one by one, for the reason given."""
+class CannotStitch(NnscalerError):
+    """The layers have to be traced one by one, for the reason given. No user sees it as an error."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("trace_failed", reason)
 
 
 def look_of(tensor: Tensor) -> Look:
@@ -36,7 +41,7 @@ def look_of(tensor: Tensor) -> Look:
     return Look(
         tuple(tensor.shape),
         tensor.stride() if strided else (),
-        tensor.storage_offset() if strided else 0,
+        int(tensor.storage_offset()) if strided else 0,
         tensor.dtype,
         device,
         tensor.requires_grad,
@@ -54,7 +59,7 @@ def made_like(look: Look, memory: torch.UntypedStorage | None, mode: FakeTensorM
             bare = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
         else:
             bare = torch.empty(0, dtype=look.dtype, device="meta")
-            bare.set_(memory, look.offset, look.shape, look.stride)  # type: ignore[call-overload]
+            bare.set_(memory, look.offset, look.shape, look.stride)
     return FakeTensor(mode, bare, look.device, requires_grad=look.requires_grad)
 
 

@@ -39,14 +39,18 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operator, or one entry into (exit from) a region. `leaves` of its result: `Result`s, and what is no tensor.
-    `first`: the number of the first tensor. `quick`: a result can be made from the looks."""
+    """One operator, or one entry into (exit from) a region.
+
+    `notes`: what `torch.fx.traceback.annotate` says. `leaves` of its result: `Result`s, and what is no tensor. `first`:
+    the number of the first tensor. `quick`: a result can be made from the looks.
+    """
 
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     place: Place
     modules: Mapping[str, Any]
+    notes: Mapping[str, Any]
     spec: TreeSpec | None = None
     leaves: tuple[Any, ...] = ()
     first: int = 0
@@ -67,6 +71,7 @@ class Record:
     given: list[Tensor] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
     made: list[Tensor | None] = field(default_factory=list)
+    names: dict[Any, int] = field(default_factory=dict)  # that annotations give, such as those of checkpoints
     mode: FakeTensorMode | None = None
     _labels: dict[int, Label] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)  # of memories
@@ -74,7 +79,7 @@ class Record:
     _sharers: dict[int, set[int]] = field(default_factory=dict)
     _new: list[tuple[int, int, weakref.ref[Tensor]]] = field(default_factory=list)
 
-    def written(self, func: Any, args: Any, kwargs: Any, innermost: Innermost | None, place: Place) -> None:
+    def written(self, step: Step, innermost: Innermost | None) -> None:
         """Note an operator before it runs: it may write into its arguments."""
         self.settle()
         inside = None
@@ -82,7 +87,8 @@ class Record:
             path, kind = innermost
             own = path == self.path or path.startswith(self.path + ".")
             inside = (own, path[len(self.path) :] if own else path, kind)
-        self.key.append((func, self._freeze(args), self._freeze(kwargs), inside, place))
+        noted = tuple((k, self.names.setdefault(v, len(self.names))) for k, v in sorted(step.notes.items()))
+        self.key.append((step.function, self._freeze(step.args), self._freeze(step.kwargs), inside, step.place, noted))
 
     def returned(self, step: Step, result: Any) -> tuple[Tensor, ...]:
         """Note the results of the operator just written. Nothing here may hold on to them: torch copies a new tensor
@@ -98,7 +104,7 @@ class Record:
             self._labels[id(tensor)] = ("made", len(self.made))
             self.made.append(None)
         more = (spec, leaves, first, quick)
-        self.steps.append(Step(step.function, step.args, step.kwargs, step.place, step.modules, *more))
+        self.steps.append(Step(step.function, step.args, step.kwargs, step.place, step.modules, step.notes, *more))
         return tensors
 
     def settle(self) -> None:

@@ -16,7 +16,6 @@ from nnscaler.tracing.loss_module import LossModule
 from nnscaler.tracing.raw import RawGraph
 from nnscaler.tracing.stitch import expand
 from nnscaler.tracing.stitch_calls import Calls, following
-from nnscaler.tracing.stitch_looks import CannotStitch
 from nnscaler.tracing.stitch_sites import repeated_layers
 
 _AT_LEAST = {"auto": 8, "always": 2}
@@ -33,9 +32,7 @@ class Exported:
     repeats: str = ""
 
 
-def export_graph(
-    wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, repeat_layers: str
-) -> Exported:
+def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, repeat_layers: str) -> Exported:
     """The imported graph of the loss. `repeat_layers` as in `trace`: the graph does not depend on it.
 
     Raises NnscalerError "trace_failed" and "no_loss"; "usage" for another word in `repeat_layers`.
@@ -51,10 +48,9 @@ def export_graph(
             program, functions, notes = export_loss(wrapper, tensors)
         imported = import_program(program, wrapper.model, tuple(wrapper.sample.tensors))
         raw, state = canonical(*expand(imported.raw, imported.state, calls.calls))
-    except (NnscalerError, CannotStitch) as error:
+    except NnscalerError as error:
         exported = _export(wrapper, tensors, specialise)
-        why = error.message if isinstance(error, NnscalerError) else str(error)
-        note = f"every layer is traced by itself: {why}"
+        note = f"every layer is traced by itself: {error.message}"
         return Exported(exported.raw, exported.state, (note, *exported.notes), exported.functions)
     return Exported(raw, state, notes, functions, _describe(calls))
 
@@ -74,5 +70,7 @@ def _describe(calls: Calls) -> str:
 
 
 def _listed(calls: Calls) -> str:
-    used: Sequence[str] = [calls.calls[n].site.path for n in sorted({c.like for c in calls.calls if c.like is not None})]
+    used: Sequence[str] = [
+        calls.calls[n].site.path for n in sorted({c.like for c in calls.calls if c.like is not None})
+    ]
     return ", ".join(used[:3]) + (f" and {len(used) - 3} more" if len(used) > 3 else "")

@@ -1,10 +1,9 @@
-"""Layers that repeat are traced once. The graph must be the one that tracing every layer gives, whatever a layer does."""
+"""Layers that repeat are traced once. The graph must be the one that tracing every layer gives, whatever they do."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -14,70 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing import Traced, trace
-
-LAYERS = 5
-Forward = Callable[["Layer", Any], Any]
-
-
-class Layer(nn.Module):
-    """Computes what `body` says; by default a gated residual block."""
-
-    def __init__(self, index: int, body: Forward | None = None, width: int = 6) -> None:
-        super().__init__()
-        self.index = index
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 10)
-        self.down = nn.Linear(10, width)
-        self.body = body
-
-    def block(self, x: Tensor) -> Tensor:
-        return x + self.down(F.silu(self.up(self.norm(x))))
-
-    def forward(self, x: Any, *more: Any, **named: Any) -> Any:
-        return self.block(x) if self.body is None else self.body(self, x, *more, **named)
-
-
-class Stack(nn.Module):
-    """Runs its layers by `around`, and returns the mean square."""
-
-    def __init__(self, body: Forward | None = None, around: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(Layer(i, body) for i in range(LAYERS))
-        self.around = around
-        self.seen = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.around is not None:
-            return self.around(self, x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def same(make: Callable[[], nn.Module], copies: int | None = None, **options: Any) -> Traced:
-    """Trace a model with and without copies: graph and stored tensors must agree. `copies`: so many layers must have
-    been copied. The trace is compared with eager as well."""
-    sample = (torch.randn(3, 6, generator=torch.Generator().manual_seed(1)),)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole = trace(make(), sample, repeat_layers="off", self_check=False, **options)
-        module = make()
-        copied = trace(module, sample, repeat_layers="always", **options)
-    assert copied.graph.operations == whole.graph.operations
-    assert list(copied.graph.tensors.items()) == list(whole.graph.tensors.items())
-    assert (copied.graph.loss, copied.graph.updates) == (whole.graph.loss, whole.graph.updates)
-    assert list(copied.state) == list(whole.state)
-    assert all(torch.equal(copied.state[n], whole.state[n]) for n in whole.state)
-    assert all(copied.state[n] is p for n, p in module.named_parameters())
-    if copies is not None:
-        found = int(copied.repeats.split()[0]) if copied.repeats else 0
-        assert found == copies, (copied.repeats, copied.notes)
-        assert not any("by itself" in note for note in copied.notes)
-    return copied
+from nnscaler.tracing import trace
+from tests.nnscaler.tracing.stacks import LAYERS, Forward, Layer, Stack, changed, same
 
 
 def test_equal_layers_are_copied_with_their_own_paths_and_lines() -> None:
@@ -86,22 +23,16 @@ def test_equal_layers_are_copied_with_their_own_paths_and_lines() -> None:
     assert modules == ["first"] + [f"layers.{i}.{part}" for i in range(LAYERS) for part in ("up", "down")]
     used = [op.inputs[1] for op in traced.graph.operations if op.operator == "aten.linear.default"]
     assert used == ["first_weight"] + [f"layers_{i}_{part}_weight" for i in range(LAYERS) for part in ("up", "down")]
-    assert all(op.where is not None and op.where.file == __file__ for op in traced.graph.operations[:-2])
+    assert all(
+        op.where is not None and op.where.file.endswith(("stacks.py", "test_stitch.py"))
+        for op in traced.graph.operations[:-2]
+    )
 
 
 def test_few_layers_are_traced_as_ever() -> None:
     assert trace(Stack(), (torch.randn(3, 6),)).repeats == ""
     with pytest.raises(NnscalerError, match="repeat_layers"):
         trace(Stack(), (torch.randn(3, 6),), repeat_layers="some")
-
-
-def changed(change: Callable[[Stack], None], body: Forward | None = None) -> Callable[[], Stack]:
-    def make() -> Stack:
-        stack = Stack(body)
-        change(stack)
-        return stack
-
-    return make
 
 
 def eps(stack: Stack) -> None:
@@ -223,170 +154,108 @@ def test_bodies(body: Forward, copies: int | None) -> None:
     same(lambda: Stack(body), copies=copies)
 
 
-def counted(layer: Layer, x: Tensor, stack: Stack) -> Tensor:
-    stack.seen += 1
-    return layer.block(x) * stack.seen
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
 
 
-def count_inside(stack: Stack, x: Tensor) -> Tensor:
-    stack.seen = 0
+class TwiceOnlyForward(Twice):
+    """Computes what `Twice` does, with another derivative."""
+
+    @staticmethod
+    def backward(_ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def own_derivative(layer: Layer, x: Tensor) -> Tensor:
+    return (TwiceOnlyForward if layer.index == 3 else Twice).apply(layer.block(x))
+
+
+def test_functions_with_another_derivative_are_not_equal() -> None:
+    sample = (torch.randn(3, 6),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [trace(Stack(own_derivative), sample, repeat_layers=w, self_check=False) for w in ("off", "always")]
+    whole, copied = ([op.operator for op in traced.graph.operations] for traced in found)
+    assert copied == whole
+    assert len({op for op in copied if op.startswith("nnscaler_function.")}) == 2
+    assert found[1].repeats.startswith("3 of 5")
+
+
+def add_batch_norm(stack: Stack) -> None:
     for layer in stack.layers:
-        x = layer(x, stack)
-    return x.square().mean()
+        layer.norm = nn.BatchNorm1d(6)
 
 
-def count_after(stack: Stack, x: Tensor) -> Tensor:
-    """The number of layers that ran is read only when all have run."""
-    seen: list[int] = []
+def add_tensors(stack: Stack) -> None:
+    """Attributes that are no buffers; that of layer 3 has other values."""
     for layer in stack.layers:
-        x = layer(x, seen)
-    return x.square().mean() * len(seen)
+        layer.scale = torch.arange(6.0) + (layer.index == 3)
 
 
-def cache(layer: Layer, x: Tensor, cached: list[Tensor]) -> Tensor:
-    y = layer.block(x)
-    cached.append(layer.up(y))
-    return y
+def scaled(layer: Layer, x: Tensor) -> Tensor:
+    return layer.block(x) * layer.scale
 
 
-def use_cache(stack: Stack, x: Tensor) -> Tensor:
-    cached: list[Tensor] = []
+def count_calls(stack: Stack) -> None:
     for layer in stack.layers:
-        x = layer(x, cached)
-    return x.square().mean() + torch.stack(cached).square().sum() * cached[2].mean()
+        layer.register_buffer("count", torch.zeros(()))
 
 
-def all_so_far(layer: Layer, x: Tensor, cached: list[Tensor]) -> Tensor:
-    cached.append(x)
-    return layer.block(x) + torch.stack(cached).mean(0)
+def counting(layer: Layer, x: Tensor) -> Tensor:
+    layer.count += 1
+    return layer.block(x) / layer.count
 
 
-@dataclass
-class Output:
-    hidden: Tensor
-    extra: Tensor | None = None
-
-
-def gives_dataclass(layer: Layer, x: Output) -> Output:
-    return Output(layer.block(x.hidden), x.hidden.mean())
-
-
-def use_dataclass(stack: Stack, x: Tensor) -> Tensor:
-    output = Output(x)
-    for layer in stack.layers:
-        output = layer(output)
-    assert output.extra is not None
-    return output.hidden.square().mean() + output.extra
-
-
-def gives_dict(layer: Layer, x: Tensor, *, scale: Tensor, mode: str) -> dict[str, Any]:
-    assert mode == "fast"
-    return {"hidden": layer.block(x) * scale, "more": (x.mean(), [x.chunk(2, dim=-1)[1]]), "same": x}
-
-
-def use_dict(stack: Stack, x: Tensor) -> Tensor:
-    extra, scale = x.new_zeros(()), x.abs().mean()
-    for layer in stack.layers:
-        output = layer(x, scale=scale, mode="fast")
-        extra = extra + output["more"][0] + output["more"][1][0].sum() + output["same"].max()
-        x = output["hidden"]
-    return x.square().mean() + extra
-
-
-def shared_mask(layer: Layer, x: Tensor, stack: Stack) -> Tensor:
-    return layer.block(x) * stack.mask
-
-
-def use_mask(stack: Stack, x: Tensor) -> Tensor:
-    stack.mask = (x > 0).to(x.dtype)
-    for layer in stack.layers:
-        x = layer(x, stack)
-    return x.square().mean()
-
-
-def writes_argument(layer: Layer, x: Tensor, total: Tensor) -> Tensor:
-    y = layer.block(x)
-    total.add_(y.mean())
-    total[0] *= 2
-    return y
-
-
-def use_argument(stack: Stack, x: Tensor) -> Tensor:
-    total = x.new_zeros(2)
-    for layer in stack.layers:
-        x = layer(x, total)
-        x += 1  # what the layer gives is written into
-    return x.square().mean() + total.sum()
-
-
-def view_of_argument(layer: Layer, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    return layer.block(x), other[1:]
-
-
-def use_view(stack: Stack, x: Tensor) -> Tensor:
-    """Writes into a view that a layer gives change what the view is of."""
-    other = torch.ones(3)
-    for layer in stack.layers:
-        x, part = layer(x, other)
-        part.mul_(2)
-    return x.square().mean() * other.sum()
-
-
-def use_autocast(stack: Stack, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for layer in stack.layers[:3]:
-            x = layer(x)
-    for layer in stack.layers[3:]:
-        x = layer(x)
-    return x.float().square().mean()
-
-
-def use_no_grad(stack: Stack, x: Tensor) -> Tensor:
-    for index, layer in enumerate(stack.layers):
-        with torch.set_grad_enabled(index > 2):
-            x = layer(x)
-    return x.square().mean()
-
-
-def use_twice(stack: Stack, x: Tensor) -> Tensor:
-    for layer in (*stack.layers, *stack.layers):
-        x = layer(x)
-    return x.square().mean()
-
-
-def last_gives_loss(layer: Layer, x: Tensor) -> Tensor:
-    return layer.block(x).square().mean(-1, keepdim=True).expand(3, 6)
-
-
-def use_loss(stack: Stack, x: Tensor) -> Any:
-    for layer in stack.layers:
-        x = layer(x)
-    return x[0, 0] if x.numel() > 1 else x
-
-
-def leaves_grad_off(layer: Layer, x: Tensor) -> Tensor:
-    y = layer.block(x)
-    torch.set_grad_enabled(layer.index < 2)
-    return y
-
-
-def use_grad_off(stack: Stack, x: Tensor) -> Tensor:
-    for layer in stack.layers:
-        x = layer(x)
-    x = x * 3
-    torch.set_grad_enabled(True)
-    return x.square().mean() + sum(p.sum() for p in stack.parameters())
+def checkpointed(layer: Layer, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(layer.block, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize(
-    ("body", "around", "copies"),
+    ("change", "body", "copies"),
     [
-        (counted, count_inside, 0), (lambda layer, x, seen: (seen.append(1), layer.block(x))[1], count_after, 4),
-        (cache, use_cache, 4), (all_so_far, use_cache, 0), (gives_dataclass, use_dataclass, 4),
-        (gives_dict, use_dict, 4), (shared_mask, use_mask, 4), (writes_argument, use_argument, 3),
-        (view_of_argument, use_view, 4), (None, use_autocast, 3), (None, use_no_grad, 1), (None, use_twice, 9),
-        (last_gives_loss, use_loss, None), (leaves_grad_off, use_grad_off, None),
+        (add_batch_norm, None, 4), (add_tensors, scaled, 3), (count_calls, counting, 4),
+        (lambda stack: None, checkpointed, 4),
     ],
 )  # fmt: skip
-def test_what_surrounds_the_layers(body: Forward | None, around: Callable[..., Any], copies: int | None) -> None:
-    same(lambda: Stack(body, around), copies=copies)
+def test_state_of_layers(change: Callable[[Stack], None], body: Forward | None, copies: int) -> None:
+    traced = same(changed(change, body), copies=copies)
+    assert len(traced.graph.updates) == {add_batch_norm: 3 * LAYERS, count_calls: LAYERS}.get(change, 0)
+
+
+def looks_at_data(layer: Layer, x: Tensor) -> Tensor:
+    if layer.index == 3:
+        torch.tensor(2.0).item()
+    return layer.block(x)
+
+
+def test_where_layers_cannot_be_compared_each_is_traced_and_a_note_says_so() -> None:
+    traced = same(lambda: Stack(looks_at_data))
+    assert traced.repeats == ""
+    assert any(n.startswith("every layer is traced by itself") and "layers.3" in n for n in traced.notes)
+
+
+def test_on_the_meta_device() -> None:
+    sample = (torch.empty(3, 6, device="meta"),)
+    with torch.device("meta"):
+        models = [Stack() for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole, copied = (trace(m, sample, repeat_layers=w) for m, w in zip(models, ("off", "always"), strict=True))
+    assert copied.graph.operations == whole.graph.operations
+    assert copied.repeats == "4 of 5 calls of repeated layers copied from layers.0"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    forward = Layer.forward
+    module = Stack(looks_at_history)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace(module, (torch.randn(3, 6),), repeat_layers="always")
+    assert Layer.forward is forward
+    assert "forward" not in vars(module.layers[0])
