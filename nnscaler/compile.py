@@ -28,7 +28,9 @@ from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import simulate
 from nnscaler.scheduling.timeline_rows import timeline_rows
 from nnscaler.tracing import Traced, trace
+from nnscaler.tracing.user_loss import LossFunction
 from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.checkpoints import with_checkpoints
 from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature, signatures
 
@@ -58,6 +60,7 @@ def parallelize(
     self_check: bool = True,
     specialise: bool = False,
     repeat_layers: str = "auto",
+    loss_fn: LossFunction | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
@@ -66,13 +69,21 @@ def parallelize(
     specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or None to choose.
     `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves
     whole.
-    `specialise`: where the model branches on data, take the branch of the sample batch.
+    `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
+    returns no loss, a function of its outputs and the batch.
     `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
-    traced = trace(module, sample_inputs, self_check=self_check, specialise=specialise, repeat_layers=repeat_layers)
+    traced = trace(
+        module,
+        sample_inputs,
+        self_check=self_check,
+        specialise=specialise,
+        repeat_layers=repeat_layers,
+        loss_fn=loss_fn,
+    )
     text = f"{len(traced.graph.operations)} operations" + (f", {traced.repeats}" if traced.repeats else "")
     report("trace", time.perf_counter() - start, text)
     return compile_traced(
@@ -155,7 +166,8 @@ def make(
         made = plan(graph, ranks)
         if not isinstance(made, Plan):
             raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
-        return Planned(_for_ranks(made, ranks), known, f"made by {getattr(plan, '__name__', 'the policy')}")
+        made = with_checkpoints(_for_ranks(made, ranks), graph)
+        return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
     if plan is None:
         sizes, why = choose_sizes(graph, known, ranks)
     elif isinstance(plan, str):
@@ -163,7 +175,7 @@ def make(
     else:
         sizes, why = parse_spec(",".join(f"{n}={v}" for n, v in plan.items()), ranks), "as asked"
     wanted = make_plan(graph, known, sizes, schedule=schedule, micro_batches=micro_batches, replicate=replicate)
-    return Planned(wanted, known, why)
+    return Planned(with_checkpoints(wanted, graph), known, why)
 
 
 def _for_ranks(plan: Plan, ranks: int) -> Plan:

@@ -46,7 +46,9 @@ def family_scale(tensors: Iterable[Tensor | None]) -> float:
 
 def largest(tensor: Tensor) -> float:
     """The largest absolute value, 0 for an empty tensor."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    values = tensor.detach()
+    values = values.byte() if values.dtype == torch.bool else values
+    return float(values.abs().max()) if tensor.numel() else 0.0
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -60,7 +62,8 @@ def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> Differen
         return Difference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
     if actual.numel() == 0:
         return Difference(0.0)
-    a, e = _numbers(actual), _numbers(expected)
+    dtype = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
+    a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
     if not is_finite(a) and is_finite(e):
         return Difference(inf, inf, elements=a.numel(), problem=_not_finite(a))
     gap = (a - e).abs()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import parse_state
@@ -75,7 +76,7 @@ def compare_variable(
     if len(pieces) != prod(sizes.values()):
         return None  # the run ended before every rank had it
     at = [
-        (_coordinates(variable, rank, micro, prepared), piece.double())
+        (_coordinates(variable, rank, micro, prepared), _exact(piece))
         for (rank, micro), piece in sorted(pieces.items())
     ]
     blamed = _blame(variable, pieces, expected, bound, states, sizes, scale)
@@ -92,6 +93,10 @@ def compare_variable(
     if found.relative <= bound:
         return _unequal_copies(variable, assembled, expected, bound, scale)
     return Unequal(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
+
+
+def _exact(piece: Tensor) -> Tensor:
+    return piece.to(torch.complex128 if piece.is_complex() else torch.float64)
 
 
 def _unequal_copies(

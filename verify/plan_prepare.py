@@ -62,7 +62,7 @@ def prepare(request: PlanRequest, folder: Path) -> Prepared:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         traced, program = _compile(request, model, folder)
-    notes = tuple(dict.fromkeys(str(w.message) for w in caught if _is_note(w)))
+    notes = tuple(dict.fromkeys((*traced.notes, *(str(w.message) for w in caught if _is_note(w)))))
     _check_inputs(program, sample)
     for line in program.details:
         request.detail(line)

@@ -86,7 +86,8 @@ def _notes(prepared: Prepared, reference: Trajectory | None) -> tuple[str, ...]:
         notes.append("random numbers were the same on both sides: a function of their place in the tensor")
     if prepared.program.unannotated:
         names = ", ".join(prepared.program.unannotated)
-        notes.append(f"without annotation, so run whole on every rank: {names} (register_op gives one)")
+        cure = "`nnscaler list ops --missing MODEL` writes annotations to paste"
+        notes.append(f"without annotation, so run whole on every rank: {names}. {cure}")
     return tuple(dict.fromkeys(notes))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnscaler.tracing.user_loss import LossFunction, with_loss
 from verify.plan_request import Depth, Level
 from verify.plan_run import PlanRequest, verify_request
 from verify.report import Report
@@ -33,6 +34,8 @@ def verify_plan(
     dtype: torch.dtype = torch.float64,
     depth: Depth = "default",
     level: Level = "all",
+    specialise: bool = False,
+    loss_fn: LossFunction | None = None,
 ) -> Report:
     """Compiles a model for `ranks` ranks and compares the program with the model.
 
@@ -41,11 +44,13 @@ def verify_plan(
     `nnscaler.parallelize`. `backend`: "simulator" (threads), "gloo" or "nccl" (processes). `dtype` float64 compares
     up to float64 rounding; float32 and bfloat16 compare up to the model's own rounding noise. `depth`: "quick" trains
     only; "default" also runs other loss scales, unequal labels, evaluation and a checkpoint; "deep" does more of these.
-    `level`: "static" proves the program's text and runs nothing, "run" only runs it.
+    `level`: "static" proves the program's text and runs nothing, "run" only runs it. `specialise`: take the sample
+    batch's branch where the model branches on data. `loss_fn`: for a model that returns no loss, a function of its
+    outputs and the batch.
     Raises NnscalerError for what could not be run: a model that does not trace, an illegal plan.
     """
     request = PlanRequest(
-        module_or_factory,
+        module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn),
         sample_inputs,
         ranks=ranks,
         plan=plan,
@@ -57,5 +62,12 @@ def verify_plan(
         dtype=dtype,
         depth=depth,
         level=level,
+        specialise=specialise,
     )
     return verify_request(request)
+
+
+def _with_loss(
+    given: torch.nn.Module | Callable[[], torch.nn.Module], loss_fn: LossFunction
+) -> torch.nn.Module | Callable[[], torch.nn.Module]:
+    return with_loss(given, loss_fn) if isinstance(given, torch.nn.Module) else lambda: with_loss(given(), loss_fn)

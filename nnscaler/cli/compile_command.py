@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     plan = read_plan(options.plan)
     ranks = options.ranks or ranks_of(options.plan) or getattr(plan, "ranks", None) or 2
-    model = load_model_file(options.model, options.seed)
+    model = load_model_file(options.model, options.seed, options.loss_fn)
     from nnscaler.compile import parallelize
     from verify.program_directory import open_program
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
     path = program.save(options.out)
-    _warn(program, console)
+    _warn(program, options.model, console)
     if options.comm_profile is None and console.verbosity >= 1:
         for line in total_lines(program.manifest["communication_profile"]):
             console.result(line)
@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _warn(program: Program, console: Console) -> None:
-    for name in program.manifest["unannotated"]:
-        cure = f'nnscaler.register_op("...")(torch.ops.{name}) gives one'
-        console.warning(f"{name} has no annotation and runs whole on every rank; {cure}")
+def _warn(program: Program, model: str, console: Console) -> None:
+    names = program.manifest["unannotated"]
+    if names:
+        cure = f"`nnscaler list ops --missing {model}` writes annotations to paste"
+        console.warning(f"without annotation, so run whole on every rank: {', '.join(names)}; {cure}")

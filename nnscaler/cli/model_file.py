@@ -55,8 +55,9 @@ class ModelFile:
         return {"name": self.name, "file": str(self.path), "factory": self.factory}
 
 
-def load_model_file(target: str, seed: int) -> ModelFile:
+def load_model_file(target: str, seed: int, loss: str | None = None) -> ModelFile:
     """Imports `model.py` or `model.py::factory` and makes its sample batch; torch is seeded before each call.
+    `loss`: `file.py::function`, for a model that returns no loss.
 
     Raises NnscalerError: `no_such_file`, `model_import_failed`, `model_incomplete` (with a template), `model_raised`.
     """
@@ -71,7 +72,34 @@ def load_model_file(target: str, seed: int) -> ModelFile:
     inputs = _called(sample, path, seed, "sample_inputs()")
     if not isinstance(inputs, Mapping | tuple | list):
         inputs = (inputs,)
-    return ModelFile(path.resolve(), path.name, factory, lambda: _called(build, path, seed, f"{factory}()"), inputs)
+    loss_fn = None if loss is None else load_loss_function(loss)
+
+    def made() -> Any:
+        model = _called(build, path, seed, f"{factory}()")
+        return model if loss_fn is None else _with_loss(model, loss_fn)
+
+    return ModelFile(path.resolve(), path.name, factory, made, inputs)
+
+
+def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
+    """The function of `file.py::function`. Raises NnscalerError `no_such_file`, `usage` and those of its import."""
+    from nnscaler.tracing.user_loss import check_loss_function
+
+    file, _, name = target.partition("::")
+    if not Path(file).is_file():
+        help_text = "--loss-fn path/to/file.py::function"
+        raise NnscalerError("no_such_file", f"there is no file {file!r}", help=help_text)
+    found: Any = getattr(import_user_file(Path(file)), name or "loss", None)
+    check_loss_function(found, f"{file}::{name or 'loss'}")
+    return found  # type: ignore[no-any-return]
+
+
+def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
+    from torch import nn
+
+    from nnscaler.tracing.user_loss import with_loss
+
+    return with_loss(model, loss_fn) if isinstance(model, nn.Module) else model
 
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:

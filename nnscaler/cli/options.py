@@ -121,6 +121,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="modules left whole on every rank, by name or pattern such as 'lm_head*'; may be given several times",
     )
     group.add_argument(
+        "--loss-fn",
+        metavar="FILE.py::FN",
+        help="for a model that returns no loss: fn(outputs, batch) -> scalar. The model is then not given the batch's "
+        "labels, nor what its forward has no parameter for",
+    )
+    group.add_argument(
         "--specialise",
         action="store_true",
         help="where the model branches on the values of its data, take the branch that the sample batch takes",

@@ -141,7 +141,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
 
     console: Console = options.console
     backend = options.backend or default_backend(ranks)
-    model = load_model_file(options.model, options.seed)
+    model = load_model_file(options.model, options.seed, options.loss_fn)
     console.progress(f"load         {model.name}")
     return PlanRequest(
         model.build,

@@ -21,10 +21,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What surrounded the operation in the model: gradient recording, and autocast (dtype name, or "off")."""
+    """What surrounded the operation in the model: gradient recording, and autocast (dtype name, or "off"). `recompute`:
+    the call of `torch.utils.checkpoint` that computes it again in backward, which changes nothing of what it means."""
 
     grad_enabled: bool = True
     autocast: str | None = None
+    recompute: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

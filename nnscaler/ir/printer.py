@@ -52,6 +52,8 @@ def _fields(operation: Operation) -> list[str]:
         fields.append("no_grad")
     if operation.region.autocast is not None:
         fields.append(f"autocast={json.dumps(operation.region.autocast)}")
+    if operation.region.recompute is not None:
+        fields.append(f"recompute={json.dumps(operation.region.recompute)}")
     if operation.module:
         fields.append(f"module={json.dumps(operation.module)}")
     if operation.module_type:

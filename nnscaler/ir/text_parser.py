@@ -174,7 +174,7 @@ class _Reader:
             args=tuple(args),
             kwargs=tuple(kwargs),
             outputs=tuple(None if t is None else t.name for t in outputs),
-            region=Region(not fields["no_grad"], fields["autocast"]),
+            region=Region(not fields["no_grad"], fields["autocast"], fields["recompute"]),
             where=fields["at"],
             module=fields["module"],
             module_type=fields["type"],
@@ -182,7 +182,8 @@ class _Reader:
         return operation, made
 
     def fields(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": name, "no_grad": False, "autocast": None, "module": "", "type": "", "at": None}
+        found: dict[str, Any] = {"name": name, "no_grad": False, "autocast": None, "recompute": None, "at": None}
+        found |= {"module": "", "type": ""}
         text = ""
         if not self.accept("|"):
             return found

@@ -7,7 +7,7 @@ float32 where the parameter is of half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
@@ -69,6 +69,7 @@ class RankExecutor:
         first_step: int = 0,
         loss_scale: float = 1.0,
         observe: Observe | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         if rank != communicator.rank:
             raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
@@ -77,6 +78,7 @@ class RankExecutor:
         self.precision, self.device = precision, torch.device(device)
         self.context = RunContext(seed, dropout, first_step)
         self.loss_scale = loss_scale
+        self._shapes = dict(shapes or {})
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
@@ -277,6 +279,10 @@ class RankExecutor:
     def _piece(self, stage: Stage, source: Input, batch: Batch) -> Tensor:
         if source.name not in batch:
             raise ProgramError(f"the batch has no input {source.name!r}")
+        found, wanted = tuple(batch[source.name].shape), tuple(self._shapes.get(source.name, batch[source.name].shape))
+        if found != wanted:  # sizes and counts of means are in the program's text: it would compute something else
+            message = f"input {source.name!r} has shape {found}, and the program is for {wanted}"
+            raise ProgramError(f"{message}; compile one for each size, or pad the batch")
         try:
             piece = shard(batch[source.name].detach(), source.states, stage.sizes(), stage.coordinates())
         except ValueError as error:

@@ -162,6 +162,7 @@ def _executor(
         seed=options.seed,
         first_step=step,
         loss_scale=options.loss_scale,
+        shapes=program.shapes,
     )
 
 

@@ -48,6 +48,11 @@ class ProgramDirectory:
         """The logical tensors of the model by name; their pages are read when they are used. Raises ProgramError."""
         return self._tensors("state.pt", "the model was compiled without values (on the meta device)")
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the global batch that the program is for, by input."""
+        return {entry["name"]: tuple(entry["shape"]) for entry in self.manifest["inputs"]}
+
     def inputs(self) -> dict[str, Tensor]:
         """The sample batch. Raises ProgramError."""
         return self._tensors("inputs.pt", "the program is incomplete")

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
+from nnscaler.tracing.checkpoints import Checkpoints
 
 NAMESPACE = "nnscaler_function"
 
@@ -128,7 +129,7 @@ class OpaqueFunctions:
 
 
 @contextmanager
-def opaque_autograd_functions() -> Iterator[OpaqueFunctions]:
+def opaque_autograd_functions(checkpoints: Checkpoints) -> Iterator[OpaqueFunctions]:
     """While open, each `Function.apply` under an export calls one operator."""
     functions = OpaqueFunctions()
 
@@ -136,8 +137,8 @@ def opaque_autograd_functions() -> Iterator[OpaqueFunctions]:
         # inside the body of an operator nothing is recorded: there the function is itself
         if kwargs or get_proxy_mode() is None:
             return _REAL_APPLY(cls, *args, **kwargs)
-        if cls is CheckpointFunction:  # computes its first argument, and only stores less
-            return args[0](*args[2:])
+        if cls is CheckpointFunction:
+            return checkpoints.run_reentrant(args[0], *args[2:])
         operator = functions.operator(cls, args)
         return operator(*(a for a in args if _kind(a) is not None))
 

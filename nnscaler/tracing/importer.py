@@ -20,6 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, Region, Slot
 from nnscaler.ir.tensor import LogicalTensor, Role
+from nnscaler.tracing.checkpoints import checkpoint_of
 from nnscaler.tracing.infer import dtype_name
 from nnscaler.tracing.locations import location_of_trace, module_of
 from nnscaler.tracing.loss_module import PREFIX
@@ -188,13 +189,13 @@ class _Importer:
             return args[0][args[1]]
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *operands = args
-            return self.walk(body, operands, Region(enabled, region.autocast))
+            return self.walk(body, operands, replace(region, grad_enabled=enabled))
         if name == "wrap_with_autocast":
             _device, dtype, enabled, _cache, body, *operands = args
             cast = None
             if enabled:
                 cast = dtype.name if isinstance(dtype, DType) else "bfloat16"
-            return self.walk(body, operands, Region(region.grad_enabled, cast))
+            return self.walk(body, operands, replace(region, autocast=cast))
         if not isinstance(target, torch._ops.OpOverload):
             return self._compute(node, args, kwargs)
         return self._operation(node, name, args, kwargs, region)
@@ -242,6 +243,7 @@ class _Importer:
         elif not name.startswith(_MARK):
             return _FromData(name, where)
         path, kind = module_of(node.meta, PREFIX)
+        region = replace(region, recompute=checkpoint_of(node))
         made = make_operation(chosen, name, args, kwargs, outputs, region=region)
         self.operations.append(replace(made, where=where, module=path, module_type=kind))
         self._same_memory(made)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Mapping
 from functools import lru_cache
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ import torch
 from op_registry.spec import SourceLocation
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_OURS = tuple(_ROOT + name + os.sep for name in ("nnscaler", "verify", "op_registry"))
+OURS = tuple(_ROOT + name + os.sep for name in ("nnscaler", "verify", "op_registry"))
 _STANDARD_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 _SITE_PACKAGES = tuple(os.path.abspath(sysconfig.get_paths()[key]) + os.sep for key in ("purelib", "platlib"))
 _REPEATED_CALL = re.compile(r"@\d+")
@@ -26,7 +27,7 @@ _REPEATED_CALL = re.compile(r"@\d+")
 
 def is_library(file: str) -> bool:
     """Whether the file is torch's, ours or the standard library's: never a place to show to a user."""
-    if file.startswith(("<", _TORCH, *_OURS)):
+    if file.startswith(("<", TORCH, *OURS)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
 
@@ -63,6 +64,21 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
         if not is_library(file) and (own or not best_is_own):
             best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
         traceback = traceback.tb_next
+    return best
+
+
+def location_of_frames() -> SourceLocation | None:
+    """The user's own line that runs now: the last frame outside installed packages, else outside torch."""
+    frame: FrameType | None = sys._getframe(1)
+    best: SourceLocation | None = None
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not is_library(file):
+            here = SourceLocation(file, line, linecache.getline(file, line).strip())
+            if not _is_installed(file):
+                return here
+            best = best or here
+        frame = frame.f_back
     return best
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,20 +24,30 @@ _TEMPLATE = """return the loss from forward, as the output itself, as its `.loss
         def forward(self, ids, labels):
             logits = self.model(ids)
             return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+or give a function of the model's outputs and the batch, as --loss-fn file.py::loss or loss_fn=loss:
+
+    def loss(outputs, batch):
+        return torch.nn.functional.cross_entropy(outputs.flatten(0, -2), batch["labels"].flatten())
 """
 
 
 class LossModule(nn.Module):
-    """Calls `model` on the sample's structure around `tensors`, and returns its loss."""
+    """Calls `model` on the sample's structure around `tensors`, and returns its loss.
+
+    `around` is opened around each call: what makes an export follow the path of eager.
+    """
 
     def __init__(self, model: nn.Module, sample: SampleInputs) -> None:
         super().__init__()
         self.model = model
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.sample = sample
 
     def forward(self, *tensors: Tensor) -> Tensor:
         args, kwargs = self.sample.rebuild(dict(zip(self.sample.tensors, tensors, strict=True)))
-        return loss_of(self.model(*args, **kwargs))
+        with self.around():
+            return loss_of(self.model(*args, **kwargs))
 
 
 def loss_of(output: Any) -> Tensor:

@@ -60,7 +60,7 @@ def flatten_inputs(module: nn.Module, sample_inputs: Any) -> SampleInputs:
 
 def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
     try:
-        signature = inspect.signature(module.forward)
+        signature = _signature(module)
     except (TypeError, ValueError):  # not written in Python: the call itself will tell
         return
     plain = isinstance(sample_inputs, tuple | list) and not hasattr(sample_inputs, "_fields")
@@ -83,10 +83,16 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
         ) from None
 
 
+def _signature(module: nn.Module) -> inspect.Signature:
+    """What may be in a batch; with a loss outside of the model that is more than `forward` takes."""
+    wider: Any = getattr(type(module), "batch_signature", None)
+    return wider if isinstance(wider, inspect.Signature) else inspect.signature(module.forward)
+
+
 def _positional_names(module: nn.Module, count: int) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = _signature(module).parameters.values()
     except (TypeError, ValueError):
         parameters = {}.values()
     names = [p.name for p in parameters if p.kind in kinds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,11 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.tracing.attributes import attributes_kept
 from nnscaler.tracing.interpret import run_graph
 from nnscaler.tracing.locations import location_of_exception
 from nnscaler.tracing.loss_module import loss_of, training
-from nnscaler.tracing.precision import exact, exact_tensor, without_dropout
+from nnscaler.tracing.precision import exact, exact_tensor, run_backward, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 EXACT_TOLERANCE = 1e-9  # relative, in float64
@@ -76,7 +78,7 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
         torch.manual_seed(0)
         loss = loss_of(model(*args, **kwargs))
         if loss.requires_grad:
-            loss.backward()
+            run_backward(loss, torch.ones_like(loss))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return Step(
@@ -84,6 +86,21 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
         {t.fqns[0]: parameters[t.fqns[0]].grad for t in graph.with_role("parameter")},
         {t.fqns[0]: buffers[t.fqns[0]].detach() for t in graph.with_role("buffer")},
     )
+
+
+def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str] | None:
+    """The Python attributes that a second forward changes, on a copy of the module; None where that cannot be seen."""
+    changed: dict[str, str] = {}
+    try:
+        model = copy.deepcopy(module)
+        with training(model), without_dropout(), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
+            for step in range(2):
+                args, kwargs = sample.rebuild(_inputs(sample, None))
+                with attributes_kept(model, changed) if step else nullcontext():
+                    model(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
+        return None
+    return changed
 
 
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Step:

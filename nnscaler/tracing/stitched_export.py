@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.tracing.autograd_functions import OpaqueFunction
 from nnscaler.tracing.canonical import canonical
-from nnscaler.tracing.export import export_loss
+from nnscaler.tracing.export import Exported, export_loss
 from nnscaler.tracing.importer import import_program
 from nnscaler.tracing.loss_module import LossModule
 from nnscaler.tracing.raw import RawGraph
 from nnscaler.tracing.stitch import expand
 from nnscaler.tracing.stitch_calls import Calls, following
 from nnscaler.tracing.stitch_sites import repeated_layers
+from nnscaler.tracing.strided_views import name_windows
 
 _AT_LEAST = {"auto": 8, "always": 2}
 
 
 @dataclass(frozen=True)
-class Exported:
-    """The fields are those of `Traced`, before the passes."""
+class Stitched:
+    """`raw` and `state`: the imported graph before the passes, and its stored tensors. `notes`: about the copies."""
 
+    exported: Exported
     raw: RawGraph
     state: Mapping[str, Tensor]
-    notes: tuple[str, ...]
-    functions: Mapping[str, OpaqueFunction]
+    notes: tuple[str, ...] = ()
     repeats: str = ""
 
 
-def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, repeat_layers: str) -> Exported:
+def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, repeat_layers: str) -> Stitched:
     """The imported graph of the loss. `repeat_layers` as in `trace`: the graph does not depend on it.
 
     Raises NnscalerError "trace_failed" and "no_loss"; "usage" for another word in `repeat_layers`.
@@ -45,21 +45,20 @@ def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: b
     calls = Calls(wrapper.model, sites)
     try:
         with following(calls):
-            program, functions, notes = export_loss(wrapper, tensors)
-        imported = import_program(program, wrapper.model, tuple(wrapper.sample.tensors))
-        raw, state = canonical(*expand(imported.raw, imported.state, calls.calls))
+            return _export(wrapper, tensors, False, calls)
     except NnscalerError as error:
-        exported = _export(wrapper, tensors, specialise)
-        note = f"every layer is traced by itself: {error.message}"
-        return Exported(exported.raw, exported.state, (note, *exported.notes), exported.functions)
-    return Exported(raw, state, notes, functions, _describe(calls))
+        found = _export(wrapper, tensors, specialise)
+        return replace(found, notes=(f"every layer is traced by itself: {error.message}",))
 
 
-def _export(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool) -> Exported:
-    program, functions, notes = export_loss(wrapper, tensors, specialise)
-    imported = import_program(program, wrapper.model, tuple(wrapper.sample.tensors))
-    raw, state = canonical(imported.raw, imported.state)
-    return Exported(raw, state, notes, functions)
+def _export(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, calls: Calls | None = None) -> Stitched:
+    exported = export_loss(wrapper, tensors, specialise)
+    name_windows(exported.program)
+    imported = import_program(exported.program, wrapper.model, tuple(wrapper.sample.tensors))
+    if calls is None:
+        return Stitched(exported, *canonical(imported.raw, imported.state))
+    expanded = canonical(*expand(imported.raw, imported.state, calls.calls))
+    return Stitched(exported, *expanded, repeats=_describe(calls))
 
 
 def _describe(calls: Calls) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
+from nnscaler.tracing.attributes import notes_of
 from nnscaler.tracing.autograd_functions import OpaqueFunction
+from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
 from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, training
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.self_check import check_trace
+from nnscaler.tracing.self_check import check_trace, second_forward
 from nnscaler.tracing.stitched_export import export_graph
+from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def trace(
     specialise: bool = False,
     evaluation: bool = False,
     repeat_layers: str = "auto",
+    loss_fn: LossFunction | None = None,
 ) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
 
@@ -56,20 +60,42 @@ def trace(
     `specialise` takes the branch that the sample batch takes where the model looks at data, with a note.
     `repeat_layers`: "auto" traces one of eight or more equal layers and copies it for the others, after a comparison
     of what each of them runs; "always" from two equal layers on; "off" traces every layer. The graph is the same.
+    `loss_fn`: a function of the model's outputs and the batch that gives the loss (`with_loss`).
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
+    module = module if loss_fn is None else with_loss(module, loss_fn)
     sample = flatten_inputs(module, sample_inputs)
     meta = is_meta(module)
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())
     wrapper = LossModule(module, sample)
+    refuse_stored_hooks(module)
+    hooks = GradientHooks()
     with evaluating(module) if evaluation else training(module):
-        exported = export_graph(wrapper, tensors, specialise, repeat_layers)
-        graph = run_passes(exported.raw)
-    notes = exported.notes
-    if self_check and not meta and not evaluation:
-        notes = (*notes, *check_trace(module, graph, exported.state, sample))
+        with hooks_met(hooks):
+            stitched = export_graph(wrapper, tensors, specialise, repeat_layers)
+        exported = stitched.exported
+        graph = run_passes(stitched.raw)
+    changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
+    notes = (*stitched.notes, *exported.notes, *changes)
+    if self_check and not evaluation:
+        notes = (*notes, *_checked(module, graph, stitched.state, sample, hooks))
+    notes = (*notes, *hooks.notes())
     for note in notes:
         warnings.warn(note, stacklevel=2)
     if meta:
         notes = (*notes, "the trace is not checked: the module has no data (meta device)")
-    return Traced(graph, exported.state, sample.tensors, notes, exported.functions, sample, exported.repeats)
+    return Traced(graph, stitched.state, sample.tensors, notes, exported.opaque, sample, stitched.repeats)
+
+
+def _checked(
+    module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, hooks: GradientHooks
+) -> tuple[str, ...]:
+    """The notes of the self-check. Hooks come first: they explain what else differs."""
+    if is_meta(module):
+        hooks.refuse(hooks.met, "may change a gradient")
+        return ()
+    with hooks_watched(hooks):
+        try:
+            return check_trace(module, graph, state, sample)
+        finally:
+            hooks.refuse(hooks.changing, "changes a gradient")

@@ -6,7 +6,7 @@ import pytest
 
 pytest_plugins = ("pytester",)
 
-PLUGIN = ("-p", "nnscaler.pytest_plugin", "-p", "no:cacheprovider")
+PLUGIN = ("-p", "no:cacheprovider")  # the plugin itself is an entry point of the installed project
 OPS = """
 import nnscaler
 from torch import Tensor

@@ -10,7 +10,7 @@ from torch import nn
 
 from verify import Verdict
 from verify.calibrate import measure_condition
-from verify.compare import difference, family_scale
+from verify.compare import difference, family_scale, largest
 from verify.randomise import logical_state, randomise_parameters
 from verify.tolerance import exact_tolerance
 
@@ -100,3 +100,8 @@ def test_conditioning_is_measured_on_the_model() -> None:
     reference = run_reference(model, sample, steps=1)
     measured = measure_condition(model, sample, reference, 1)
     assert measured.noise["loss", 0, ""] > 1e-12
+
+
+def test_the_largest_of_truth_values() -> None:
+    assert largest(torch.tensor([False, True])) == 1.0
+    assert largest(torch.tensor([False])) == 0.0

@@ -65,6 +65,7 @@ _PLAN = (
     Key("schedule", "text"),
     Key("micro-batches", "count"),
     Key("replicate", "texts"),
+    Key("loss-fn", "text"),
     Key("specialise", "flag"),
     Key("dtype", "text", choices=("float64", "float32", "bfloat16", "float16")),
     Key("backend", "text", choices=("simulator", "gloo", "nccl")),
@@ -211,6 +212,9 @@ def _plan(
     told = {**options, **({"seed": entry["seed"]} if "seed" in entry else {})}
     if isinstance(plan, str) and "=" not in plan:
         options["plan"] = from_here(folder, plan)
+    loss = options.get("loss-fn")
+    if isinstance(loss, str):
+        options["loss-fn"] = from_here(folder, loss)
     timeout = entry.get("timeout") or model.get("timeout") or values["plan-timeout"].value
     return PlanItem(
         entry.get("name") or plan_name(model["model"], told),

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import copysign, isinf, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.bind_call import bind_call
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
@@ -26,7 +27,7 @@ from op_registry.spec import OperatorSpec, Refusal
 from nnscaler.errors import NnscalerError
 from nnscaler.transform.signature import Signature
 from verify.op_checks.cases import Inputs
-from verify.op_checks.concrete import ConcreteCall
+from verify.op_checks.concrete import ConcreteCall, function_of
 from verify.op_checks.draw import builtin_call, sample_calls
 from verify.op_checks.options import OpOptions
 from verify.op_checks.runner import Runner, WholeRaised
@@ -72,21 +73,45 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
     for number in range(SEEDS):
         found = _represent(signature, seed + number, large)
         first = first or found
-        try:
-            whole = found.runner.prepare(found.inputs).whole
-        except WholeRaised:
-            continue
-        if whole.finite and whole.shows_something:
+        if _shows_something(found):
             return found
+    finite = _with_finite_numbers(signature)
+    if finite is not signature and _shows_something(found := _represent(finite, seed, large)):
+        return replace(found, other_numbers=True)
     assert first is not None
     return first
+
+
+def _shows_something(small: Representative) -> bool:
+    try:
+        whole = small.runner.prepare(small.inputs).whole
+    except WholeRaised:
+        return False
+    return whole.finite and whole.shows_something
+
+
+def _with_finite_numbers(signature: Signature) -> Signature:
+    """The signature with a small number for every infinity among the arguments: what fills a mask says nothing of how
+    the operator splits, and results with infinities cannot be compared."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return copysign(3.0, value) if isinstance(value, float) and isinf(value) else value
+
+    call = signature.call
+    args, kwargs = tuple(map(convert, call.args)), {key: convert(value) for key, value in call.kwargs.items()}
+    if (args, kwargs) == (call.args, dict(call.kwargs)):
+        return signature
+    return replace(signature, call=Call(call.operator, args, kwargs, call.outputs))
 
 
 def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Representative:
     """The first small call of one seed."""
     spec, bound = signature.spec, signature.bound
     if spec is None or bound is None:
-        raise Unrepresented(signature.reason or "the operator has no annotation")
+        spec, bound = _only_whole(signature)
+        signature = replace(signature, spec=spec, bound=bound, reason="")
     attempt = _Attempt(spec, bound, seed)
     integers = any(t.dtype.startswith(("int", "uint")) for t in signature.call.tensors())
     if integers:  # of samples, they are in range, in order, whatever the operator asks
@@ -114,6 +139,27 @@ def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Represe
         if found is not None:
             return replace(found, other_numbers=True)
     raise Unrepresented(attempt.reason or "its tensors are too large, and its sizes are not identifiers")
+
+
+def _only_whole(signature: Signature) -> tuple[OperatorSpec, BoundAnnotation]:
+    """A record for an operator that has no annotation, or whose annotation refuses this call: every size is fixed.
+    It is looked at as the program calls it. Raises Unrepresented."""
+    call = signature.call
+    sides = [" ".join(map(str, t.shape)) or "()" for t in call.tensors()]
+    results = ["?" if t is None else " ".join(map(str, t.shape)) or "()" for t in call.outputs]
+    try:
+        spec = OperatorSpec(
+            call.operator,
+            f"{', '.join(sides)} -> {', '.join(results)}",
+            random=signature.spec is not None and signature.spec.random,
+            target=function_of(call.operator, signature.spec),
+        )
+        bound = bind_call(spec, call)
+    except (AnnotationError, NnscalerError) as error:
+        raise Unrepresented(signature.reason or str(error)) from None
+    if bound is None:
+        raise Unrepresented(signature.reason or "the operator has no annotation")
+    return spec, bound
 
 
 @dataclass
@@ -325,4 +371,5 @@ def _filled(call: Call, tensors: Sequence[TensorArgument], below: int, ignored: 
             found[torch.rand(argument.shape, generator=generator) < 0.25] = ignored
         return found
 
-    return ConcreteCall(call, tuple(map(make, tensors)))
+    defined = all(row.compare for row in samples_of(call.operator))  # not of `empty`
+    return ConcreteCall(call, tuple(map(make, tensors)), compare=defined)

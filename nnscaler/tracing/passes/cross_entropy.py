@@ -5,6 +5,7 @@ A mean of local means is wrong when ranks hold different numbers of valid rows, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -87,7 +88,7 @@ def _emit(
 
     scores, targets = Ref(logits.name), Ref(labels.name)
     wide = "float32" if logits.dtype in ("float16", "bfloat16") else logits.dtype
-    off = Region(False, operation.region.autocast)
+    off = replace(operation.region, grad_enabled=False)
     peak = emit("max", "nnscaler.ce_max", (scores,), rows, wide, off)
     total = emit("sumexp", "nnscaler.ce_sumexp", (scores, peak), rows, wide)
     picked = emit("pick", "nnscaler.ce_pick", (scores, targets, ignore), rows, wide)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Region
+from nnscaler.ir.operation import Operation
 from nnscaler.tracing.infer import is_floating
 
 # results that torch does not connect to their input, though their dtype may be floating
@@ -35,18 +35,33 @@ def needing_grad(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
+def _reaching_loss(graph: Graph) -> frozenset[str]:
+    """Names of the tensors to which gradients of the loss come back: what is used behind `detach` only, or only by
+    comparisons, gets none, and eager then leaves a parameter's gradient out."""
+    found = {graph.loss}
+    for operation in reversed(graph.operations):
+        if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
+            continue
+        carried = [n for i, n in enumerate(operation.outputs) if n in found and not _is_statistic(operation, i)]
+        if any(is_floating(graph.tensors[n].dtype) for n in carried if n is not None):
+            found.update(name for name in operation.inputs if name is not None)
+    return frozenset(found)
+
+
 def _is_statistic(operation: Operation, index: int) -> bool:
     return index in _STATISTICS.get(operation.operator, ())
 
 
 def mark_needs_grad(graph: Graph) -> Graph:
     """The graph with `needs_grad` set, and without no-grad regions around operations that have no gradient anyway."""
-    found = needing_grad(graph)
+    unused = {name for name, uses in graph.consumers.items() if not uses}
+    carrying = needing_grad(graph)
+    found = carrying & (_reaching_loss(graph) | unused)
     tensors = {name: replace(t, needs_grad=name in found) for name, t in graph.tensors.items()}
 
     def simplified(operation: Operation) -> Operation:
-        if operation.region.grad_enabled or not found.isdisjoint(operation.inputs):
+        if operation.region.grad_enabled or not carrying.isdisjoint(operation.inputs):
             return operation
-        return replace(operation, region=Region(True, operation.region.autocast))
+        return replace(operation, region=replace(operation.region, grad_enabled=True))
 
     return graph.replace(tensors=tensors, operations=tuple(simplified(op) for op in graph.operations))

@@ -64,6 +64,9 @@ def same(make: Callable[[], nn.Module], copies: int | None = None, **options: An
         module = make()
         copied = trace(module, sample, repeat_layers="always", **options)
     assert copied.graph.operations == whole.graph.operations
+    assert [op.region.recompute for op in copied.graph.operations] == [
+        op.region.recompute for op in whole.graph.operations
+    ]
     assert list(copied.graph.tensors.items()) == list(whole.graph.tensors.items())
     assert (copied.graph.loss, copied.graph.updates) == (whole.graph.loss, whole.graph.updates)
     assert list(copied.state) == list(whole.state)

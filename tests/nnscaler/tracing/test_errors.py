@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing import trace
@@ -94,23 +95,19 @@ def test_the_branch_of_the_sample_is_taken_when_asked_for() -> None:
     assert "test_errors.py" in traced.notes[0]
 
 
-class Hooked(Model):
-    """Export forgets hooks."""
+def is_fake(x: Tensor) -> bool:
+    """What no shim hides: code that asks for this does something else under export."""
+    return isinstance(x, FakeTensor)
 
+
+class LooksWhetherFake(Model):
     def forward(self, x: Tensor) -> Tensor:
-        h = self.proj(x)
-        h.register_hook(lambda gradient: gradient * 3)
-        return h.sum()
-
-
-class LooksWhetherExporting(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).sum() * (2 if torch.compiler.is_exporting() else 1)
+        return self.proj(x).sum() * (2 if is_fake(x) else 1)
 
 
 class ForgetsParameter(Model):
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.proj.bias.detach() if torch.compiler.is_exporting() else self.proj.bias
+        bias = self.proj.bias.detach() if is_fake(x) else self.proj.bias
         return (x @ self.proj.weight + bias).sum()
 
 
@@ -120,7 +117,7 @@ class ForgetsBuffer(Model):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_exporting():
+        if not is_fake(x):
             self.count += 1
         return self.proj(x).sum()
 
@@ -128,8 +125,7 @@ class ForgetsBuffer(Model):
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        (Hooked, r"the gradient of proj\.weight: differs by 6\.7e-01"),
-        (LooksWhetherExporting, r"the loss: differs by 1\.0e\+00"),
+        (LooksWhetherFake, r"the loss: differs by 1\.0e\+00"),
         (ForgetsParameter, r"the gradient of proj\.bias: the traced graph gives none"),
         (ForgetsBuffer, r"the buffer count after the step: differs by 1"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.nnscaler.tracing.stacks import Forward, Layer, Stack, same
 
@@ -144,6 +145,12 @@ def use_twice(stack: Stack, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def use_checkpoint(stack: Stack, x: Tensor) -> Tensor:
+    for layer in stack.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x.square().mean()
+
+
 def last_gives_loss(layer: Layer, x: Tensor) -> Tensor:
     return layer.block(x).square().mean(-1, keepdim=True).expand(3, 6)
 
@@ -174,7 +181,7 @@ def use_grad_off(stack: Stack, x: Tensor) -> Tensor:
         (counted, count_inside, 0), (lambda layer, x, seen: (seen.append(1), layer.block(x))[1], count_after, 4),
         (cache, use_cache, 4), (all_so_far, use_cache, 0), (gives_dataclass, use_dataclass, 4),
         (gives_dict, use_dict, 4), (shared_mask, use_mask, 4), (writes_argument, use_argument, 3),
-        (view_of_argument, use_view, 4), (None, use_autocast, 3), (None, use_no_grad, 1), (None, use_twice, 9),
+        (view_of_argument, use_view, 4), (None, use_autocast, 3), (None, use_no_grad, 1), (None, use_twice, 9), (None, use_checkpoint, 4),
         (last_gives_loss, use_loss, None), (leaves_grad_off, use_grad_off, None),
     ],
 )  # fmt: skip

@@ -1,0 +1,33 @@
+"""What a model file lacks: traced, then asked for annotations."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.model_file import load_model_file
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+    from verify.missing.report import MissingReport
+
+
+def missing_of(
+    target: str, seed: int, loss_fn: str | None, specialise: bool, timeout: float, console: Console
+) -> MissingReport:
+    """The report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
+    from nnscaler.tracing import trace
+    from verify.missing.report import report_missing
+
+    model = load_model_file(target, seed, loss_fn)
+    console.progress(f"load         {model.name}")
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of functions without annotation: the report is about them
+        traced = trace(model.build(), model.inputs, specialise=specialise)
+    taken = time.perf_counter() - started
+    console.progress(f"trace        {taken:5.1f} s  {len(traced.graph.operations)} operations")
+    for note in traced.notes:
+        console.detail(note)
+    return report_missing(model.name, traced, timeout, console.progress)

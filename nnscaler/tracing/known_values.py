@@ -1,0 +1,137 @@
+"""Values that a model makes from nothing but constants are known while it is traced.
+
+A default attention mask, positions, a table: no input, parameter or random number reaches them, so that code which
+looks at them (`if mask.all():`, `.item()`) takes the same path in every step. Export knows shapes alone and refuses.
+Here such values are computed from the nodes that were recorded for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+_LOOKS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.__bool__: bool,
+    Tensor.__int__: int,
+    Tensor.__float__: float,
+    Tensor.__index__: int,
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+}
+_MOST_ELEMENTS = 2**24  # of a tensor that is computed, in case that it is asked for
+
+
+class KnownValues(TorchFunctionMode):
+    """While open under an export, looks at known values are answered; all others go on to export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nodes = _Nodes()
+
+    def is_known(self, tensor: Any) -> bool:
+        """Whether this is a tensor of the export whose values no input reaches."""
+        return isinstance(tensor, Tensor) and self._nodes.value_of(tensor) is not None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _LOOKS and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            value = self._nodes.value_of(args[0])
+            if value is not None:
+                with _unrecorded():
+                    return _LOOKS[func](value)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Nodes:
+    """The known values of the nodes recorded so far, in the order in which they run, so that writes take effect.
+
+    `_lost`: memory into which something unknown was written; tensors in it are unknown from then on.
+    """
+
+    _values: dict[fx.Node, Any] = field(default_factory=dict)
+    _constants: dict[str, Tensor] = field(default_factory=dict)
+    _lost: set[int] = field(default_factory=set)
+    _last: fx.Node | None = None
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The values that the tensor has now."""
+        mode = get_proxy_mode()
+        if mode is None:
+            return None
+        recorded = get_proxy_slot(tensor, mode.tracer, None)
+        if recorded is None:
+            return None
+        wanted, root = recorded.proxy.node, getattr(mode.tracer, "root", None)
+        node = wanted.graph._root.next if self._last is None else self._last.next
+        while node.op != "root":
+            self._read(node, root)
+            self._last, node = node, node.next
+        value = self._values.get(wanted)
+        return value if isinstance(value, Tensor) and _memory(wanted) not in self._lost else None
+
+    def _read(self, node: fx.Node, root: Any) -> None:
+        """Compute the node if what it reads is known."""
+        read = node.all_input_nodes
+        known = all(n in self._values and _memory(n) not in self._lost for n in read) and self._may_run(node)
+        if known:
+            with _unrecorded():
+                value = self._run(node, root)
+            if value is not None:
+                self._values[node] = value
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            self._lost.update(memory for n in read if (memory := _memory(n)) is not None)
+
+    def _may_run(self, node: fx.Node) -> bool:
+        """No input, no random number, no operator of others, and not too large."""
+        value = node.meta.get("val")
+        target: Any = node.target
+        if isinstance(value, Tensor) and value.numel() > _MOST_ELEMENTS:
+            return False
+        if node.op == "get_attr":
+            return True
+        if node.op != "call_function":
+            return False
+        if isinstance(target, torch._ops.OpOverload):
+            return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
+        return getattr(target, "__module__", "") == "_operator"
+
+    def _run(self, node: fx.Node, root: Any) -> Any:
+        target: Any = node.target
+        if node.op == "get_attr":
+            held = getattr(root, target, None)
+            if isinstance(held, Tensor) and not isinstance(held, torch._subclasses.FakeTensor) and not held.is_meta:
+                return self._constants.setdefault(target, held.detach().clone())
+            return None
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._plain)
+        return target(*args, **kwargs)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._values[value]
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Real tensors, of which export sees nothing."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None

@@ -1,0 +1,135 @@
+"""The path that is traced is eager's: code that asks whether it is exported is told that it is not."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.tracing import as_eager, trace
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def operators(graph: Graph) -> list[str]:
+    return [op.operator for op in graph.operations]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+
+class Asks(Model):
+    """Each of these is eager's answer; a constant that is folded under export shows as another loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+            h = h * 2
+        if is_compiling() or torch._utils.is_compiling():
+            h = h * 3
+        return h.sum()
+
+
+def test_code_that_asks_whether_it_is_exported() -> None:
+    traced = trace(Asks(), (X,))
+    assert "aten.mul.Tensor" not in operators(traced.graph)
+    assert traced.notes == ()
+
+
+def test_without_the_shim_it_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(as_eager, "_QUESTIONS", ())
+    monkeypatch.setattr(as_eager, "_FLAGS", ())
+    with pytest.raises(NnscalerError, match="the traced graph is not the model"):
+        trace(Asks(), (X,))
+
+
+def test_torch_hears_the_truth() -> None:
+    seen: list[bool] = []
+
+    class Watches(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            # a function of torch that asks: under export `torch.compile` is ignored
+            seen.append(torch.compile(self.proj) is self.proj or not torch.compiler.is_exporting())
+            return self.proj(x).sum()
+
+    before = (torch.compiler.is_exporting, torch.compiler.is_compiling)
+    trace(Watches(), (X,))
+    assert all(seen)
+    assert (torch.compiler.is_exporting, torch.compiler.is_compiling) == before
+    assert not torch.compiler.is_exporting() and not torch.compiler._is_compiling_flag
+
+
+class NeedsExport(Model):
+    """Eager's path cannot be exported; what the model does under export is the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x)
+        if not torch.compiler.is_compiling() and bool((x > 100).all()):
+            h = h * 2
+        return h.sum()
+
+
+def test_the_path_of_export_where_eager_looks_at_data() -> None:
+    with pytest.warns(UserWarning, match="when it is told that it is exported"):
+        traced = trace(NeedsExport(), (X,))
+    assert "test_as_eager.py" in traced.notes[0]
+    with pytest.raises(NnscalerError, match="the traced graph is not the model"):
+        trace(NeedsExport(), (X + 1000,))  # here eager multiplies
+
+
+class TestKnownValues:
+    """Values that no input reaches are known, also after writes through views."""
+
+    def test_a_default_mask(self) -> None:
+        class Masked(Model):
+            def forward(self, x: Tensor) -> Tensor:
+                mask = torch.ones(4, 6, dtype=torch.long, device=x.device)
+                steps = torch.arange(6)
+                if bool((torch.diff(steps, prepend=steps[:1] - 1) != 1).any()):
+                    x = x * 2
+                return self.proj(x).sum() if mask.all() else (self.proj(x) * mask).sum()
+
+        assert "aten.mul.Tensor" not in operators(trace(Masked(), (X,)).graph)
+
+    def test_writes_take_effect(self) -> None:
+        class Written(Model):
+            def forward(self, x: Tensor) -> Tensor:
+                mask = torch.zeros(6)
+                first = mask[:2]
+                assert mask.sum().item() == 0
+                first.fill_(1.0)
+                mask[3] += 2.0
+                return self.proj(x).sum() * int(mask.sum()) * len(mask.nonzero().tolist() if False else [1, 2])
+
+        traced = trace(Written(), (X,))
+        assert any(op.args[-1:] == (4,) for op in traced.graph.operations)
+
+    @pytest.mark.parametrize("kind", ["input", "random", "parameter", "written"])
+    def test_what_changes_from_step_to_step_is_unknown(self, kind: str) -> None:
+        class Looks(Model):
+            def forward(self, x: Tensor) -> Tensor:
+                mask = torch.zeros(6)
+                if kind == "written":
+                    mask[:2] = x[0, :2]
+                value = {"input": x, "random": torch.rand(6), "parameter": self.proj.bias, "written": mask}[kind]
+                return self.proj(x).sum() * (2 if value.sum() > 1000 else 1)
+
+        with pytest.raises(NnscalerError) as caught:
+            trace(Looks(), (X,))
+        assert caught.value.code == "trace_failed" and "--specialise" in (caught.value.help or "")
+        assert caught.value.where is not None and "value.sum() > 1000" in caught.value.where.text
+
+
+def test_transformers_is_not_imported_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    trace(Asks(), (X,))
+    assert "transformers" not in sys.modules

@@ -1,0 +1,48 @@
+"""Architectures of `transformers` through the whole path: traced, split, generated, proved, run and compared.
+
+A sample is in the default run; `-m long` takes all of them (benchmarks/coverage.py prints the figures).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.coverage import check
+from tests.zoo.architectures import ARCHITECTURES
+
+# one of each kind that asks something else of the compiler
+SAMPLE = (
+    ("gpt_neox", "tp=2"),
+    ("qwen2", "dp=2,tp=2"),
+    ("bloom", "dp=2"),
+    ("mixtral", "tp=2"),
+    ("mamba", "dp=2"),
+    ("deberta", "tp=2"),
+    ("longformer", "dp=2"),
+    ("bart", "tp=2"),
+    ("swinv2", "dp=2"),
+    ("convnext", "tp=2"),
+    ("wav2vec2", "dp=2"),
+    ("clip", "dp=2"),
+)
+
+
+def test_there_are_enough_of_each_kind() -> None:
+    assert len(ARCHITECTURES) >= 80 and len({a.name for a in ARCHITECTURES}) == len(ARCHITECTURES)
+    assert len({a.family for a in ARCHITECTURES}) >= 8
+
+
+@pytest.mark.parametrize(("name", "plan"), SAMPLE)
+def test_sample(name: str, plan: str) -> None:
+    told = check(name, plan)
+    assert told.reached == "verified", told
+    assert told.divided is None or told.divided > 0.9, told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
+def test_all(name: str, plan: str) -> None:
+    told = check(name, plan, "default")
+    assert told.reached == "verified", told
+    assert told.divided is None or told.divided > 0, told
