@@ -59,6 +59,7 @@ def parallelize(
     model: Mapping[str, str] | None = None,
     self_check: bool = True,
     specialise: bool = False,
+    repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
     progress: Progress | None = None,
 ) -> Program:
@@ -70,12 +71,21 @@ def parallelize(
     whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
     returns no loss, a function of its outputs and the batch.
+    `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
-    traced = trace(module, sample_inputs, self_check=self_check, specialise=specialise, loss_fn=loss_fn)
-    report("trace", time.perf_counter() - start, f"{len(traced.graph.operations)} operations")
+    traced = trace(
+        module,
+        sample_inputs,
+        self_check=self_check,
+        specialise=specialise,
+        repeat_layers=repeat_layers,
+        loss_fn=loss_fn,
+    )
+    text = f"{len(traced.graph.operations)} operations" + (f", {traced.repeats}" if traced.repeats else "")
+    report("trace", time.perf_counter() - start, text)
     return compile_traced(
         traced,
         ranks=ranks,

@@ -35,6 +35,7 @@ _IGNORED = (
     "aten.sym_constrain_range_for_size.default",
     "aten.sym_constrain_range.default",
 )
+_MARK = "nnscaler_layer."  # `stitch_calls` leaves operators without results
 _COPY = "aten.lift_fresh_copy.default"
 _PLACE_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 _PLACE_TYPES = (torch.device, torch.layout, torch.memory_format)
@@ -228,16 +229,18 @@ class _Importer:
                 help="numbers are fixed in a trace; keep it a tensor, or register the function that uses it",
             )
         chosen = self._fresh(node.name)
+        outputs: tuple[str | None, ...] = ()
+        result: Any = None
         if isinstance(value, Tensor):
-            outputs: tuple[str | None, ...] = (self._define(chosen, value, where),)
-            result: Any = Ref(chosen)
+            outputs = (self._define(chosen, value, where),)
+            result = Ref(chosen)
         elif isinstance(value, list | tuple):
             outputs = tuple(
                 self._define(self._fresh(f"{chosen}_{_letters(i)}"), v, where) if isinstance(v, Tensor) else None
                 for i, v in enumerate(value)
             )
             result = tuple(None if o is None else Ref(o) for o in outputs)
-        else:
+        elif not name.startswith(_MARK):
             return _FromData(name, where)
         path, kind = module_of(node.meta, PREFIX)
         region = replace(region, recompute=checkpoint_of(node))

@@ -25,11 +25,16 @@ _SITE_PACKAGES = tuple(os.path.abspath(sysconfig.get_paths()[key]) + os.sep for 
 _REPEATED_CALL = re.compile(r"@\d+")
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Whether the file is torch's, ours or the standard library's: never a place to show to a user."""
     if file.startswith(("<", TORCH, *OURS)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
+
+
+def plain_path(path: str) -> str:
+    """A module's path as torch's tracer writes it, without the number of the call."""
+    return _REPEATED_CALL.sub("", path) if "@" in path else path
 
 
 def _is_installed(file: str) -> bool:
@@ -41,7 +46,7 @@ def location_of_trace(stack_trace: str) -> SourceLocation | None:
     """The last frame outside torch of a trace as `torch.fx` records it; None when there is none."""
     found = None
     for match in _FRAME.finditer(stack_trace):
-        if not _is_library(match["file"]):
+        if not is_library(match["file"]):
             found = match
     if found is None:
         return None
@@ -56,7 +61,7 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
     while traceback is not None:
         file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         own = not _is_installed(file)
-        if not _is_library(file) and (own or not best_is_own):
+        if not is_library(file) and (own or not best_is_own):
             best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
         traceback = traceback.tb_next
     return best
@@ -68,7 +73,7 @@ def location_of_frames() -> SourceLocation | None:
     best: SourceLocation | None = None
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
-        if not _is_library(file):
+        if not is_library(file):
             here = SourceLocation(file, line, linecache.getline(file, line).strip())
             if not _is_installed(file):
                 return here
@@ -81,7 +86,7 @@ def module_of(meta: Mapping[str, Any], prefix: str) -> tuple[str, str]:
     """(path, class name) of the innermost module of an fx node; `prefix` is the wrapper's name of the user's module."""
     stack = meta.get("nn_module_stack") or {}
     for path, kind in reversed(list(stack.values())):
-        path = _REPEATED_CALL.sub("", path)
+        path = plain_path(path)
         if path == prefix or path.startswith(prefix + "."):
             name = kind if isinstance(kind, str) else kind.__name__
             return path[len(prefix) + 1 :], name.rsplit(".", 1)[-1]

@@ -42,10 +42,10 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._sample = sample
+        self.sample = sample
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        args, kwargs = self._sample.rebuild(dict(zip(self._sample.tensors, tensors, strict=True)))
+        args, kwargs = self.sample.rebuild(dict(zip(self.sample.tensors, tensors, strict=True)))
         with self.around():
             return loss_of(self.model(*args, **kwargs))
 

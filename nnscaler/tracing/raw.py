@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,16 +20,19 @@ class RawGraph:
     storages: Mapping[str, int]
 
 
+@lru_cache(maxsize=8192)
 def written_inputs(operator: str) -> tuple[int, ...]:
     """Positions of the arguments that an operator of torch writes into; empty for operators of ours."""
-    overload = _overload(operator)
+    overload = overload_of(operator)
     if overload is None:
         return ()
     arguments = overload._schema.arguments
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _overload(operator: str) -> torch._ops.OpOverload | None:
+@lru_cache(maxsize=8192)
+def overload_of(operator: str) -> torch._ops.OpOverload | None:
+    """torch's operator called `aten.linear.default`; None when there is none."""
     parts = operator.split(".")
     if len(parts) != 3:
         return None

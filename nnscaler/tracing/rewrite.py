@@ -132,7 +132,8 @@ class Builder:
     def keep(self, operation: Operation, **changes: Any) -> None:
         """The operation as it is, reading current names; `changes` replaces fields."""
         inputs = tuple(self.current(n) for n in operation.inputs)
-        self.operations.append(replace(operation, inputs=inputs, **changes))
+        same = not changes and inputs == operation.inputs
+        self.operations.append(operation if same else replace(operation, inputs=inputs, **changes))
         for name in operation.outputs:
             if name is not None:
                 self.tensors[name] = self.source.tensors[name]

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing.attributes import notes_of
 from nnscaler.tracing.autograd_functions import OpaqueFunction
-from nnscaler.tracing.export import export_loss
 from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
-from nnscaler.tracing.importer import import_program
 from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, training
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.self_check import check_trace, second_forward
-from nnscaler.tracing.strided_views import name_windows
+from nnscaler.tracing.stitched_export import export_graph
 from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 
@@ -32,6 +30,7 @@ class Traced:
     `notes`      what the user should know: branches that were fixed, functions without annotation, checks not made
     `functions`  unregistered autograd.Functions by operator name
     `sample`     how the named inputs make the module's arguments
+    `repeats`    how many calls of layers were copied from a traced one, in words; "" without
     """
 
     graph: Graph
@@ -40,6 +39,7 @@ class Traced:
     notes: tuple[str, ...] = ()
     functions: Mapping[str, OpaqueFunction] = field(default_factory=dict)
     sample: SampleInputs | None = None
+    repeats: str = ""
 
 
 def trace(
@@ -49,6 +49,7 @@ def trace(
     self_check: bool = True,
     specialise: bool = False,
     evaluation: bool = False,
+    repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
 ) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
@@ -57,6 +58,8 @@ def trace(
     `evaluation`: in evaluation mode, without a self-check.
     `self_check` compares loss, gradients and buffers of the graph with the module's own on the sample batch.
     `specialise` takes the branch that the sample batch takes where the model looks at data, with a note.
+    `repeat_layers`: "auto" traces one of eight or more equal layers and copies it for the others, after a comparison
+    of what each of them runs; "always" from two equal layers on; "off" traces every layer. The graph is the same.
     `loss_fn`: a function of the model's outputs and the batch that gives the loss (`with_loss`).
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
@@ -69,19 +72,19 @@ def trace(
     hooks = GradientHooks()
     with evaluating(module) if evaluation else training(module):
         with hooks_met(hooks):
-            exported = export_loss(wrapper, tensors, specialise)
-        name_windows(exported.program)
-        imported = import_program(exported.program, module, tuple(sample.tensors))
-        graph = run_passes(imported.raw)
-    notes = (*exported.notes, *notes_of(exported.changed, lambda: None if meta else second_forward(module, sample)))
+            stitched = export_graph(wrapper, tensors, specialise, repeat_layers)
+        exported = stitched.exported
+        graph = run_passes(stitched.raw)
+    changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
+    notes = (*stitched.notes, *exported.notes, *changes)
     if self_check and not evaluation:
-        notes = (*notes, *_checked(module, graph, imported.state, sample, hooks))
+        notes = (*notes, *_checked(module, graph, stitched.state, sample, hooks))
     notes = (*notes, *hooks.notes())
     for note in notes:
         warnings.warn(note, stacklevel=2)
     if meta:
         notes = (*notes, "the trace is not checked: the module has no data (meta device)")
-    return Traced(graph, imported.state, sample.tensors, notes, exported.opaque, sample)
+    return Traced(graph, stitched.state, sample.tensors, notes, exported.opaque, sample, stitched.repeats)
 
 
 def _checked(

@@ -41,6 +41,7 @@ def _fixpoint(
     seeds: Iterable[tuple[Operation, Split]],
 ) -> Candidates:
     places = by_tensor(graph)
+    seen: set[tuple[str, State]] = set()  # a tensor that every layer reads would be walked once per layer and layer
     found: dict[str, dict[Split, None]] = {op.name: {} for op in graph.operations}
     pending = [(op, split) for op, split in seeds if is_legal(signatures[op.name], split, parts)]
     while pending:
@@ -54,8 +55,9 @@ def _fixpoint(
             *zip(op.outputs, output_states(signature, split, len(op.outputs)), strict=True),
         )
         for name, state in states:
-            if name is None or not isinstance(state, Sharded):
+            if name is None or not isinstance(state, Sharded) or (name, state) in seen:
                 continue
+            seen.add((name, state))
             for other, induced in _induced(signatures, parts, places, name, state):
                 if induced not in found[other.name]:
                     pending.append((other, induced))

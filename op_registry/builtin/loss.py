@@ -16,6 +16,7 @@ from op_registry.call import Call, TensorArgument
 from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 NONE, MEAN, SUM = 0, 1, 2
+_MEAN_OF = "nnscaler.mean_of"
 
 
 Arguments = tuple[tuple[str, object], ...]
@@ -80,6 +81,8 @@ class _Loss:
 
     def linear(self, call: Call) -> LinearSets:
         """In a weight of its own for each entry."""
+        if call.operator == _MEAN_OF:  # of a shard
+            return ()
         places = [i for i, (name, _) in enumerate(self.arguments) if name == "weight"]
         found = [call.get(i, "weight") for i in places] if self.layout is _pointwise else []
         return linear_in(*({t.index} for t in found if isinstance(t, TensorArgument)))(call)
@@ -93,7 +96,7 @@ class _Loss:
         named = {name for name, _ in self.arguments}
         kwargs = {k: v for k, v in call.kwargs.items() if k not in named}
         name = call.operator.split(".")[1]
-        return Call("nnscaler.mean_of", (name, self.layout(call)[2], *given), kwargs, call.outputs)
+        return Call(_MEAN_OF, (name, self.layout(call)[2], *given), kwargs, call.outputs)
 
 
 _PAIR: Arguments = (("self", None), ("target", None), ("reduction", MEAN))
@@ -156,7 +159,7 @@ def _classes(call: Call) -> str:
 
 def _probabilities_linear(call: Call) -> LinearSets:
     """In the probabilities, which label smoothing shifts, and in the weights of the classes."""
-    if not _is_probabilities(call):
+    if call.operator == _MEAN_OF or not _is_probabilities(call):
         return ()
     weights = isinstance(call.get(2, "weight"), TensorArgument)
     return linear_in(*[{1}] * (not call.get(5, "label_smoothing", 0.0)), *[{2}] * weights)(call)
@@ -171,7 +174,7 @@ def _localize_classes(call: Call, shards: Shards) -> Call:
     rest = [call.get(i, name, default) for i, (name, default) in enumerate(_CROSS_ENTROPY)][2:]
     rest[1] = SUM
     target = tensor(call, 1, "target")
-    return Call("nnscaler.mean_of", ("cross_entropy_loss", rows, x, target, *rest), {}, call.outputs)
+    return Call(_MEAN_OF, ("cross_entropy_loss", rows, x, target, *rest), {}, call.outputs)
 
 
 _CROSS_ENTROPY: Arguments = (*_WEIGHTED, ("ignore_index", -100), ("label_smoothing", 0.0))

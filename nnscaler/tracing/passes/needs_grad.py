@@ -55,11 +55,12 @@ def _is_statistic(operation: Operation, index: int) -> bool:
 def mark_needs_grad(graph: Graph) -> Graph:
     """The graph with `needs_grad` set, and without no-grad regions around operations that have no gradient anyway."""
     unused = {name for name, uses in graph.consumers.items() if not uses}
-    found = needing_grad(graph) & (_reaching_loss(graph) | unused)
+    carrying = needing_grad(graph)
+    found = carrying & (_reaching_loss(graph) | unused)
     tensors = {name: replace(t, needs_grad=name in found) for name, t in graph.tensors.items()}
 
     def simplified(operation: Operation) -> Operation:
-        if operation.region.grad_enabled or not found.isdisjoint(operation.inputs):
+        if operation.region.grad_enabled or not carrying.isdisjoint(operation.inputs):
             return operation
         return replace(operation, region=replace(operation.region, grad_enabled=True))
 

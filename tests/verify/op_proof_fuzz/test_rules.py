@@ -6,6 +6,9 @@ from functools import cache
 
 import pytest
 
+from op_registry.samples import SAMPLES
+
+from tests.verify.op_proofs.test_registry import TESTED
 from verify.op_proofs.rules import RULES, conclude, rule_of
 from verify.self_test.rule_fuzz import QUICK, by_overload
 from verify.self_test.rule_fuzz_calls import DrawnCall, DrawnCalls, drawn_calls
@@ -13,10 +16,16 @@ from verify.self_test.rule_fuzz_direct import direct_calls
 from verify.self_test.rule_fuzz_planted import PLANTED
 from verify.self_test.rule_fuzz_run import ENOUGH, fuzz_in_children, fuzz_rules, missed_plants
 
+# torch's own kernels do not run on symbolic sizes, or their results' sizes depend on values.
+UNTRACED = {
+    *("pad", "one_hot", "__lshift__.Tensor", "__rshift__.Tensor", "addbmm", "bilinear", "trace", "multi_margin_loss"),
+    *("multilabel_margin_loss", "ctc_loss.Tensor", "ctc_loss.IntList"),
+}
+
 
 @cache
 def _drawn() -> DrawnCalls:
-    return drawn_calls()
+    return drawn_calls([s for s in SAMPLES if s.operator not in TESTED])
 
 
 @cache
@@ -29,7 +38,7 @@ def test_samples_lead_to_every_rule() -> None:
     assert not set(RULES) - reached
     assert sum(rule_of(found[0].overload) is not None for found in _calls().values()) > 350
     assert sum("backward" in name for name in reached) > 50
-    assert len(_drawn().untraced) <= 5, _drawn().untraced
+    assert {text.partition("(")[0] for text in _drawn().untraced} <= UNTRACED, _drawn().untraced
 
 
 def test_no_rule_is_unsound() -> None:
