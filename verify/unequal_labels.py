@@ -22,6 +22,7 @@ from nnscaler.runtime.shards import logical_indices
 _LOSSES: Mapping[str, tuple[int, int]] = {
     "nnscaler.ce_tail": (3, 4),
     "nnscaler.ce_count": (0, 1),
+    "nnscaler.ce_weight": (0, 2),
     "aten.cross_entropy_loss.default": (1, 4),
 }
 # the labels that come out are labels that went in

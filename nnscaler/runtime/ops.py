@@ -10,7 +10,17 @@ from nnscaler.runtime.ops_index import (
     masked_scatter_block,
     write_block,
 )
-from nnscaler.runtime.ops_loss import ce_count, ce_max, ce_pick, ce_sumexp, ce_tail, ctc_mean, mean_of, mean_over
+from nnscaler.runtime.ops_loss import (
+    ce_count,
+    ce_max,
+    ce_pick,
+    ce_sumexp,
+    ce_tail,
+    ce_weight,
+    ctc_mean,
+    mean_of,
+    mean_over,
+)
 from nnscaler.runtime.ops_random import (
     alpha_dropout,
     dropout,
@@ -34,6 +44,7 @@ __all__ = [
     "ce_pick",
     "ce_sumexp",
     "ce_tail",
+    "ce_weight",
     "conv_transpose_window",
     "conv_window",
     "ctc_mean",

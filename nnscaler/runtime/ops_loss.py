@@ -49,6 +49,12 @@ def ce_count(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum()
 
 
+def ce_weight(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
+    """[N], [C] -> (): the sum of the weights of the labels that count."""
+    counts = labels != ignore_index
+    return torch.where(counts, weight[torch.where(counts, labels, 0)], 0.0).sum()
+
+
 def mean_over(
     x: Tensor, dim: Sequence[int] | None, keepdim: bool, count: int, dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -233,6 +233,7 @@ _CE = (
     ),
     OperatorSpec("nnscaler.ce_tail", "n+, n+, n+, n+ -> ()"),
     OperatorSpec("nnscaler.ce_count", "n+ -> ()"),
+    OperatorSpec("nnscaler.ce_weight", "n+, c^ -> ()", linear=(frozenset({1}),)),
 )
 
 SPECS: tuple[OperatorSpec, ...] = (

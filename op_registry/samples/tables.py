@@ -184,6 +184,8 @@ _LABEL_LOSSES: tuple[Sample, ...] = (
     S("nnscaler.ce_tail", P(18), F(18), F(18), L(18, high=5), -100, splits="n"),
     S("nnscaler.ce_count", I(12, high=5), 3, splits="n"),
     S("nnscaler.ce_count", L(18, high=5), -100, splits="n"),
+    S("nnscaler.ce_weight", I(12, high=5), F(5), 3, splits="n"),
+    S("nnscaler.ce_weight", L(18, high=5), F(5), -100, splits="n"),
     S(_CE, F(12, 5), I(12, high=5)),
     S(_CE, F(12, 6), I(12, high=6), None, 0, 3, splits="n"),
     S(_CE, F(12, 6), I(12, high=6), C(6), 2, 3, 0.1, splits="n"),

@@ -1,10 +1,13 @@
 """Cross entropy over class indices becomes five operators that can be split over rows and over classes.
 
-A mean of local means is wrong when ranks hold different numbers of valid rows, so the mean is a sum and a count.
+A mean of local means is wrong when ranks hold different numbers of valid rows, so the mean is a sum and a count. With
+weights of classes it is a sum and the weights of the labels that count; with them, or smoothed labels, the sum stays
+torch's operator, which can be split over rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -23,7 +26,8 @@ _MEAN, _SUM = 1, 2
 def lower_cross_entropy(graph: Graph) -> Graph:
     """`aten.cross_entropy_loss(logits[N, C], labels[N])` with a sum or mean, without weights and label smoothing,
     becomes `nnscaler.ce_max, ce_sumexp, ce_pick, ce_tail`, and for a mean `ce_count` and a division. Dims after the
-    classes, as in logits[N, C, T], become rows. Other variants stay.
+    classes, as in logits[N, C, T], become rows. Other means over class indices, and those of `nll_loss`, become a sum
+    and a division; other variants stay.
     """
     builder = Builder(graph)
     for operation in graph.operations:
@@ -32,20 +36,51 @@ def lower_cross_entropy(graph: Graph) -> Graph:
     return builder.finish()
 
 
+_CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+_LOSSES = (_CROSS_ENTROPY, "aten.nll_loss.default", "aten.nll_loss_nd.default")
+_NAMES = ("logits", "labels", "weight", "reduction", "ignore_index", "label_smoothing")
+
+
 def _lower(operation: Operation, builder: Builder) -> bool:
-    if operation.operator != "aten.cross_entropy_loss.default":
+    if operation.operator not in _LOSSES:
         return False
     args, kwargs = builder.references(operation)
-    names = ("logits", "labels", "weight", "reduction", "ignore_index", "label_smoothing")
+    kwargs = {{"self": "logits", "target": "labels"}.get(name, name): value for name, value in kwargs.items()}
     given: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100, "label_smoothing": 0.0}
-    given |= dict(zip(names, args, strict=False)) | kwargs
+    given |= dict(zip(_NAMES, args, strict=False)) | kwargs
     logits, labels = (builder.tensor(given[n].name) for n in ("logits", "labels"))
-    plain = given["weight"] is None and given["label_smoothing"] == 0 and given["reduction"] in (_MEAN, _SUM)
-    if not plain or len(logits.shape) < 2 or len(labels.shape) != len(logits.shape) - 1 or is_floating(labels.dtype):
+    if len(logits.shape) < 2 or len(labels.shape) != len(logits.shape) - 1 or is_floating(labels.dtype):
         return False
+    plain = operation.operator == _CROSS_ENTROPY and given["weight"] is None and given["label_smoothing"] == 0
+    if not plain or given["reduction"] not in (_MEAN, _SUM):
+        return given["reduction"] == _MEAN and _emit_division(operation, builder, given, labels)
     if len(labels.shape) > 1:
         logits, labels = _as_rows(operation, builder, logits, labels)
     _emit(operation, builder, logits, labels, given["ignore_index"], given["reduction"] == _MEAN)
+    return True
+
+
+def _emit_division(operation: Operation, builder: Builder, given: Mapping[str, Any], labels: LogicalTensor) -> bool:
+    """The operator's sum over rows, divided by what its mean counts."""
+    assert operation.outputs[0] is not None
+    result = builder.source.tensors[operation.outputs[0]]
+    weight, ignore, targets = given["weight"], given["ignore_index"], Ref(labels.name)
+
+    def emit(name: str, operator: str, args: tuple[Any, ...], like: LogicalTensor) -> Ref:
+        made = LogicalTensor(builder.fresh(f"{operation.name}_{name}"), like.shape, like.dtype)
+        builder.emit(operator, args, outputs=(made,), like=operation)
+        return Ref(made.name)
+
+    smoothing = (given["label_smoothing"],) if operation.operator == _CROSS_ENTROPY else ()
+    summed = emit("sum", operation.operator, (given["logits"], targets, weight, _SUM, ignore, *smoothing), result)
+    if len(labels.shape) > 1:
+        flat = (prod(labels.shape),)
+        targets = emit("labels", "aten.reshape.default", (targets, flat), replace(labels, shape=flat))
+    if weight is None:
+        count = emit("count", "nnscaler.ce_count", (targets, ignore), replace(result, dtype="int64"))
+    else:
+        count = emit("count", "nnscaler.ce_weight", (targets, weight, ignore), result)
+    builder.emit("aten.div.Tensor", (summed, count), outputs=(result,), like=operation, name=operation.name)
     return True
 
 

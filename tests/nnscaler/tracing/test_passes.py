@@ -131,9 +131,22 @@ def test_cross_entropy_is_a_sum_and_a_count() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "count"),
+    [("%w, %labels, %w", "float32[] = nnscaler.ce_weight(%labels, %w, -100)"),
+     ("%w, %labels, None, 1, 3, 0.1", "int64[] = nnscaler.ce_count(%labels, 3)")],
+    ids=["weights", "label smoothing"],
+)  # fmt: skip
+def test_other_means_are_a_sum_and_a_division(arguments: str, count: str) -> None:
+    found = after(lower_cross_entropy, f"%loss: float32[] = aten.cross_entropy_loss.default({arguments})").splitlines()
+    assert found[0].startswith("%loss_sum: float32[] = aten.cross_entropy_loss.default(%w, %labels, ")
+    assert ", 2, " in found[0]
+    assert found[1:3] == [f"%loss_count: {count}", "%loss: float32[] = aten.div.Tensor(%loss_sum, %loss_count)"]
+
+
+@pytest.mark.parametrize(
     "arguments",
-    ["%w, %labels, %w", "%w, %labels, None, 0", "%w, %labels, None, 1, -100, 0.1", "%w, %x"],
-    ids=["weights", "no reduction", "label smoothing", "probabilities"],
+    ["%w, %labels, None, 0", "%w, %labels, %w, 2", "%w, %x"],
+    ids=["no reduction", "weighted sum", "probabilities"],
 )
 def test_other_cross_entropy_stays(arguments: str) -> None:
     body = f"%loss: float32[] = aten.cross_entropy_loss.default({arguments})"

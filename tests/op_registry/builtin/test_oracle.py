@@ -36,9 +36,9 @@ _LINEAR_ANYWAY = """
     isfinite isinf isnan logical_not nan_to_num xlogy.Tensor to.dtype to.device _to_copy type_as view_as
     reshape_as expand_as mean mean.dim layer_norm group_norm batch_norm embedding scatter.value new_zeros
     new_ones new_full new_empty ones_like full_like fill.Scalar fill.Tensor cross_entropy_loss nll_loss_nd
-    dropout feature_dropout alpha_dropout feature_alpha_dropout _weight_norm scatter_reduce.two index_reduce
+    dropout feature_dropout alpha_dropout feature_alpha_dropout scatter_reduce.two index_reduce
     isneginf isposinf isreal nansum nanmean xlogy.Scalar_Other special_xlogy special_xlogy.other_scalar
-    special_xlog1py special_xlog1py.other_scalar nll_loss nll_loss2d ormqr instance_norm native_batch_norm
+    special_xlog1py special_xlog1py.other_scalar nll_loss nll_loss2d instance_norm native_batch_norm
     _native_batch_norm_legit_no_training
 """.split()
 
