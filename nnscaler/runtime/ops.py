@@ -18,7 +18,14 @@ from nnscaler.runtime.ops_random import (
     random_normal,
     random_uniform,
 )
-from nnscaler.runtime.ops_tensor import batch_norm, causal_rows, embedding_block, grouped_mm, recurrent_cell
+from nnscaler.runtime.ops_tensor import (
+    batch_norm,
+    causal_rows,
+    embedding_block,
+    grouped_mm,
+    recurrent_cell,
+    view_as_complex,
+)
 from nnscaler.runtime.ops_window import avg_pool_window, conv_transpose_window, conv_window, max_pool_window
 
 __all__ = [
@@ -50,5 +57,6 @@ __all__ = [
     "random_normal",
     "random_uniform",
     "recurrent_cell",
+    "view_as_complex",
     "write_block",
 ]

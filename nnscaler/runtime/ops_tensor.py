@@ -99,3 +99,8 @@ def recurrent_cell(
     enter, forget, new, leave = gates.chunk(4, -1)
     kept: Tensor = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
     return leave.sigmoid() * kept.tanh(), kept
+
+
+def view_as_complex(x: Tensor) -> Tensor:
+    """[*, 2] -> [*]: pairs as complex numbers. torch wants pairs side by side in memory, and strides that are even."""
+    return torch.view_as_complex(x.contiguous())

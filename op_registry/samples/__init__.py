@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from op_registry.samples import dims, images, math, pointwise, recurrent, tables, windows
+from op_registry.samples import dims, images, math, pieces, pointwise, recurrent, tables, windows
 from op_registry.samples.sample import Sample, replace_tensors
 
 __all__ = ["SAMPLES", "Sample", "replace_tensors", "samples_of"]
@@ -16,6 +16,7 @@ SAMPLES: tuple[Sample, ...] = (
     *tables.SAMPLES,
     *windows.SAMPLES,
     *images.SAMPLES,
+    *pieces.SAMPLES,
     *recurrent.SAMPLES,
 )
 
