@@ -29,7 +29,13 @@ from nnscaler.runtime.ops_random import (
     random_normal,
     random_uniform,
 )
-from nnscaler.runtime.ops_tensor import causal_rows, embedding_block, grouped_mm, recurrent_cell
+from nnscaler.runtime.ops_tensor import (
+    causal_rows,
+    embedding_block,
+    grouped_mm,
+    recurrent_cell,
+    view_as_complex,
+)
 from nnscaler.runtime.ops_window import avg_pool_window, conv_transpose_window, conv_window, max_pool_window
 
 __all__ = [
@@ -66,5 +72,6 @@ __all__ = [
     "random_uniform",
     "recurrent_cell",
     "running_statistic",
+    "view_as_complex",
     "write_block",
 ]

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: int) -> Tensor:
@@ -55,7 +56,7 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, first: int, scale: fl
     key, value = key.narrow(-2, 0, keys), value.narrow(-2, 0, keys)
     mask: Tensor
     if query.is_cuda and keys == first + rows:
-        mask = torch.nn.attention.bias.causal_lower_right(rows, keys)
+        mask = causal_lower_right(rows, keys)
     else:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(first)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
@@ -76,10 +77,15 @@ def recurrent_cell(
     state of these units].
     """
     linear = torch.nn.functional.linear
-    state, cell = (before[0], before[1]) if kind == "lstm" else (before, None)
+    state, cell = (before, None) if isinstance(before, Tensor) else before
     gates = linear(x, w_ih, b_ih) + linear(state, w_hh, b_hh)
     if cell is None:
         return gates.tanh() if kind == "rnn_tanh" else gates.relu()
     enter, forget, new, leave = gates.chunk(4, -1)
     kept: Tensor = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
     return leave.sigmoid() * kept.tanh(), kept
+
+
+def view_as_complex(x: Tensor) -> Tensor:
+    """[*, 2] -> [*]: pairs as complex numbers. torch wants pairs side by side in memory, and strides that are even."""
+    return torch.view_as_complex(x.contiguous())

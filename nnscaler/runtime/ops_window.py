@@ -63,7 +63,7 @@ def conv_window(
     """A convolution's output rows first .. first + length along each dim of its windows."""
     convolution: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[len(stride) - 1]
     read = below(x, weight.shape[2:], stride, dilation, before, first, length)
-    return convolution(read, weight, bias, list(stride), 0, list(dilation), groups)  # type: ignore[no-any-return]
+    return convolution(read, weight, bias, list(stride), 0, list(dilation), groups)
 
 
 def conv_transpose_window(
@@ -97,7 +97,7 @@ def conv_transpose_window(
         if short > 0:  # rows that no input row reaches (dilation, output padding): they have the bias alone
             y = _longer(y, i - count, short, bias, count)
         y = y.narrow(i - count, cuts[i], length[i])
-    return y  # type: ignore[no-any-return]
+    return y
 
 
 def _longer(y: Tensor, dim: int, short: int, bias: Tensor | None, count: int) -> Tensor:
@@ -119,7 +119,7 @@ def avg_pool_window(
     """The sum of each window over `divisor`, for the output rows first .. first + length."""
     pool: Any = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(kernel) - 1]
     read = below(x, kernel, stride, [1] * len(kernel), before, first, length)
-    return pool(read, list(kernel), list(stride)) * (math.prod(kernel) / divisor)  # type: ignore[no-any-return]
+    return pool(read, list(kernel), list(stride)) * (math.prod(kernel) / divisor)
 
 
 def max_pool_window(
@@ -134,4 +134,4 @@ def max_pool_window(
     """The maximum of each window, for the output rows first .. first + length."""
     pool: Any = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(kernel) - 1]
     read = below(x, kernel, stride, dilation, before, first, length, -math.inf)
-    return pool(read, list(kernel), list(stride), 0, list(dilation))  # type: ignore[no-any-return]
+    return pool(read, list(kernel), list(stride), 0, list(dilation))

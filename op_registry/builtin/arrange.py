@@ -16,8 +16,9 @@ from op_registry.builtin._dims import (
     whole,
     whole_dims,
 )
+from op_registry.builtin.embedding import block_length
 from op_registry.call import Call
-from op_registry.spec import AnnotationFunction, LinearSets, OperatorSpec, Shards
+from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
 
@@ -83,6 +84,20 @@ def _roll(call: Call) -> str:
 def _flip(call: Call) -> str:
     ndim = tensor(call, 0, "self").ndim
     return _freezing(call, [whole(d, ndim) for d in call.get(1, "dims")])
+
+
+def _turned(call: Call) -> str:
+    """`rot90(x, k, dims)`: a quarter turn of a plane exchanges its dims."""
+    x, sizes = tensor(call, 0, "self"), output_shape(call)
+    plane = {whole(d, x.ndim) for d in call.get(2, "dims", (0, 1))}
+    names = letters(x.ndim)
+    inputs = [f"{n}^" if i in plane else n for i, n in enumerate(names)]
+    return annotate([inputs], [[str(sizes[i]) if i in plane else n for i, n in enumerate(names)]])
+
+
+def _flipped(dim: int) -> AnnotationFunction:
+    """`flipud`, `fliplr`."""
+    return lambda call: _freezing(call, (dim,))
 
 
 def _triangle(call: Call) -> str:
@@ -176,11 +191,34 @@ def _diagonal_scatter(call: Call) -> str:
     return annotate([dims, [*rest, str(src.shape[-1])]], [dims])
 
 
+def _diag_embed(call: Call) -> str:
+    """The last dim becomes a diagonal of two."""
+    x, result = tensor(call, 0, "self"), output_shape(call)
+    pair = [whole(call.get(i, name, d), len(result)) for i, name, d in ((2, "dim1", -2), (3, "dim2", -1))]
+    *free, last = letters(x.ndim)
+    rest = iter(free)
+    return annotate([[*free, f"{last}^"]], [[str(size) if i in pair else next(rest) for i, size in enumerate(result)]])
+
+
+def _channel_shuffle(call: Call) -> AnnotationResult:
+    """`channel_shuffle(x, groups)`: (g c) -> (c g)."""
+    x, groups = tensor(call, 0, "self"), call.get(1, "groups")
+    rest = [f"x{i}" for i in range(x.ndim - 2)]
+    return annotate([["b", "(g c)", *rest]], [["b", "(c g)", *rest]]), {"g": groups}
+
+
+def _localize_shuffle(call: Call, shards: Shards) -> Call:
+    return call.replace(1, "groups", block_length(call.get(1, "groups"), shards.get("g", ())))
+
+
 def _unfold(call: Call) -> str:
-    """`x.unfold(dim, size, step)`: windows along a dim, as a new last dim."""
+    """`x.unfold(dim, size, step)`: windows along a dim, as a new last dim; `(p 4) -> p 4` where they tile it."""
     x, sizes = tensor(call, 0, "self"), output_shape(call)
     dim = whole(call.get(1, "dimension"), x.ndim)
     names = letters(x.ndim)
+    if x.ndim and call.get(2, "size") == call.get(3, "step") and x.shape[dim] == sizes[dim] * sizes[-1] > 0:
+        tiled = [f"({n} {sizes[-1]})" if i == dim else n for i, n in enumerate(names)]
+        return annotate([tiled], [[*names, str(sizes[-1])]])
     inputs = [f"{n}^" if i == dim else n for i, n in enumerate(names)]
     outputs = [str(sizes[dim]) if i == dim else n for i, n in enumerate(names)]
     return annotate([inputs], [[*outputs, str(sizes[-1])]])
@@ -220,6 +258,16 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("mT.default", _matrix_transpose),
     _spec("movedim.int", _movedim),
     _spec("movedim.intlist", _movedim),
+    _spec("moveaxis.int", _movedim),
+    _spec("moveaxis.intlist", _movedim),
+    _spec("swapdims.default", _transpose),
+    _spec("adjoint.default", _matrix_transpose),
+    _spec("mH.default", _matrix_transpose),
+    _spec("rot90.default", _turned),
+    _spec("flipud.default", _flipped(0)),
+    _spec("fliplr.default", _flipped(1)),
+    _spec("diag_embed.default", _diag_embed),
+    OperatorSpec("aten.channel_shuffle.default", _channel_shuffle, linear=_FIRST, localize=_localize_shuffle),
     _spec("roll.default", _roll),
     _spec("flip.default", _flip),
     _spec("tril.default", _triangle),

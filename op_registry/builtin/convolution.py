@@ -25,8 +25,8 @@ def _windows(call: Call, spatial: int, transposed: bool) -> list[Window]:
         before = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
     else:
         before = per_dim(0 if padding == "valid" else padding, spatial, 0)
-    lists = (x.shape[-spatial:], result[-spatial:], kernel, stride, dilation, before)
-    return [Window(*numbers, spread=transposed) for numbers in zip(*lists, strict=True)]
+    lists = (x.shape[-spatial:], result[-spatial:], kernel, stride, dilation, before, [transposed] * spatial)
+    return [Window(*numbers) for numbers in zip(*lists, strict=True)]
 
 
 def _convolution(spatial: int, transposed: bool) -> AnnotationFunction:

@@ -53,16 +53,36 @@ def _stack(call: Call) -> str:
     return annotate([names] * len(tensors), [[*names[:dim], str(len(tensors)), *names[dim:]]])
 
 
+def _stacked(call: Call) -> AnnotationResult:
+    """`hstack` joins along the second dim, `vstack` along the first, of which tensors of one dim get one."""
+    ndim, kind = call.tensors()[0].ndim, call.operator
+    if ndim == 0 or (ndim == 1 and kind != "aten.hstack.default"):
+        return _stack(Call(kind, (*call.args[:1], 0), {}, call.outputs))
+    dim = 1 if ndim > 1 and kind == "aten.hstack.default" else 0
+    return _cat(Call(kind, (*call.args[:1], dim), {}, call.outputs))
+
+
 def _split_sizes(call: Call) -> tuple[int, list[int]]:
     """The dim that is cut, and the sizes of its pieces."""
     x = tensor(call, 0, "self")
+    if call.operator.startswith("aten.tensor_split"):
+        dim = whole(call.get(2, "dim", 0), x.ndim)
+        return dim, _cut(x.shape[dim], call.get(1, "sections", call.kwargs.get("indices")))
     dim = whole(call.get(2, "dim", 0), x.ndim)
     size, wanted = x.shape[dim], call.get(1, "split_size", call.kwargs.get("split_sizes", call.kwargs.get("chunks")))
     if not isinstance(wanted, int):
         return dim, list(wanted)
-    if call.operator == "aten.chunk.default":
+    if call.operator in ("aten.chunk.default", "aten.unsafe_chunk.default"):
         wanted = max(-(-size // wanted), 1)
     return dim, list(_run(size, wanted))
+
+
+def _cut(size: int, where: int | Sequence[int]) -> list[int]:
+    """Pieces between these places, or so many, the first ones longer by one."""
+    if isinstance(where, int):
+        return [size // where + (i < size % where) for i in range(where)]
+    places = [min(max(p + size if p < 0 else p, 0), size) for p in where]
+    return [max(b - a, 0) for a, b in zip([0, *places], [*places, size], strict=True)]
 
 
 def _run(size: int, step: int) -> Iterator[int]:
@@ -173,13 +193,21 @@ def _select_scatter(call: Call) -> str:
 
 
 _BOTH = linear_in({0, 1})
+_CUTS = (
+    "tensor_split.sections",
+    "tensor_split.indices",
+    "unsafe_split.Tensor",
+    "unsafe_split_with_sizes.default",
+    "unsafe_chunk.default",
+)
 
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}.default", _cat, linear=linear_in_all) for name in ("cat", "concat", "concatenate")),
     OperatorSpec("aten.stack.default", _stack, linear=linear_in_all),
+    *(OperatorSpec(f"aten.{name}.default", _stacked, linear=linear_in_all) for name in ("hstack", "vstack")),
     *(
         OperatorSpec(f"aten.{name}", _split, linear=_FIRST, localize=_localize_split)
-        for name in ("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default")
+        for name in ("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default", *_CUTS)
     ),
     OperatorSpec("aten.unbind.int", _unbind, linear=_FIRST),
     OperatorSpec("aten.slice.Tensor", _slice, linear=_FIRST, localize=_localize_slice),

@@ -85,6 +85,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         for name in ("stft.default", "stft.center", "istft.default")
     ),
     *(OperatorSpec(f"aten.{name}.default", "* -> *", linear=_FIRST) for name in _CONJUGATES),
+    OperatorSpec("nnscaler.view_as_complex", "* 2 -> *", linear=_FIRST),
     OperatorSpec("aten.angle.default", "* -> *"),
     OperatorSpec("aten.complex.default", _complex, linear=linear_in_all),
 )

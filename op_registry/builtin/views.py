@@ -183,6 +183,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.view_as.default", _view_as, linear=_FIRST),
     OperatorSpec("aten.reshape_as.default", _view_as, linear=_FIRST),
     OperatorSpec("aten.flatten.using_ints", _flatten_names, linear=_FIRST),
+    OperatorSpec("aten.ravel.default", _flatten_names, linear=_FIRST),
     OperatorSpec("aten.unflatten.int", _view, linear=_FIRST, localize=_localize_unflatten),
     OperatorSpec("aten.expand.default", _expand, linear=_FIRST, shape_argument=(1, "size", 0)),
     OperatorSpec("aten.broadcast_to.default", _expand, linear=_FIRST, shape_argument=(1, "size", 0)),

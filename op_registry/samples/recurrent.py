@@ -88,6 +88,7 @@ _SPECTRAL: tuple[Sample, ...] = (
         for name in ("_conj", "conj", "conj_physical", "resolve_conj", "real", "imag")
     ),
     *(S(name, F(6, 12), splits="*0 *1") for name in ("conj", "resolve_neg", "_neg_view", "real", "conj_physical")),
+    S("nnscaler.view_as_complex", F(6, 12, 2), splits="*0 *1"),
     S("angle", _c(6, 12), splits="*0 *1"),
     S("complex", F(6, 12), F(6, 12), splits="a b"),
     S("complex", F(6, 1, 12), F(18, 1), splits="a b c"),

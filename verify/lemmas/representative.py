@@ -39,6 +39,8 @@ FREE = (12, 6, 18, 24)  # splits in 2 and 3, under an outer of 2 as well
 MANY = (6, 4, 12, 8, 10, 2, 3)  # where there are more identifiers than that
 REST = (2, 3, 5, 7, 4)  # beside those that a case splits
 FROZEN = (5, 7, 3, 9, 4)
+LARGEST_KERNEL = 11  # a larger frozen size is one of the positions that a kernel moves over
+TRIED = (12, 13, 14, 11, 15, 10, 16, 6, 7, 8, 24, 23, 25, 22, 26, 27, 28, 29, 30)  # of those
 LARGEST = 1 << 18  # elements of one tensor
 
 SEEDS = 5  # draws of whole numbers that are tried for a result that shows something
@@ -126,13 +128,9 @@ def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Represe
             found = attempt.on(concrete, wanted=small)
             if found is not None:
                 return replace(found, other_numbers=True)
-    for call, wanted, follows in _calls(spec, signature, bound, large):
-        if any(prod(t.shape) > LARGEST for t in call.tensors()):
-            continue
-        for concrete in _concrete(call, seed):
-            found = attempt.on(concrete, follows=follows, wanted=wanted)
-            if found is not None:
-                return found
+    found = _resized_call(attempt, signature, bound, large)
+    if found is not None:
+        return found
     for concrete in _samples(spec, seed):
         same = _plain(concrete.call, values=False) == _plain(signature.call, values=False)
         found = attempt.on(concrete, samples=True, literals=False) if same else None
@@ -214,6 +212,26 @@ class _Attempt:
         if literals and _literals(self.bound) != _literals(signature.bound):
             return "at small sizes its annotation has other fixed sizes"
         return "" if _ones(self.bound) == _ones(signature.bound) else "at small sizes other dims have size 1"
+
+
+def _resized_call(
+    attempt: _Attempt, signature: Signature, bound: BoundAnnotation, large: Sequence[str]
+) -> Representative | None:
+    """The first of `_calls` that runs; of a call whose sizes the operator computes, one that `_searched` finds."""
+    computed = _computed(bound)
+    for call, wanted, follows in _calls(attempt.spec, signature, bound, large):
+        if wanted is None and computed:
+            found = _searched(attempt, signature, bound, large or computed, computed)
+            if found is not None:
+                return found
+            computed = ()
+        if any(prod(t.shape) > LARGEST for t in call.tensors()):
+            continue
+        for concrete in _concrete(call, attempt.seed):
+            found = attempt.on(concrete, follows=follows, wanted=wanted)
+            if found is not None:
+                return found
+    return None
 
 
 def _samples(spec: OperatorSpec, seed: int) -> Iterator[ConcreteCall]:
@@ -306,6 +324,31 @@ def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, 
             else:
                 sizes[name] = next(split if name in wanted else rest)
         yield _tied(bound, sizes)
+
+
+def _computed(bound: BoundAnnotation) -> tuple[str, ...]:
+    """Identifiers that outputs have and no input: under overlapping windows, their number is computed."""
+    given = {n for operand in bound.inputs if operand is not None for n in operand.identifiers()}
+    return tuple(n for n, mark in bound.marks.items() if n not in given and mark != "^" and bound.sizes[n] > 1)
+
+
+def _searched(
+    attempt: _Attempt, signature: Signature, bound: BoundAnnotation, large: Sequence[str], computed: Sequence[str]
+) -> Representative | None:
+    """A small call in which all of `large` divide by 6, those that are computed too. What is frozen and small (the size
+    of a kernel) stays."""
+    (_, table) = _tables(bound, large)
+    frozen = [n for n in bound.sizes if bound.marks.get(n) == "^" and bound.sizes[n] > LARGEST_KERNEL]
+    for size in TRIED:
+        call = _resized(signature, bound, table | dict.fromkeys(frozen, size))
+        for concrete in _concrete(call, attempt.seed):
+            found = attempt.on(concrete)
+            if found is None or found.signature.bound is None:
+                continue
+            sizes = found.signature.bound.sizes
+            if all(sizes[n] % FREE[1] == 0 for n in large) and all(sizes[n] >= FREE[1] for n in computed):
+                return found
+    return None
 
 
 def _tied(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:

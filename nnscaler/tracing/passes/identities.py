@@ -28,6 +28,7 @@ _DROPOUTS = frozenset(
     f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
 )
 _GROUPED = "aten._grouped_mm.default"
+_PAIRS = "aten.view_as_complex.default"
 _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 
 
@@ -106,6 +107,8 @@ def _respelled(operation: Operation, builder: Builder) -> bool:
         if len(builder.tensor(args[0].name).shape) != 2 or kwargs:
             return False
         builder.emit("nnscaler.grouped_mm", args[:3], outputs=outputs, like=operation, name=operation.name)
+    elif kind == _PAIRS:  # copies that make tensors contiguous are dropped, and it asks for that
+        builder.emit("nnscaler.view_as_complex", args, outputs=outputs, like=operation, name=operation.name)
     elif kind == "aten.detach_.default":
         builder.emit("aten.detach.default", args, outputs=outputs, like=operation, name=operation.name)
     elif kind == "aten.slice.Tensor":
