@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
-from torch.fx.traceback import current_meta
+from torch.fx.traceback import get_current_meta
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.locations import plain_path
@@ -95,7 +95,7 @@ class Active:
         return func(*args, **kwargs)
 
     def _step(self, func: Any, args: Any, kwargs: Any) -> Step:
-        notes = dict(current_meta.get("custom") or {})
+        notes = dict(get_current_meta().get("custom") or {})
         return Step(func, args, kwargs, self.places.here(), dict(self.tracer.module_stack), notes)
 
     def _compare(self) -> None:

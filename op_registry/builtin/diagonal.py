@@ -13,20 +13,18 @@ def _whole(call: Call) -> str:
     return annotate([inputs], [[str(size) for size in output_shape(call)]])
 
 
-def _embedded(call: Call) -> str:
-    """`diag_embed(x, offset, dim1, dim2)`: the last dim onto a diagonal of two new ones."""
-    names = letters(tensor(call, 0, "self").ndim)
-    sizes = output_shape(call)
-    pair = {whole(call.get(at, f"dim{at - 1}", default), len(sizes)) for at, default in ((2, -2), (3, -1))}
-    free = iter(names[:-1])
-    result = [str(size) if i in pair else next(free) for i, size in enumerate(sizes)]
-    return annotate([[*names[:-1], f"{names[-1]}^"]], [result])
+def _of_matrices(call: Call) -> str:
+    """`linalg_diagonal(A, offset, dim1, dim2)`: keywords all, of the last two dims by default."""
+    names = letters(tensor(call, 0, "A").ndim)
+    pair = {whole(call.kwargs.get(f"dim{i}", i - 3), len(names)) for i in (1, 2)}
+    inputs = [f"{n}^" if i in pair else n for i, n in enumerate(names)]
+    return annotate([inputs], [[*(n for i, n in enumerate(names) if i not in pair), str(output_shape(call)[-1])]])
 
 
 _FIRST = linear_in({0})
 
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.diag.default", _whole, linear=_FIRST),
+    OperatorSpec("aten.linalg_diagonal.default", _of_matrices, linear=_FIRST),
     OperatorSpec("aten.diagflat.default", _whole, linear=_FIRST),
-    OperatorSpec("aten.diag_embed.default", _embedded, linear=_FIRST),
 )

@@ -5,7 +5,7 @@ An operand that is expanded along a split dim lacks the identifier: it is replic
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, broadcast, letters, linear_in, linear_in_all, marked, tensor
+from op_registry.builtin._dims import all_frozen, annotate, broadcast, letters, linear_in, linear_in_all, marked, tensor
 from op_registry.call import Call
 from op_registry.spec import LinearSets, OperatorSpec
 
@@ -15,7 +15,7 @@ _UNARY = """
     abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
     celu cos cosh digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish
     hardtanh i0 isfinite isinf isin.Tensor_Scalar isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2
-    log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma reciprocal relu relu6 round round.decimals rrelu
+    log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma reciprocal relu relu6 round round.decimals
     rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold trunc
 """.split()
 _UNARY_LINEAR = """
@@ -78,6 +78,11 @@ def _prelu(call: Call) -> str:
     return annotate([names, [names[min(1, x.ndim - 1)]] if each else ["1"] * weight.ndim], [names])
 
 
+def _rrelu(call: Call) -> str:
+    """`rrelu(x, lower, upper, training)` draws random slopes when training."""
+    return all_frozen(call) if call.get(3, "training", False) else "* -> *"
+
+
 def _isin(call: Call) -> str:
     """`isin(x, among)`: an entry that is in any part is in the whole; `invert` asks for one that is in none."""
     x, among = tensor(call, 0, "elements"), tensor(call, 1, "test_elements")
@@ -114,6 +119,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     ),
     OperatorSpec("aten.ldexp.Tensor", broadcasting, linear=_FIRST),
     OperatorSpec("aten.prelu.default", _prelu),
+    OperatorSpec("aten.rrelu.default", _rrelu),
     OperatorSpec("aten.isin.Tensor_Tensor", _isin),
     OperatorSpec("aten.where.self", broadcasting, linear=linear_in({1, 2})),
     *(OperatorSpec(f"aten.where.Scalar{side}", broadcasting, linear=_where_linear) for side in ("Other", "Self")),

@@ -85,7 +85,6 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"aten.{name}.atol_rtol_tensor", _batched(2, 0, 0))
         for name in ("linalg_pinv", "linalg_matrix_rank")
     ),
-    OperatorSpec("aten.linalg_diagonal.default", _batched(2), linear=linear_in({0})),
     OperatorSpec("aten.linalg_solve.default", _solve, linear=linear_in({1})),
     OperatorSpec("aten.linalg_solve_triangular.default", _triangular, linear=linear_in({1})),
     OperatorSpec("aten.cholesky_solve.default", _batched(2, 2), linear=linear_in({0})),

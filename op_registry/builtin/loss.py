@@ -57,7 +57,11 @@ def _rows(call: Call) -> tuple[list[Dims], Dims, int]:
     """`multi_margin_loss(x[n, c], labels[n])` and the like: classes are frozen."""
     x, labels, *weight = call.tensors()
     free = ["n"][: x.ndim - 1]
-    return [[*free, "c^"], [*free, "c^"][: labels.ndim], *[["c^"]] * len(weight)], free, x.shape[0] if free else 1
+    return (
+        [[*free, "c^"][: x.ndim], [*free, "c^"][: labels.ndim], *[["c^"]] * len(weight)],
+        free,
+        x.shape[0] if free else 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,7 @@ _ALGEBRA: tuple[Sample, ...] = (
     S("diag", F(12)),
     S("diag", F(6, 12), 1),
     S("diagflat", F(3, 4), -1),
-    S("diag_embed", F(6, 12, 3), splits="a b"),
-    S("diag_embed", F(6, 12, 3), 1, 0, 2, splits="a b"),
+    S("linalg_diagonal", F(3, 12, 4), offset=1, dim1=0, dim2=2, splits="b"),
     S("trace", F(6, 12)),
 )
 

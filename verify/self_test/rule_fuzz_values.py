@@ -187,7 +187,9 @@ def problem(
 
 def _combined(state: State, whole: Tensor, held: Sequence[Tensor], scale: float) -> str | None:
     if whole.dtype == torch.bool:
-        return "truth values have no partial sums"
+        if not isinstance(state, PartialMax):
+            return "truth values have no partial sums"
+        return None if torch.equal(torch.stack(list(held)).any(0), whole) else "the maximum is another"
     if not all(torch.isfinite(t).all() for t in (whole, *held)):
         raise Undecided("not finite")
     if isinstance(state, PartialMax):

@@ -79,6 +79,9 @@ SAID: tuple[Reason, ...] = (
         "(4 6) -> (6 4): a common divisor of the outermost sizes; ours splits factors, which these have none of",
     ),
     Reason("affine_grid_generator", "a result of two or three coordinates is a literal size, which is never split"),
+    Reason("_weight_norm", "linear in the norms, which are parameters and no partial sums", _exactly("R P -> P")),
+    Reason("rot90", "one of the two dims is only moved, the other turned round as well: ours keeps both whole"),
+    Reason("ormqr", "linear in the last matrix, but its gradient is taken through all three", _exactly("R R P -> P")),
     Reason("special_xlog1py", "0 * log(0) is 0 here, and parts of 0 times an infinity are not", _exactly("P R -> P")),
     Reason(
         "_weight_norm_interface _fused_rms_norm",
