@@ -16,7 +16,8 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from verify.finding import Finding
-from verify.lemmas.representative import FREE, Representative, Unrepresented, represent
+from verify.lemmas.representative import FREE, Representative, represent
+from verify.lemmas.stand_in import Unrepresented
 from verify.lemmas.statement import Claim, Passes, Splits, Together
 from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.check import as_check, run_cases

@@ -17,8 +17,9 @@ from verify.lemmas import evidence, whole
 from verify.lemmas.evidence import Evidence, Subject
 from verify.lemmas.memo import Memo
 from verify.lemmas.obligation import Obligation
-from verify.lemmas.representative import Representative, Unrepresented, represent
+from verify.lemmas.representative import Representative, represent
 from verify.lemmas.result import Lemma, LemmaResult
+from verify.lemmas.stand_in import Unrepresented
 from verify.lemmas.statement import Claim, RunsWhole, claims_of, strided
 from verify.verdict import Verdict
 

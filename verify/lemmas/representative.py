@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import copysign, isinf, prod
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from op_registry.annotation.sizes import BoundAnnotation
-from op_registry.bind_call import bind_call
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 from op_registry.samples import samples_of
@@ -26,8 +25,9 @@ from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.errors import NnscalerError
 from nnscaler.transform.signature import Signature
+from verify.lemmas.stand_in import Unrepresented, only_whole, with_finite_numbers
 from verify.op_checks.cases import Inputs
-from verify.op_checks.concrete import ConcreteCall, function_of
+from verify.op_checks.concrete import ConcreteCall
 from verify.op_checks.draw import builtin_call, sample_calls
 from verify.op_checks.options import OpOptions
 from verify.op_checks.runner import Runner, WholeRaised
@@ -63,10 +63,6 @@ class Representative:
     other_numbers: bool = False
 
 
-class Unrepresented(Exception):
-    """No small call could be run; the message says what the first one raised."""
-
-
 def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Representative:
     """A small call that runs and that the annotation fits as it fits the real one. `large`: identifiers that are to be
     split (none: all of them). Whole numbers are drawn again where the result is not finite, or only zeros: a count of
@@ -77,7 +73,7 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
         first = first or found
         if _shows_something(found):
             return found
-    finite = _with_finite_numbers(signature)
+    finite = with_finite_numbers(signature)
     if finite is not signature and _shows_something(found := _represent(finite, seed, large)):
         return replace(found, other_numbers=True)
     assert first is not None
@@ -92,27 +88,11 @@ def _shows_something(small: Representative) -> bool:
     return whole.finite and whole.shows_something
 
 
-def _with_finite_numbers(signature: Signature) -> Signature:
-    """The signature with a small number for every infinity among the arguments: what fills a mask says nothing of how
-    the operator splits, and results with infinities cannot be compared."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
-        return copysign(3.0, value) if isinstance(value, float) and isinf(value) else value
-
-    call = signature.call
-    args, kwargs = tuple(map(convert, call.args)), {key: convert(value) for key, value in call.kwargs.items()}
-    if (args, kwargs) == (call.args, dict(call.kwargs)):
-        return signature
-    return replace(signature, call=Call(call.operator, args, kwargs, call.outputs))
-
-
 def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Representative:
     """The first small call of one seed."""
     spec, bound = signature.spec, signature.bound
     if spec is None or bound is None:
-        spec, bound = _only_whole(signature)
+        spec, bound = only_whole(signature)
         signature = replace(signature, spec=spec, bound=bound, reason="")
     attempt = _Attempt(spec, bound, seed)
     integers = any(t.dtype.startswith(("int", "uint")) for t in signature.call.tensors())
@@ -137,27 +117,6 @@ def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Represe
         if found is not None:
             return replace(found, other_numbers=True)
     raise Unrepresented(attempt.reason or "its tensors are too large, and its sizes are not identifiers")
-
-
-def _only_whole(signature: Signature) -> tuple[OperatorSpec, BoundAnnotation]:
-    """A record for an operator that has no annotation, or whose annotation refuses this call: every size is fixed.
-    It is looked at as the program calls it. Raises Unrepresented."""
-    call = signature.call
-    sides = [" ".join(map(str, t.shape)) or "()" for t in call.tensors()]
-    results = ["?" if t is None else " ".join(map(str, t.shape)) or "()" for t in call.outputs]
-    try:
-        spec = OperatorSpec(
-            call.operator,
-            f"{', '.join(sides)} -> {', '.join(results)}",
-            random=signature.spec is not None and signature.spec.random,
-            target=function_of(call.operator, signature.spec),
-        )
-        bound = bind_call(spec, call)
-    except (AnnotationError, NnscalerError) as error:
-        raise Unrepresented(signature.reason or str(error)) from None
-    if bound is None:
-        raise Unrepresented(signature.reason or "the operator has no annotation")
-    return spec, bound
 
 
 @dataclass

@@ -7,9 +7,13 @@ from math import prod
 import pytest
 import torch
 
+from op_registry.call import TensorArgument
+
 from nnscaler.ir.placement import Split
+from nnscaler.transform.signature import Signature
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
-from verify.lemmas.representative import LARGEST, Unrepresented, represent
+from verify.lemmas.representative import LARGEST, represent
+from verify.lemmas.stand_in import Unrepresented
 from verify.verdict import Verdict
 
 LINEAR = "aten.linear.default"
@@ -84,3 +88,18 @@ def test_what_cannot_be_made_small_says_why() -> None:
         represent(obligation.signature, 0)
     result = proved(obligation)
     assert result.verdict is Verdict.INCONCLUSIVE and "too small" in str(result.weakest)
+
+
+def test_an_infinity_among_the_arguments_is_made_finite() -> None:
+    """Results with infinities cannot be compared, and what fills a mask says nothing of splits."""
+    mask = TensorArgument(0, (6, 4), "bool")
+    call = called("aten.masked_fill.Scalar", [(6, 4)], floats(6, 4), mask, float("-inf"))
+    small = represent(stated("aten.masked_fill.Scalar", call).signature, 0)
+    assert small.signature.call.args[2] == -3.0 and small.other_numbers
+
+
+def test_an_operator_without_annotation_is_looked_at_as_it_is_called() -> None:
+    call = called("aten.cauchy.default", [(7, 3)], floats(7, 3))
+    small = represent(Signature(call, None, None, ()), 0)
+    assert small.signature.call.tensors()[0].shape == (7, 3)
+    assert small.signature.bound is not None and not small.signature.bound.sizes

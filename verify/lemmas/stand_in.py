@@ -1,0 +1,58 @@
+"""What is looked at in place of a call that cannot be looked at as it is: without annotation, or with infinities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import copysign, isinf
+from typing import Any
+
+from op_registry.annotation.sizes import BoundAnnotation
+from op_registry.bind_call import bind_call
+from op_registry.call import Call
+from op_registry.errors import AnnotationError
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import NnscalerError
+from nnscaler.transform.signature import Signature
+from verify.op_checks.concrete import function_of
+
+
+class Unrepresented(Exception):
+    """No small call could be run; the message says what the first one raised."""
+
+
+def with_finite_numbers(signature: Signature) -> Signature:
+    """The signature with a small number for every infinity among the arguments: what fills a mask says nothing of how
+    the operator splits, and results with infinities cannot be compared."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return copysign(3.0, value) if isinstance(value, float) and isinf(value) else value
+
+    call = signature.call
+    args, kwargs = tuple(map(convert, call.args)), {key: convert(value) for key, value in call.kwargs.items()}
+    if (args, kwargs) == (call.args, dict(call.kwargs)):
+        return signature
+    return replace(signature, call=Call(call.operator, args, kwargs, call.outputs))
+
+
+def only_whole(signature: Signature) -> tuple[OperatorSpec, BoundAnnotation]:
+    """A record for an operator that has no annotation, or whose annotation refuses this call: every size is fixed.
+    It is looked at as the program calls it. Raises Unrepresented."""
+    call = signature.call
+    sides = [" ".join(map(str, t.shape)) or "()" for t in call.tensors()]
+    results = ["?" if t is None else " ".join(map(str, t.shape)) or "()" for t in call.outputs]
+    try:
+        spec = OperatorSpec(
+            call.operator,
+            f"{', '.join(sides)} -> {', '.join(results)}",
+            random=signature.spec is not None and signature.spec.random,
+            target=function_of(call.operator, signature.spec),
+        )
+        bound = bind_call(spec, call)
+    except (AnnotationError, NnscalerError) as error:
+        raise Unrepresented(signature.reason or str(error)) from None
+    if bound is None:
+        raise Unrepresented(signature.reason or "the operator has no annotation")
+    return spec, bound
