@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from op_registry.annotation.splits import balanced
+
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded
 from nnscaler.ir.operation import Operation
@@ -53,8 +55,9 @@ def _options(
     taken: dict[str, set[Split]] = {op.name: set() for op in graph.operations}
     inputs = graph.with_role("input")
     for dim in range(max((len(tensor.shape) for tensor in inputs), default=0)):
-        carried = [t for t in inputs if dim < len(t.shape) and t.shape[dim] % parts == 0 and t.shape[dim] > 1]
-        for name, found in reach(graph, signatures, parts, {t.name: Sharded(dim) for t in carried}).items():
+        carried = [t for t in inputs if dim < len(t.shape) and t.shape[dim] >= parts]
+        states = {t.name: Sharded(dim, 1, (), balanced(t.shape[dim], parts)) for t in carried}
+        for name, found in reach(graph, signatures, parts, states).items():
             taken[name].update(found)
     result: dict[str, tuple[Choice, ...]] = {}
     for op in graph.operations:
@@ -77,7 +80,7 @@ def steps_of(graph: Graph, axis: str, choices: Mapping[str, Choice]) -> tuple[St
 def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
     """One choice as a plan step."""
     if isinstance(choice, Split):
-        return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections)
+        return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections, choice.sizes)
     if isinstance(choice, RunPartial):
         return ReplicateStep(operations, axis, partial=tuple(sorted(choice.slots)))
     return ReplicateStep(operations, axis, deferred=not isinstance(choice, RunInvariant))

@@ -10,6 +10,8 @@ from itertools import count
 from math import prod
 
 from op_registry.call import Call, TensorArgument
+from op_registry.expression import Expression
+from op_registry.local_size import local_size
 from op_registry.spec import LinearSets, Shards
 
 Dims = list[str]
@@ -129,6 +131,11 @@ def linear_in_all(call: Call) -> LinearSets:
     """Jointly linear in all tensors."""
     tensors = call.tensors()
     return () if any(t.dtype == "bool" for t in tensors) else (frozenset(t.index for t in tensors),)
+
+
+def local(total: int, shards: Shards, *identifiers: str) -> int | Expression:
+    """What one rank has of `total`, a multiple of the size of the first of these identifiers that is split."""
+    return next((local_size(total, shards[name]) for name in identifiers if shards.get(name)), total)
 
 
 def parts(shards: Shards, *identifiers: str) -> int:

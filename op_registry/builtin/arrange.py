@@ -226,7 +226,9 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("triu.default", _triangle),
     _spec("repeat.default", _repeat),
     _spec("tile.default", _repeat),
-    OperatorSpec("aten.repeat_interleave.self_int", _repeat_interleave, linear=_FIRST, localize=_drop_output_size),
+    OperatorSpec(
+        "aten.repeat_interleave.self_int", _repeat_interleave, linear=_FIRST, localize=_drop_output_size, uneven=True
+    ),
     _spec("repeat_interleave.self_Tensor", _repeat_each),
     _spec("pad.default", _pad, _pad_linear),
     _spec("constant_pad_nd.default", _pad, _pad_linear),

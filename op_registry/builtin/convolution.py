@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from op_registry.builtin._dims import Dims, annotate, linear_in, operand, output_shape, parts, tensor
+from op_registry.builtin._dims import Dims, annotate, linear_in, local, operand, output_shape, parts, tensor
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 
@@ -40,8 +40,9 @@ def _linear(call: Call) -> LinearSets:
 
 
 def _localize_groups(call: Call, shards: Shards) -> Call:
-    count = parts(shards, "g")
-    return call if count == 1 else call.replace(6, "groups", call.get(6, "groups") // count)
+    if parts(shards, "g") == 1:
+        return call
+    return call.replace(6, "groups", local(call.get(6, "groups"), shards, "g"))
 
 
 def convolution_flops(sizes: Mapping[str, int]) -> int:
@@ -68,6 +69,7 @@ def _spec(name: str, spatial: int, transposed: bool = False) -> OperatorSpec:
         _convolution(spatial, transposed),
         linear=_linear,
         localize=_localize_groups,
+        uneven=True,
         flops=transposed_flops if transposed else convolution_flops,
     )
 

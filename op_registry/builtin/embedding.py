@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from op_registry.builtin._dims import annotate, letters, linear_in, marked, tensor
-from op_registry.call import AxisShard, Call
-from op_registry.expression import Expression, index
-from op_registry.spec import LinearSets, OperatorSpec, Refusal, Shards
-
-
-def block_start(identifier: str, size: int, axes: Sequence[AxisShard]) -> Expression:
-    """The first entry of the shard of an identifier of `size`, split into contiguous blocks by one axis.
-
-    Raises `Refusal` when the shard is no single block.
-    """
-    if len(axes) != 1 or axes[0].outer != 1:
-        raise Refusal(
-            f"`{identifier}` can only be split into contiguous blocks by one axis; drop the other axes or outer"
-        )
-    return index(axes[0].axis) * (size // axes[0].parts)
+from op_registry.call import Call
+from op_registry.local_size import block_start
+from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 
 def _counts_ids(call: Call) -> bool:
@@ -67,6 +53,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         linear=_linear,
         contiguous=frozenset({"v"}),
         localize=_localize_embedding,
+        uneven=True,
     ),
     OperatorSpec("aten.one_hot.default", _one_hot),
 )

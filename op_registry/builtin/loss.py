@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import prod
 
 from op_registry.builtin._dims import annotate, broadcast, broadcast_shape, linear_in, marked, tensor
-from op_registry.builtin.embedding import block_start
 from op_registry.call import Call, TensorArgument
+from op_registry.local_size import block_start
 from op_registry.spec import AnnotationFunction, OperatorSpec, Shards
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -63,6 +63,7 @@ def _pointwise_spec(name: str) -> OperatorSpec:
         f"aten.{name}.default",
         _pointwise(at),
         localize=lambda call, shards: _localize_mean(call, shards, at),
+        uneven=True,
     )
 
 
@@ -96,6 +97,7 @@ _CE = (
         linear=linear_in({0}),
         contiguous=frozenset({"c"}),
         localize=_localize_pick,
+        uneven=True,
     ),
     OperatorSpec("nnscaler.ce_tail", "n+, n+, n+, n+ -> ()"),
     OperatorSpec("nnscaler.ce_count", "n+ -> ()"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, letters, parts, tensor, whole
+from op_registry.builtin._dims import annotate, letters, local, tensor, whole
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 
@@ -31,7 +31,7 @@ def _group_norm(call: Call) -> AnnotationResult:
 
 
 def _localize_group_norm(call: Call, shards: Shards) -> Call:
-    return call.replace(1, "num_groups", call.get(1, "num_groups") // parts(shards, "g"))
+    return call.replace(1, "num_groups", local(call.get(1, "num_groups"), shards, "g"))
 
 
 def _batch_norm_training(call: Call) -> str:
@@ -60,7 +60,7 @@ def _weight_norm(call: Call) -> str:
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.layer_norm.default", _over_last),
     OperatorSpec("aten.rms_norm.default", _over_last),
-    OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm),
+    OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm, uneven=True),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
     OperatorSpec("aten._weight_norm.default", _weight_norm),
     OperatorSpec("nnscaler.batch_norm", _batch_norm_training),

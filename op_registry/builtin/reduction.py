@@ -111,8 +111,8 @@ def _frozen_specs() -> tuple[OperatorSpec, ...]:
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.sum.default", _of_all("+"), linear=_unless_cast),
     OperatorSpec("aten.sum.dim_IntList", _over("+"), linear=_unless_cast),
-    OperatorSpec("aten.mean.default", _of_all("+"), linear=_unless_cast, localize=_localize_mean),
-    OperatorSpec("aten.mean.dim", _over("+"), linear=_unless_cast, localize=_localize_mean),
+    OperatorSpec("aten.mean.default", _of_all("+"), linear=_unless_cast, localize=_localize_mean, uneven=True),
+    OperatorSpec("aten.mean.dim", _over("+"), linear=_unless_cast, localize=_localize_mean, uneven=True),
     OperatorSpec("aten.count_nonzero.default", _over("+")),
     OperatorSpec("aten.count_nonzero.dim_IntList", _over("+")),
     *_frozen_specs(),
