@@ -41,18 +41,20 @@ class Expression:
             c[coordinates[a]] if isinstance(c, tuple) else c * coordinates[a] for a, c in self.terms
         )
 
-    def normal(self) -> Expression:
-        """The one form that all expressions of the same values have: axes sorted, and no table that a number says."""
-        constant, found = self.constant, dict[str, Coefficient]()
+    def over(self, sizes: Mapping[str, int]) -> tuple[int, Mapping[str, tuple[int, ...]]] | None:
+        """The value at index 0 of every axis, and what is added at each index: the same for all expressions of the same
+        values. None where an axis does not exist or a table has another length. `sizes`: of the axes."""
+        constant, tables = self.constant, dict[str, tuple[int, ...]]()
         for axis, coefficient in self.terms:
-            if isinstance(coefficient, tuple):
-                first, step = coefficient[0], coefficient[1] - coefficient[0] if len(coefficient) > 1 else 0
-                constant += first
-                table = tuple(value - first for value in coefficient)
-                coefficient = step if table == tuple(i * step for i in range(len(table))) else table
-            if coefficient:
-                found[axis] = coefficient
-        return Expression(constant, tuple(sorted(found.items())))
+            size = sizes.get(axis)
+            if size is None or (isinstance(coefficient, tuple) and len(coefficient) != size):
+                return None
+            table = coefficient if isinstance(coefficient, tuple) else tuple(i * coefficient for i in range(size))
+            constant += table[0]
+            table = tuple(value - table[0] for value in table)
+            if any(table):
+                tables[axis] = table
+        return constant, tables
 
     def __str__(self) -> str:
         texts = [f"{c}[index of {a}]" if isinstance(c, tuple) else f"{c} * index of {a}" for a, c in self.terms]

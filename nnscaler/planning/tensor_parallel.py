@@ -63,7 +63,9 @@ def _options(
     for op in graph.operations:
         choices: list[Choice] = [RunInvariant()]
         if op.name not in whole:
-            choices += [c for c in candidates[op.name] if c not in taken[op.name]]
+            dims = {c.identifier for c in taken[op.name]}  # which other axes may cut in other places, when unevenly
+            left = (c for c in candidates[op.name] if c not in taken[op.name])
+            choices += [c for c in left if not c.sizes or c.identifier not in dims]
             choices += [RunPartial(slots) for slots in signatures[op.name].linear]
         result[op.name] = tuple(choices)
     return result
