@@ -114,13 +114,22 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) 
     return None
 
 
-def local_shape(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one rank's shard; of the largest one where they differ."""
+def local_shape(
+    layout: Layout, sizes: Sequence[int], shape: Sequence[int], at: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The shape of one rank's shard: of that with index `at[axis]` on each axis, or of the largest one."""
     local = list(shape)
-    for state, parts in zip(layout, sizes, strict=True):
-        if isinstance(state, Sharded):
-            local[state.dim] = max(state.sizes) * state.outer if state.sizes else local[state.dim] // parts
+    for axis, (state, parts) in enumerate(zip(layout, sizes, strict=True)):
+        if isinstance(state, Sharded) and state.sizes:
+            local[state.dim] = (max(state.sizes) if at is None else state.sizes[at[axis]]) * state.outer
+        elif isinstance(state, Sharded):
+            local[state.dim] //= parts
     return tuple(local)
+
+
+def is_uneven(layout: Layout) -> bool:
+    """Whether ranks have shards of unequal sizes."""
+    return any(isinstance(state, Sharded) and state.sizes for state in layout)
 
 
 def shape_of_rank(
