@@ -29,9 +29,9 @@ from nnscaler.ir.operation import Operation
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One class of calls. `bytes`: what a rank hands over (the one with the largest shard). `members`: the groups, or (source, target) pairs. `phase`:
-    the instruction that makes it (F, B) or prepare, gradient, loss. `module` and `where`: the part of the model that
-    causes it, layers written `*`."""
+    """One class of calls. `bytes`: what a rank hands over, the one with the largest shard if they are unequal.
+    `members`: the groups, or (source, target) pairs. `phase`: the instruction that makes it (F, B) or prepare,
+    gradient, loss. `module` and `where`: the part of the model that causes it, layers written `*`."""
 
     kind: str
     direction: str

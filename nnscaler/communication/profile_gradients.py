@@ -52,7 +52,7 @@ def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]
 
 
 def _alike(gradients: Sequence[_Gradient]) -> list[_Gradient]:
-    """The gradients, of groups apart whose ranks have other sizes of any of them: these fill their buckets otherwise."""
+    """The gradients, for groups apart whose ranks have other sizes of some: these fill their buckets otherwise."""
     together: dict[tuple[Ranks, ...], list[_Gradient]] = {}
     for gradient in gradients:
         together.setdefault(gradient.members, []).append(gradient)
