@@ -4,7 +4,8 @@ From the cost of compute, memory traffic, parameter memory and communicated elem
 pattern of an MLP and head-parallel attention by itself, through views and packed projections; nothing looks at
 parameter names.
 
-Splits that the dims of the inputs reach (batch, sequence) are left to other axes.
+Splits that the dims of the inputs reach (batch, sequence) are left to other axes. Unequal shards serve where a size
+does not divide; what no parameter reaches is small, and is not worth them.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def _options(
         choices: list[Choice] = [RunInvariant()]
         if op.name not in whole:
             dims = {c.identifier for c in taken[op.name]}  # which other axes may cut in other places, when unevenly
+            trained = any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n is not None)
             left = (c for c in candidates[op.name] if c not in taken[op.name])
-            choices += [c for c in left if not c.sizes or c.identifier not in dims]
+            choices += [c for c in left if not c.sizes or (trained and c.identifier not in dims)]
             choices += [RunPartial(slots) for slots in signatures[op.name].linear]
         result[op.name] = tuple(choices)
     return result
