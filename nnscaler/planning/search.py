@@ -241,13 +241,14 @@ def _outcome(
             return None
         outputs.append(INVARIANT if isinstance(state, Replicated) and not tensor.needs_grad else state)
         cost += TRAFFIC * tensor.elements / _shards(state, parts)
-    cost += FLOP * signature.flops / _shards(choice, parts)
+    cost += FLOP * signature.flops / (parts if isinstance(choice, Split) else 1)
     return _Outcome(choice, round(cost * UNIT), tuple(now[n] for n in op.inputs), tuple(outputs))
 
 
-def _shards(state: State | Choice, parts: int) -> float:
-    """How many times the largest shard, of elements or of work, goes into the whole."""
-    if not isinstance(state, Sharded | Split):
+def _shards(state: State, parts: int) -> float:
+    """How many times the largest shard goes into the whole. Work is counted as if shards were equal: at the weight of
+    an operation, a gather that evens it out would seem to pay, which on no hardware it does."""
+    if not isinstance(state, Sharded):
         return 1
     return sum(state.sizes) / max(state.sizes) if state.sizes else parts
 
