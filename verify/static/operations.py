@@ -47,6 +47,7 @@ from verify.static.choices import (
     whole_choices,
 )
 from verify.static.held import Axes, Held, Mistake, normal
+from verify.static.hints import as_told
 from verify.static.random_numbers import draws_numbers, explain_draw
 from verify.static.text import Line, Mark, Variable
 
@@ -162,11 +163,14 @@ class Typer:
             return [RunInvariant()]
         states = [layout[axis] for layout in layouts]
         grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
-        return [
+        name = axes.names[axis]
+        fitting = [
             choice
-            for choice in legal_choices(signature, states, parts, told_by(line, axes.names[axis], _outers(axes, axis)))
+            for choice in legal_choices(signature, states, parts, told_by(line, name, _outers(axes, axis)))
             if all(map(matches, input_states(signature, choice), states, grads))
         ]
+        made = {choice: output_states(signature, choice, len(op.outputs)) for choice in fitting}
+        return sorted(fitting, key=lambda choice: not as_told(made[choice], name, line.hint))
 
     def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
         """The typing with these choices. Raises Mistake when they do not go together or the line calls otherwise."""
