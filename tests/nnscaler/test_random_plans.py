@@ -55,12 +55,12 @@ def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
     check(untied, module.sample_inputs(), range(6), UNLIKE)
 
 
-def odd_gpt(module: Any) -> Callable[[], Any]:
+def odd_gpt(module: Any, dropout: float = 0.1) -> Callable[[], Any]:
     """A vocabulary of 101 and 7 heads of size 5: hardly any dim divides."""
 
     def build() -> Any:
         torch.manual_seed(0)
-        return module.GPT(module.GPTConfig(vocabulary=101, heads=7, width=35, layers=1, dropout=0.1))
+        return module.GPT(module.GPTConfig(vocabulary=101, heads=7, width=35, layers=1, dropout=dropout))
 
     return build
 
@@ -78,7 +78,7 @@ def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
 @pytest.mark.parametrize(("plan", "ranks", "backend"), [("tp=3", 3, "gloo"), ("dp=2,tp=2", 4, "simulator")])
 def test_policies_split_unevenly_what_does_not_divide(examples: Path, plan: str, ranks: int, backend: Any) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    request = PlanRequest(odd_gpt(module)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)
+    request = PlanRequest(odd_gpt(module, 0.0)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)
     report = verify_request(request)
     assert report.verdict.passes, [f.message for f in report.findings]
 
