@@ -12,7 +12,8 @@ from op_registry.annotation.syntax import Annotation
 from op_registry.bind_call import bind_call, linear_sets
 from op_registry.call import AxisShard, Call, DType, TensorArgument
 from op_registry.errors import AnnotationError, NnscalerError
-from op_registry.expression import Expression, index
+from op_registry.expression import Expression, by_index, index
+from op_registry.local_size import block_start, local_size
 from op_registry.localize import localise
 from op_registry.register import name_of, operator_of, register_op
 from op_registry.registry import Registry, default_registry
@@ -39,10 +40,13 @@ __all__ = [
     "TensorArgument",
     "bind",
     "bind_call",
+    "block_start",
+    "by_index",
     "check",
     "default_registry",
     "index",
     "linear_sets",
+    "local_size",
     "localise",
     "name_of",
     "operator_of",

@@ -60,11 +60,13 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class AxisShard:
-    """How one mesh axis splits an identifier of size n: viewed as (outer, parts, n / outer / parts)."""
+    """How one mesh axis splits an identifier of size n: viewed as (outer, n / outer), each of whose blocks is cut into
+    `parts` equal pieces, or into pieces of `sizes`."""
 
     axis: str
     parts: int
     outer: int = 1
+    sizes: tuple[int, ...] = ()
 
 
 def iterate_tensors(value: Any) -> Iterator[TensorArgument]:

@@ -1,42 +1,83 @@
 """Integers that depend on a rank's place in the mesh.
 
 One generated text serves every rank of a role, so an argument such as the start of an `arange` shard cannot be a
-number: it is `5 + 20 * index(tp)`. Affine forms suffice for every operator that we know of.
+number: it is `5 + 20 * index(tp)`, or, of shards of unequal sizes, `(0, 7, 14, 20)[index(tp)]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+Coefficient = int | tuple[int, ...]  # times the index; or the value at each index
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """`constant + sum(coefficient * index(axis))`, with `index(axis)` the rank's coordinate on a mesh axis."""
+    """`constant` plus, for each axis, a number times `index(axis)` or an entry of a table at `index(axis)`.
+    `index(axis)` is the rank's coordinate on a mesh axis."""
 
     constant: int = 0
-    terms: tuple[tuple[str, int], ...] = ()
+    terms: tuple[tuple[str, Coefficient], ...] = ()
 
     def __add__(self, other: Expression | int) -> Expression:
         if isinstance(other, int):
             return Expression(self.constant + other, self.terms)
-        merged: dict[str, int] = dict(self.terms)
+        merged: dict[str, Coefficient] = dict(self.terms)
         for axis, coefficient in other.terms:
-            merged[axis] = merged.get(axis, 0) + coefficient
+            merged[axis] = _sum(merged.get(axis, 0), coefficient)
         return Expression(self.constant + other.constant, tuple((a, c) for a, c in merged.items() if c))
 
     __radd__ = __add__
 
     def __mul__(self, factor: int) -> Expression:
-        return Expression(self.constant * factor, tuple((a, c * factor) for a, c in self.terms if c * factor))
+        return Expression(self.constant * factor, tuple((a, _times(c, factor)) for a, c in self.terms if factor))
 
     __rmul__ = __mul__
 
     def evaluate(self, coordinates: Mapping[str, int]) -> int:
         """The value on the rank with these coordinates."""
-        return self.constant + sum(c * coordinates[a] for a, c in self.terms)
+        return self.constant + sum(
+            c[coordinates[a]] if isinstance(c, tuple) else c * coordinates[a] for a, c in self.terms
+        )
+
+    def over(self, sizes: Mapping[str, int]) -> tuple[int, Mapping[str, tuple[int, ...]]] | None:
+        """The value at index 0 of every axis, and what is added at each index: the same for all expressions of the same
+        values. None where an axis does not exist or a table has another length. `sizes`: of the axes."""
+        constant, tables = self.constant, dict[str, tuple[int, ...]]()
+        for axis, coefficient in self.terms:
+            size = sizes.get(axis)
+            if size is None or (isinstance(coefficient, tuple) and len(coefficient) != size):
+                return None
+            table = coefficient if isinstance(coefficient, tuple) else tuple(i * coefficient for i in range(size))
+            constant += table[0]
+            table = tuple(value - table[0] for value in table)
+            if any(table):
+                tables[axis] = table
+        return constant, tables
+
+    def __str__(self) -> str:
+        texts = [f"{c}[index of {a}]" if isinstance(c, tuple) else f"{c} * index of {a}" for a, c in self.terms]
+        return " + ".join([str(self.constant), *texts])
+
+
+def _sum(a: Coefficient, b: Coefficient) -> Coefficient:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    length = len(a) if isinstance(a, tuple) else len(b) if isinstance(b, tuple) else 0
+    first, second = ([i * c for i in range(length)] if isinstance(c, int) else c for c in (a, b))
+    return tuple(x + y for x, y in zip(first, second, strict=True))
+
+
+def _times(coefficient: Coefficient, factor: int) -> Coefficient:
+    return coefficient * factor if isinstance(coefficient, int) else tuple(value * factor for value in coefficient)
 
 
 def index(axis: str) -> Expression:
     """The rank's coordinate on `axis`, from 0."""
     return Expression(0, ((axis, 1),))
+
+
+def by_index(axis: str, values: Sequence[int]) -> Expression:
+    """The entry of `values` at the rank's coordinate on `axis`."""
+    return Expression(0, ((axis, tuple(values)),))

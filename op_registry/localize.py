@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 from op_registry.bind_call import size_arguments
 from op_registry.call import AxisShard, Call
+from op_registry.expression import Expression
+from op_registry.local_size import local_size
 from op_registry.spec import OperatorSpec, Refusal, Shards
 
-Shape = tuple[int, ...]
+Shape = tuple[int | Expression, ...]
 
 
 def localise(spec: OperatorSpec, call: Call, shards: Shards, local_output_shapes: Sequence[Shape | None]) -> Call:
@@ -24,6 +25,10 @@ def localise(spec: OperatorSpec, call: Call, shards: Shards, local_output_shapes
         return call
     for name, axes in split.items():
         _refuse_strided(spec, name, axes)
+        if any(a.sizes for a in axes) and not spec.allows_uneven:
+            raise Refusal(
+                f"the hook of `{spec.name}` does not know shards of unequal sizes (`uneven=True` says that it does)"
+            )
     call = _with_local_shape(spec, call, local_output_shapes)
     call = _with_divided_sizes(spec, call, split)
     return call if spec.localize is None else spec.localize(call, split)
@@ -57,8 +62,10 @@ def _with_divided_sizes(spec: OperatorSpec, call: Call, shards: Shards) -> Call:
     for name, size in size_arguments(spec, call).items():
         if name not in shards:
             continue
-        parts = prod(a.parts for a in shards[name])
-        if size % parts:
-            raise Refusal(f"the argument `{name}={size}` of `{spec.name}` does not divide by {parts}")
-        call = call.replace(positions.get(name, len(call.args)), name, size // parts)
+        try:
+            local = local_size(size, shards[name])
+        except Refusal as refusal:
+            reason = str(refusal).removeprefix(f"{size} ")
+            raise Refusal(f"the argument `{name}={size}` of `{spec.name}` {reason}") from None
+        call = call.replace(positions.get(name, len(call.args)), name, local)
     return call

@@ -48,6 +48,8 @@ class OperatorSpec:
     shape_argument (position, keyword, output): that argument lists the sizes of that output, and follows its shard
     localize       rewrites a call for one shard; arguments are (call, shards by identifier); may change the operator.
                    Raises `Refusal` with a reason where it cannot
+    uneven         shards may have unequal sizes. None: they may where no hook rewrites the call; a hook that reads
+                   `AxisShard.sizes` (`op_registry.local_size` does) says True
     flops          multiply-add pairs times two of one call, from the sizes of identifiers; None: the compiler counts
     random         draws random numbers
     target         the Python callable of a registered operator
@@ -61,6 +63,7 @@ class OperatorSpec:
     contiguous: frozenset[str] = frozenset()
     shape_argument: tuple[int, str, int] | None = None
     localize: Callable[[Call, Shards], Call] | None = None
+    uneven: bool | None = None
     flops: Callable[[Mapping[str, int]], int] | None = None
     random: bool = False
     gradient: Literal["derivative", "custom"] = "derivative"
@@ -69,6 +72,10 @@ class OperatorSpec:
     where: SourceLocation | None = None
     qualname: str | None = None
     parameters: tuple[SchemaParameter, ...] = ()
+
+    @property
+    def allows_uneven(self) -> bool:
+        return self.localize is None if self.uneven is None else self.uneven
 
 
 class Refusal(Exception):

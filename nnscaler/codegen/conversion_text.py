@@ -19,7 +19,10 @@ def _cut(move: Move, sizes: Sequence[int]) -> list[str]:
     if isinstance(before, Sharded) and isinstance(after, Sharded):
         outers = [local_outer(layout, sizes, move.axis) for layout in (move.source, move.target)]
         cut = [str(before.dim), str(after.dim)]
-        return cut if outers == [1, 1] else [*cut, f"from_outer={outers[0]}", f"to_outer={outers[1]}"]
+        if outers != [1, 1]:
+            cut += [f"from_outer={outers[0]}", f"to_outer={outers[1]}"]
+        sizes_of = (("from_sizes", before.sizes), ("to_sizes", after.sizes))
+        return [*cut, *(f"{name}={given}" for name, given in sizes_of if given)]
     if isinstance(before, Partial) and isinstance(after, Invariant):
         return [] if before.reduction == "sum" else [f'"{before.reduction}"']
     state, layout = (before, move.source) if isinstance(before, Sharded) else (after, move.target)
@@ -28,4 +31,5 @@ def _cut(move: Move, sizes: Sequence[int]) -> list[str]:
     if state.sections:
         return [f"dim={state.dim}", f"sections={state.sections}"]
     outer = local_outer(layout, sizes, move.axis)
-    return [f"dim={state.dim}"] + ([f"outer={outer}"] if outer > 1 else [])
+    cut = [f"dim={state.dim}"] + ([f"outer={outer}"] if outer > 1 else [])
+    return [*cut, f"sizes={state.sizes}"] if state.sizes else cut

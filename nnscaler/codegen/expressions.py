@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from op_registry.call import Call, DType, TensorArgument
-from op_registry.expression import Expression
+from op_registry.expression import Coefficient, Expression
 
 
 def literal(value: Any, variables: Sequence[str]) -> str:
@@ -34,11 +34,17 @@ def literal(value: Any, variables: Sequence[str]) -> str:
 
 
 def expression(value: Expression) -> str:
-    """`5 + 20 * self.tp.index`."""
-    terms = [f"self.{axis}.index" if factor == 1 else f"{factor} * self.{axis}.index" for axis, factor in value.terms]
+    """`5 + 20 * self.tp.index`, `(7, 7, 6)[self.tp.index]`."""
+    terms = [_term(f"self.{axis}.index", factor) for axis, factor in value.terms]
     if value.constant or not terms:
         terms.insert(0, str(value.constant))
     return " + ".join(terms)
+
+
+def _term(index: str, factor: Coefficient) -> str:
+    if isinstance(factor, tuple):
+        return f"{factor}[{index}]"
+    return index if factor == 1 else f"{factor} * {index}"
 
 
 def arguments(call: Call, variables: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """How a tensor lies on a mesh, in the few words of a comment.
 
 `(24/dp/micro, 16, 144/3*tp), sum over sp`: a logical shape; dp and then micro-batches cut 24, tp cuts each of 3 equal
-blocks of 144, and every rank along sp holds a term of the sum.
+blocks of 144, and every rank along sp holds a term of the sum. `251/tp{126 125}`: the ranks' parts are unequal.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> s
         dims[state.dim] += f"/{gap}*{name}" if gap > 1 else f"/{name}"
         if state.sections:
             dims[state.dim] += "[" + " ".join(map(str, state.sections)) + "]"
+        if state.sizes:
+            dims[state.dim] += "{" + " ".join(map(str, state.sizes)) + "}"
         inside[state.dim] = outer * parts
     text = f"({', '.join(dims)})"
     for reduction in ("sum", "max"):

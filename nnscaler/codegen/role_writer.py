@@ -9,7 +9,7 @@ from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
 from nnscaler.communication.communicated import Compute, Feed, Message, StageProgram, Stored, Version
 from nnscaler.communication.regions import transfer, without_axis
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import local_shape
+from nnscaler.ir.layout import shape_of_rank
 from nnscaler.ir.placement import Stage
 
 IMPORTS = """\
@@ -188,11 +188,11 @@ def _feed(feed: Feed, stage: Stage) -> str:
 def _receive(graph: Graph, message: Message, every: Sequence[StageProgram]) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     tensor = graph.tensors[message.tensor]
-    shape = local_shape(message.target.layout, target.sizes, tensor.shape)
+    shape = _shape(message.target, target, graph)
     if not source.mesh.same_shape(target.mesh):
         return _exchange(graph, message, every, message.source_stage, shape)
     return (
-        f'Receive("{message.key}", {message.source_stage}, {shape!r}, "{tensor.dtype}", '
+        f'Receive("{message.key}", {message.source_stage}, {shape}, "{tensor.dtype}", '
         f"peers={source.mesh.ranks!r}{_without_grad(message)})"
     )
 
@@ -200,12 +200,11 @@ def _receive(graph: Graph, message: Message, every: Sequence[StageProgram]) -> s
 def _send(graph: Graph, message: Message, every: Sequence[StageProgram]) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     if not source.mesh.same_shape(target.mesh):
-        shape = local_shape(message.source.layout, source.sizes, graph.tensors[message.tensor].shape)
-        return _exchange(graph, message, every, message.target_stage, shape)
+        return _exchange(graph, message, every, message.target_stage, _shape(message.source, source, graph))
     return f'Send("{message.key}", {message.target_stage}, peers={target.mesh.ranks!r}{_without_grad(message)})'
 
 
-def _exchange(graph: Graph, message: Message, every: Sequence[StageProgram], other: int, shape: tuple[int, ...]) -> str:
+def _exchange(graph: Graph, message: Message, every: Sequence[StageProgram], other: int, shape: str) -> str:
     source, target = every[message.source_stage].stage, every[message.target_stage].stage
     tensor = graph.tensors[message.tensor]
     there, here = (
@@ -219,8 +218,14 @@ def _exchange(graph: Graph, message: Message, every: Sequence[StageProgram], oth
         "(" + "".join(f"({m.source}, {m.target}, {m.source_slices!r}, {m.target_slices!r}), " for m in found) + ")"
         for found in (forward, backward)
     ]
-    given = f'{texts[0]}, {texts[1]}, {shape!r}, "{tensor.dtype}"'
+    given = f'{texts[0]}, {texts[1]}, {shape}, "{tensor.dtype}"'
     return f'Exchange("{message.key}", {other}, {given}{_without_grad(message)})'
+
+
+def _shape(version: Version, stage: Stage, graph: Graph) -> str:
+    """`(4, 16)`; `({"dp": (3, 2)}, 16)` where ranks along dp have unequal sizes."""
+    sizes = shape_of_rank(version.layout, [(a.name, a.size) for a in stage.axes], graph.tensors[version.tensor].shape)
+    return repr(tuple(size if isinstance(size, int) else dict(size.terms) for size in sizes)).replace("'", '"')
 
 
 def _without_grad(message: Message) -> str:

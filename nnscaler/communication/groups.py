@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
+from math import prod
 
+from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.mesh import DeviceMesh
+from nnscaler.ir.placement import Stage
 
 Ranks = tuple[int, ...]
 
@@ -31,6 +34,25 @@ def groups_over(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
         return mesh.ranks[_ravel([x + y for x, y in zip(first, more, strict=True)], mesh.sizes)]
 
     return tuple(tuple(rank(first, more) for more in product(*inside)) for first in product(*outside))
+
+
+def by_bytes(
+    members: Sequence[Ranks], stage: Stage, layout: Layout, shape: Sequence[int], dtype: str
+) -> dict[int, tuple[Ranks, ...]]:
+    """The groups by the bytes that a rank of them has of a tensor; by those of the largest shard in a group."""
+    if not is_uneven(layout):
+        return {prod(local_shape(layout, stage.sizes, shape)) * element_bytes(dtype): tuple(members)}
+    found: dict[int, list[Ranks]] = {}
+    for group in members:
+        size = max(bytes_on(rank, stage, layout, shape, dtype) for rank in group if rank in stage.mesh.ranks)
+        found.setdefault(size, []).append(group)
+    return {size: tuple(groups) for size, groups in found.items()}
+
+
+def bytes_on(rank: int, stage: Stage, layout: Layout, shape: Sequence[int], dtype: str) -> int:
+    """The bytes of the shard of one rank."""
+    at = (*stage.mesh.coordinates(rank).values(), 0)
+    return prod(local_shape(layout, stage.sizes, shape, at)) * element_bytes(dtype)
 
 
 def _ravel(coordinates: Sequence[int], sizes: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from nnscaler.communication.messages import bring
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
 from nnscaler.communication.volumes import volumes
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, Layout, Partial, local_shape
+from nnscaler.ir.layout import INVARIANT, Layout, Partial, shape_of_rank
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, PartitionedGraph
 from nnscaler.transform.rules import input_layouts, output_layouts, shards_of
@@ -105,7 +105,7 @@ def _localise(
     if not shards or signature.spec is None:
         return signature.call
     shapes = tuple(
-        None if name is None else local_shape(layout, stage.sizes, graph.tensors[name].shape)
+        None if name is None else shape_of_rank(layout, axes, graph.tensors[name].shape)
         for name, layout in zip(op.outputs, made, strict=True)
     )
     return localise(signature.spec, signature.call, shards, shapes)

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from nnscaler.communication.communicated import (
     CommunicatedGraph,
@@ -19,21 +18,20 @@ from nnscaler.communication.communicated import (
     reads,
     writes,
 )
-from nnscaler.communication.groups import Ranks, element_bytes, groups_over
+from nnscaler.communication.groups import Ranks, by_bytes, element_bytes, groups_over
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Partial, local_shape
+from nnscaler.ir.layout import Partial
 from nnscaler.ir.operation import Operation
-from nnscaler.ir.tensor import LogicalTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One class of calls. `bytes`: what a rank hands over. `members`: the groups, or (source, target) pairs. `phase`:
-    the instruction that makes it (F, B) or prepare, gradient, loss. `module` and `where`: the part of the model that
-    causes it, layers written `*`."""
+    """One class of calls. `bytes`: what a rank hands over, the one with the largest shard if they are unequal.
+    `members`: the groups, or (source, target) pairs. `phase`: the instruction that makes it (F, B) or prepare,
+    gradient, loss. `module` and `where`: the part of the model that causes it, layers written `*`."""
 
     kind: str
     direction: str
@@ -109,24 +107,12 @@ def _conversion(
     if kind in ("all_reduce", "reduce_scatter"):
         reduction = before.reduction if isinstance(before, Partial) and direction != "backward" else "sum"
     module, where = describe_cause(cause, program)
-    call = Call(
-        kind,
-        direction,
-        phase,
-        stage.index,
-        name,
-        tensor.dtype,
-        _local_bytes(tensor, given, stage.sizes),
-        groups_over(stage.mesh, (name,)),
-        module,
-        where,
-        reduction=reduction,
-    )
-    yield call, times
-
-
-def _local_bytes(tensor: LogicalTensor, version: Version, sizes: Sequence[int]) -> int:
-    return prod(local_shape(version.layout, sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    groups = groups_over(stage.mesh, (name,))
+    for size, members in by_bytes(groups, stage, given.layout, tensor.shape, tensor.dtype).items():
+        call = Call(
+            kind, direction, phase, stage.index, name, tensor.dtype, size, members, module, where, reduction=reduction
+        )
+        yield call, times
 
 
 def _causes(statements: Sequence[Statement]) -> Mapping[int, Operation | None]:
@@ -176,9 +162,12 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
     reader = next((s.operation for s in _computes(consumer) if message.target in s.inputs), None)
     module, where = describe_cause(reader or graph.producers.get(message.tensor), consumer)
     if source.mesh.same_shape(target.mesh):
-        size = _local_bytes(tensor, message.source, source.sizes)
-        forward = {size: tuple(pair for pair in zip(source.mesh.ranks, target.mesh.ranks, strict=True))}
-        backward = {size: tuple((b, a) for a, b in forward[size])}
+        pairs_there = tuple(zip(source.mesh.ranks, target.mesh.ranks, strict=True))
+        first = [(pair[0],) for pair in pairs_there]
+        sizes = by_bytes(first, source, message.source.layout, tensor.shape, tensor.dtype)
+        to = dict(pairs_there)
+        forward = {size: tuple((rank, to[rank]) for (rank,) in ranks) for size, ranks in sizes.items()}
+        backward = {size: tuple((b, a) for a, b in found) for size, found in forward.items()}
     else:
         (shape, there), (_, here) = (
             without_axis(tensor.shape, version.layout, stage.sizes, len(stage.sizes) - 1)
@@ -218,7 +207,7 @@ def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[Call, int]]:
     tensor = graph.tensors[graph.loss]
     for axis, state in zip(stage.axes, loss.layout, strict=True):
         if isinstance(state, Partial) and axis.name in stage.mesh.names and axis.size > 1:
-            size = _local_bytes(tensor, loss, stage.sizes)
+            size = element_bytes(tensor.dtype)
             groups = groups_over(stage.mesh, (axis.name,))
             call = Call(
                 "all_reduce", "loss", "loss", stage.index, axis.name, tensor.dtype, size, groups, module, where,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 from nnscaler.communication.communicated import CommunicatedGraph, StageProgram, Stored
-from nnscaler.communication.groups import Ranks, element_bytes, groups_over
+from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.profile_calls import Call, layer_pattern
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import local_shape
 
 BUCKET_BYTES = 25 * 2**20
 HALF = ("float16", "bfloat16")
@@ -18,15 +16,19 @@ HALF = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """A local gradient: the groups that sum it, and its size on a rank."""
+    """A local gradient: the groups that sum it, and its size on a rank of each group."""
 
     fqn: str
     members: tuple[Ranks, ...]
     dtype: str
-    bytes: int
+    sizes: tuple[int, ...]
     stage: int
     axes: tuple[str, ...]
     where: str
+
+    @property
+    def bytes(self) -> int:
+        return self.sizes[0]
 
 
 def gradient_dtype(dtype: str) -> str:
@@ -40,13 +42,31 @@ def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]
     devices: dict[int, list[StageProgram]] = {}
     for program in communicated.stages:
         devices.setdefault(program.stage.device, []).append(program)
-    shared: dict[tuple[Ranks, ...], int] = {}  # a group that spans devices is counted with the first of them
+    shared: dict[Ranks, int] = {}  # a group that spans devices is counted with the first of them
     for device, programs in devices.items():
         found = [g for p in programs for s in p.stored if (g := _gradient(communicated, graph, p, s)) is not None]
-        for bucket in _buckets(found):
-            first = bucket[0]
-            if len(first.members[0]) > 1 and shared.setdefault(first.members, device) == device:
-                yield _call(bucket), 1
+        for bucket in _buckets(_alike(found)):
+            own = tuple(group for group in bucket[0].members if shared.setdefault(group, device) == device)
+            if own and len(own[0]) > 1:
+                yield replace(_call(bucket), members=own), 1
+
+
+def _alike(gradients: Sequence[_Gradient]) -> list[_Gradient]:
+    """The gradients, for groups apart whose ranks have other sizes of some: these fill their buckets otherwise."""
+    together: dict[tuple[Ranks, ...], list[_Gradient]] = {}
+    for gradient in gradients:
+        together.setdefault(gradient.members, []).append(gradient)
+    classes: dict[tuple[Ranks, ...], list[list[int]]] = {}
+    for members, found in together.items():
+        positions: dict[tuple[int, ...], list[int]] = {}
+        for i in range(len(members)):
+            positions.setdefault(tuple(gradient.sizes[i] for gradient in found), []).append(i)
+        classes[members] = list(positions.values())
+    return [
+        replace(g, members=tuple(g.members[i] for i in alike), sizes=tuple(g.sizes[i] for i in alike))
+        for g in gradients
+        for alike in classes[g.members]
+    ]
 
 
 def _gradient(communicated: CommunicatedGraph, graph: Graph, program: StageProgram, stored: Stored) -> _Gradient | None:
@@ -63,11 +83,13 @@ def _gradient(communicated: CommunicatedGraph, graph: Graph, program: StageProgr
             tuple(sorted({mesh.ranks[positions[rank]] for mesh in meshes for rank in group})) for group in inside
         )
     dtype = gradient_dtype(tensor.dtype)
-    size = prod(local_shape(stored.at_rest, stage.sizes, tensor.shape)) * element_bytes(dtype)
+    by_size = by_bytes(inside, stage, stored.at_rest, tensor.shape, dtype)
+    size_of = {group: size for size, groups in by_size.items() for group in groups}
+    sizes = tuple(size_of[group] for group in inside)
     copies = ("pp",) if len(members[0]) > len(inside[0]) else ()
     where = users[0][0].where
     line = f"{where.file.rpartition('/')[2]}:{where.line}" if where is not None else ""
-    return _Gradient(tensor.fqns[0], members, dtype, size, stage.index, (*stored.reduce, *copies), line)
+    return _Gradient(tensor.fqns[0], members, dtype, sizes, stage.index, (*stored.reduce, *copies), line)
 
 
 def _buckets(gradients: Sequence[_Gradient]) -> list[list[_Gradient]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -82,7 +82,7 @@ def without_axis(
     smaller = tuple(size // sizes[axis] if dim == state.dim else size for dim, size in enumerate(shape))
     for i, other in enumerate(rest):
         if isinstance(other, Sharded) and other.dim == state.dim and other.outer > state.outer:
-            rest[i] = Sharded(other.dim, other.outer // sizes[axis])
+            rest[i] = replace(other, outer=other.outer // sizes[axis])
     return smaller, tuple(rest)
 
 
@@ -131,8 +131,9 @@ def _runs(size: int, digits: Digits) -> tuple[Run, ...]:
         split: list[Run] = []
         start = 0
         for section in sections:
-            part = section // parts
-            split.append((start + coordinate * part, start + (coordinate + 1) * part))
+            sizes = state.sizes or (section // parts,) * parts
+            first = start + sum(sizes[:coordinate])
+            split.append((first, first + sizes[coordinate]))
             start += section
         runs = [(max(a, c), min(b, d)) for (a, b), (c, d) in _meeting(runs, split)]
     return tuple(runs)

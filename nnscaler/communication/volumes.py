@@ -8,7 +8,7 @@ from math import prod
 from nnscaler.communication.communicated import Convert, StageProgram
 from nnscaler.ir.conversion import volume
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Sharded, local_shape
+from nnscaler.ir.layout import full_along, local_shape
 
 
 def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str, str], tuple[int, float]]:
@@ -29,10 +29,7 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
                 if not isinstance(statement, Convert):
                     continue
                 move, tensor = statement.move, graph.tensors[statement.source.tensor]
-                full = [*local_shape(move.source, sizes, tensor.shape)]
-                before = move.source[move.axis]
-                if isinstance(before, Sharded):
-                    full[before.dim] *= sizes[move.axis]
+                full = full_along(move.source, sizes, tensor.shape, move.axis)
                 add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], times)
                 if tensor.needs_grad:
                     add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)

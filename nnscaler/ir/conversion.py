@@ -29,8 +29,8 @@ from nnscaler.ir.layout import (
     Sharded,
     State,
     explain_illegal,
+    full_along,
     intervals_nest,
-    local_shape,
 )
 
 STEP = 0.01  # tie-break: fewer conversions
@@ -99,10 +99,7 @@ def move_cost(move: Move, sizes: Sequence[int], shape: Sequence[int], needs_grad
     if isinstance(before, Sharded) and isinstance(after, Sharded) and not _exchangeable(before, after, parts):
         return inf
     row = move.row
-    full = [*local_shape(move.source, sizes, shape)]
-    if isinstance(before, Sharded):
-        full[before.dim] *= parts
-    elements = prod(full)
+    elements = prod(full_along(move.source, sizes, shape, move.axis))
     cost = volume(row.forward, elements, parts) + (volume(row.backward, elements, parts) if needs_grad else 0.0)
     if in_time and (row.forward or (row.backward and needs_grad)):
         return inf
@@ -112,7 +109,9 @@ def move_cost(move: Move, sizes: Sequence[int], shape: Sequence[int], needs_grad
 def _exchangeable(before: Sharded, after: Sharded, parts: int) -> bool:
     if before.sections or after.sections:
         return False
-    return before.dim != after.dim or intervals_nest(before.outer, parts, after.outer, parts)
+    if before.dim != after.dim:
+        return True
+    return not (before.sizes or after.sizes) and intervals_nest(before.outer, parts, after.outer, parts)
 
 
 @lru_cache(maxsize=65536)

@@ -11,8 +11,11 @@
 interval [outer, outer * parts). Axes therefore have no order, and two of them may share a dim iff their intervals
 nest. A `Layout` is one state per axis of a mesh. States of tensors without gradient never are `Replicated`.
 
-Invariants: outer >= 1; `sections` (sizes of concatenated parts, each sharded) excludes outer > 1 and a second axis
-on the same dim.
+`sizes` are those of unequal shards: each of the `outer` blocks of the dim is cut into pieces of these sizes, one per
+rank. Without them shards are equal, and then they are never written: every layout has one name.
+
+Invariants: outer >= 1; `sections` (sizes of concatenated parts, each sharded) excludes outer > 1, and `sizes`; both
+exclude a second axis on the same dim.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+
+from op_registry.annotation.splits import explain_sizes
+from op_registry.expression import Expression, by_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +47,13 @@ class Sharded:
     dim: int
     outer: int = 1
     sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.sections:
             return f"Sharded({self.dim}, sections={self.sections})"
-        return f"Sharded({self.dim})" if self.outer == 1 else f"Sharded({self.dim}, outer={self.outer})"
+        outer = f", outer={self.outer}" if self.outer > 1 else ""
+        return f"Sharded({self.dim}{outer}, sizes={self.sizes})" if self.sizes else f"Sharded({self.dim}{outer})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bo
 def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> str | None:
     """Why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can."""
     on_dim: dict[int, list[tuple[int, int]]] = {}
-    sectioned: set[int] = set()
+    alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
     for state, parts in zip(layout, sizes, strict=True):
         if not isinstance(state, Sharded):
             continue
@@ -87,7 +95,12 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) 
         if state.sections:
             if sum(state.sections) != size or any(s % parts for s in state.sections):
                 return f"sections {state.sections} of dim {state.dim} (size {size}) do not divide by {parts}"
-            sectioned.add(state.dim)
+            alone[state.dim] = "sectioned"
+        elif state.sizes:
+            reason = explain_sizes(state.sizes, parts, state.outer, size)
+            if reason:
+                return f"dim {state.dim}: {reason}"
+            alone[state.dim] = "unevenly cut"
         elif size % (state.outer * parts):
             return f"dim {state.dim} of size {size} does not divide by {state.outer} x {parts}"
         others = on_dim.setdefault(state.dim, [])
@@ -95,19 +108,44 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) 
             if not intervals_nest(outer, other_parts, state.outer, parts):
                 return f"two axes overlap on dim {state.dim}"
         others.append((state.outer, parts))
-    for dim in sectioned:
+    for dim, word in alone.items():
         if len(on_dim[dim]) > 1:
-            return f"a second axis on the sectioned dim {dim}"
+            return f"a second axis on the {word} dim {dim}"
     return None
 
 
-def local_shape(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one rank's shard."""
+def local_shape(
+    layout: Layout, sizes: Sequence[int], shape: Sequence[int], at: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The shape of one rank's shard: of that with index `at[axis]` on each axis, or of the largest one."""
     local = list(shape)
-    for state, parts in zip(layout, sizes, strict=True):
-        if isinstance(state, Sharded):
+    for axis, (state, parts) in enumerate(zip(layout, sizes, strict=True)):
+        if isinstance(state, Sharded) and state.sizes:
+            local[state.dim] = (max(state.sizes) if at is None else state.sizes[at[axis]]) * state.outer
+        elif isinstance(state, Sharded):
             local[state.dim] //= parts
     return tuple(local)
+
+
+def is_uneven(layout: Layout) -> bool:
+    """Whether ranks have shards of unequal sizes."""
+    return any(isinstance(state, Sharded) and state.sizes for state in layout)
+
+
+def shape_of_rank(
+    layout: Layout, axes: Sequence[tuple[str, int]], shape: Sequence[int]
+) -> tuple[int | Expression, ...]:
+    """The shape of one rank's shard, as expressions of its place where shards differ. `axes`: (name, size)."""
+    local: list[int | Expression] = list(local_shape(layout, [parts for _, parts in axes], shape))
+    for state, (axis, _) in zip(layout, axes, strict=True):
+        if isinstance(state, Sharded) and state.sizes:
+            local[state.dim] = by_index(axis, [size * state.outer for size in state.sizes])
+    return tuple(local)
+
+
+def full_along(layout: Layout, sizes: Sequence[int], shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    """The local shape of a tensor that is whole along one axis."""
+    return local_shape((*layout[:axis], INVARIANT, *layout[axis + 1 :]), sizes, shape)
 
 
 def local_outer(layout: Layout, sizes: Sequence[int], axis: int) -> int:
@@ -152,5 +190,6 @@ def parse_state(text: str) -> State:
     if "sections" in inside:
         numbers = [int(n) for n in re.findall(r"\d+", inside)]
         return Sharded(numbers[0], 1, tuple(numbers[1:]))
+    inside, _, sizes = inside.partition("sizes=")
     numbers = [int(n) for n in re.findall(r"\d+", inside)]
-    return Sharded(numbers[0], numbers[1] if len(numbers) > 1 else 1)
+    return Sharded(numbers[0], numbers[1] if len(numbers) > 1 else 1, (), tuple(map(int, re.findall(r"\d+", sizes))))

@@ -28,15 +28,17 @@ class RunReplicated:
 @dataclass(frozen=True, slots=True)
 class Split:
     """The identifier is split over the axis, viewed as (outer, parts, inner), or, with `sections`, as a
-    concatenation of parts each of which is split."""
+    concatenation of parts each of which is split. `sizes`: each of the `outer` blocks is cut into these unequal pieces,
+    one per rank."""
 
     identifier: str
     outer: int = 1
     sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         how = f" outer {self.outer}" if self.outer > 1 else f" sections {self.sections}" if self.sections else ""
-        return f"split {self.identifier}{how}"
+        return f"split {self.identifier}{how}" + (f" sizes {self.sizes}" if self.sizes else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,8 +82,9 @@ def choose_sizes(graph: Graph, signatures: Mapping[str, Signature], ranks: int) 
     """dp, tp and pp for a model when nothing is said, and why.
 
     Legal are: a batch that divides by dp, no more stages than layers, and a tp that divides at least 90 % of the
-    FLOPs of matmul-like operations. Among those, the most axes are used (each is another source of errors to check),
-    the largest axis is the smallest, and tp comes before dp before pp.
+    FLOPs of matmul-like operations. Among those, one whose shards are equal is taken before one whose are not, the most
+    axes are used (each is another source of errors to check), the largest axis is the smallest, and tp comes before dp
+    before pp.
     """
     batch = next((t.shape[0] for t in graph.with_role("input") if t.shape), 1)
     layers = len(layers_of(graph))
@@ -92,10 +93,11 @@ def choose_sizes(graph: Graph, signatures: Mapping[str, Signature], ranks: int) 
         dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
         if batch % dp or pp > max(layers, 1) or (pp > 1 and layers < 2):
             continue
-        if tp > 1 and _divided(graph, signatures, tp) < 0.9:
+        divided, even = _divided(graph, signatures, tp) if tp > 1 else (1.0, True)
+        if divided < 0.9:
             continue
         used = sum(v > 1 for v in sizes.values())
-        found.append(((-used, max(sizes.values(), default=1), -tp, -dp), sizes))
+        found.append(((not even, -used, max(sizes.values(), default=1), -tp, -dp), sizes))
     if not found:
         raise NnscalerError(
             "plan_illegal",
@@ -107,11 +109,13 @@ def choose_sizes(graph: Graph, signatures: Mapping[str, Signature], ranks: int) 
     return sizes, why
 
 
-def _divided(graph: Graph, signatures: Mapping[str, Signature], tp: int) -> float:
+def _divided(graph: Graph, signatures: Mapping[str, Signature], tp: int) -> tuple[float, bool]:
+    """The share of the FLOPs that tp divides, and whether in equal shards only."""
     total = sum(s.flops for s in signatures.values())
     steps = tensor_parallel(graph, signatures, "tp", tp)
-    split = {n for s in steps if isinstance(s, SplitStep) for n in s.operations}
-    return sum(signatures[n].flops for n in split) / total if total else 0.0
+    splits = [s for s in steps if isinstance(s, SplitStep)]
+    flops = sum(signatures[n].flops for s in splits for n in s.operations)
+    return flops / total if total else 0.0, not any(s.sizes for s in splits)
 
 
 def _factorisations(ranks: int) -> list[dict[str, int]]:

@@ -240,9 +240,17 @@ def _outcome(
         if tensor.needs_grad and getattr(state, "reduction", "sum") != "sum":
             return None
         outputs.append(INVARIANT if isinstance(state, Replicated) and not tensor.needs_grad else state)
-        cost += TRAFFIC * tensor.elements / (parts if isinstance(state, Sharded) else 1)
+        cost += TRAFFIC * tensor.elements / _shards(state, parts)
     cost += FLOP * signature.flops / (parts if isinstance(choice, Split) else 1)
     return _Outcome(choice, round(cost * UNIT), tuple(now[n] for n in op.inputs), tuple(outputs))
+
+
+def _shards(state: State, parts: int) -> float:
+    """How many times the largest shard goes into the whole. Work is counted as if shards were equal: at the weight of
+    an operation, a gather that evens it out would seem to pay, which on no hardware it does."""
+    if not isinstance(state, Sharded):
+        return 1
+    return sum(state.sizes) / max(state.sizes) if state.sizes else parts
 
 
 def _first_use(role: str, needs_grad: bool, needed: State, elements: int, parts: int) -> tuple[Versions, float]:
@@ -250,7 +258,7 @@ def _first_use(role: str, needs_grad: bool, needed: State, elements: int, parts:
     if role == "input":
         return frozenset((INVARIANT,)), 0.0
     if isinstance(needed, Sharded):
-        return frozenset((needed,)), MEMORY * elements / parts
+        return frozenset((needed,)), MEMORY * elements / _shards(needed, parts)
     if isinstance(needed, Replicated) and needs_grad:
         return frozenset((needed,)), MEMORY * elements + 2 * (parts - 1) / parts * elements
     return frozenset((INVARIANT,)), MEMORY * elements

@@ -4,12 +4,15 @@ From the cost of compute, memory traffic, parameter memory and communicated elem
 pattern of an MLP and head-parallel attention by itself, through views and packed projections; nothing looks at
 parameter names.
 
-Splits that the dims of the inputs reach (batch, sequence) are left to other axes.
+Splits that the dims of the inputs reach (batch, sequence) are left to other axes. Unequal shards serve where a size
+does not divide; what no parameter reaches is small, and is not worth them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+
+from op_registry.annotation.splits import balanced
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded
@@ -53,14 +56,18 @@ def _options(
     taken: dict[str, set[Split]] = {op.name: set() for op in graph.operations}
     inputs = graph.with_role("input")
     for dim in range(max((len(tensor.shape) for tensor in inputs), default=0)):
-        carried = [t for t in inputs if dim < len(t.shape) and t.shape[dim] % parts == 0 and t.shape[dim] > 1]
-        for name, found in reach(graph, signatures, parts, {t.name: Sharded(dim) for t in carried}).items():
+        carried = [t for t in inputs if dim < len(t.shape) and t.shape[dim] >= parts]
+        states = {t.name: Sharded(dim, 1, (), balanced(t.shape[dim], parts)) for t in carried}
+        for name, found in reach(graph, signatures, parts, states).items():
             taken[name].update(found)
     result: dict[str, tuple[Choice, ...]] = {}
     for op in graph.operations:
         choices: list[Choice] = [RunInvariant()]
         if op.name not in whole:
-            choices += [c for c in candidates[op.name] if c not in taken[op.name]]
+            dims = {c.identifier for c in taken[op.name]}  # which other axes may cut in other places, when unevenly
+            trained = any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n is not None)
+            left = (c for c in candidates[op.name] if c not in taken[op.name])
+            choices += [c for c in left if not c.sizes or (trained and c.identifier not in dims)]
             choices += [RunPartial(slots) for slots in signatures[op.name].linear]
         result[op.name] = tuple(choices)
     return result
@@ -77,7 +84,7 @@ def steps_of(graph: Graph, axis: str, choices: Mapping[str, Choice]) -> tuple[St
 def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
     """One choice as a plan step."""
     if isinstance(choice, Split):
-        return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections)
+        return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections, choice.sizes)
     if isinstance(choice, RunPartial):
         return ReplicateStep(operations, axis, partial=tuple(sorted(choice.slots)))
     return ReplicateStep(operations, axis, deferred=not isinstance(choice, RunInvariant))

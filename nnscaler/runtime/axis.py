@@ -33,15 +33,19 @@ class AxisGroup:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one axis splits one local dim: the dim, viewed as (outer, parts, inner), or section by section."""
+    """How one axis splits one local dim: the dim, viewed as (outer, parts, inner), or section by section; with
+    `sizes`, each of the `outer` blocks is cut into pieces of these sizes, one per rank."""
 
     dim: int
     outer: int = 1
     sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def piece(self, tensor: Tensor, parts: int, index: int) -> Tensor:
         """The piece of `index`; may be a view. Raises ValueError when the dim does not divide."""
         size = tensor.shape[self.dim]
+        if self.sizes:
+            return self._uneven_piece(tensor, parts, index)
         if self.sections:
             if sum(self.sections) != size or any(s % parts for s in self.sections):
                 raise ValueError(f"sections {self.sections} do not cut a dim of size {size} in {parts}")
@@ -55,6 +59,21 @@ class Cut:
         view = tensor.unflatten(self.dim, (self.outer, parts, size // (self.outer * parts)))
         return view.select(self.dim + 1, index).flatten(self.dim, self.dim + 1)
 
+    def _uneven_piece(self, tensor: Tensor, parts: int, index: int) -> Tensor:
+        if self.sections or len(self.sizes) != parts or sum(self.sizes) * self.outer != tensor.shape[self.dim]:
+            raise ValueError(f"{self} does not cut a tensor of shape {tuple(tensor.shape)} in {parts}")
+        start, size = sum(self.sizes[:index]), self.sizes[index]
+        if self.outer == 1:
+            return tensor.narrow(self.dim, start, size)
+        view = tensor.unflatten(self.dim, (self.outer, sum(self.sizes)))
+        return view.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1)
+
+    def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
+        """The shape of the piece of `index`, from the shape of any of them."""
+        if not self.sizes:
+            return tuple(piece)
+        return (*piece[: self.dim], self.sizes[index] * self.outer, *piece[self.dim + 1 :])
+
     def pieces(self, tensor: Tensor, parts: int) -> list[Tensor]:
         return [self.piece(tensor, parts, index) for index in range(parts)]
 
@@ -66,11 +85,10 @@ class Cut:
             return torch.cat([piece for section in zip(*cut, strict=True) for piece in section], self.dim)
         if self.outer == 1:
             return torch.cat(list(pieces), self.dim)
-        inner = pieces[0].shape[self.dim] // self.outer
-        views = [p.unflatten(self.dim, (self.outer, inner)) for p in pieces]
-        return torch.stack(views, self.dim + 1).flatten(self.dim, self.dim + 2)
+        views = [p.unflatten(self.dim, (self.outer, p.shape[self.dim] // self.outer)) for p in pieces]
+        return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def place(self, piece: Tensor, parts: int, index: int) -> Tensor:
         """The whole dim, with `piece` at its place and zeros elsewhere."""
-        zeros = torch.zeros_like(piece)
-        return self.join([piece if i == index else zeros for i in range(parts)])
+        shapes = [self.shape_at(piece.shape, i) for i in range(parts)]
+        return self.join([piece if i == index else piece.new_zeros(shape) for i, shape in enumerate(shapes)])

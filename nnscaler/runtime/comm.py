@@ -4,7 +4,7 @@ Each function is one row: a change of state whose backward is the adjoint under 
 one autograd node on every rank of the axis, so that ranks agree on backward communication; an identity returns a view,
 never its argument. On the micro-batch axis only rows that communicate neither way are legal.
 
-`outer` and `sections` are those of the *local* dim (whole along this axis).
+`outer`, `sections` and `sizes` are those of the *local* dim (whole along this axis).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from nnscaler.runtime.axis import AxisGroup, Cut
 from nnscaler.runtime.communicator import ProgramError, program_place
 
+Sizes = tuple[int, ...]
 Kernel = Callable[[Tensor, AxisGroup], Tensor]
 
 
@@ -70,7 +71,11 @@ def _place(cut: Cut) -> Kernel:
 
 
 def _gather(cut: Cut) -> Kernel:
-    return lambda tensor, axis: cut.join(axis.connected().all_gather(tensor, axis.ranks))
+    def gather(tensor: Tensor, axis: AxisGroup) -> Tensor:
+        shapes = [cut.shape_at(tensor.shape, i) for i in range(axis.size)] if cut.sizes else None
+        return cut.join(axis.connected().all_gather(tensor, axis.ranks, shapes))
+
+    return gather
 
 
 def _sum_scatter(cut: Cut) -> Kernel:
@@ -78,7 +83,14 @@ def _sum_scatter(cut: Cut) -> Kernel:
 
 
 def _exchange(split: Cut, join: Cut) -> Kernel:
-    return lambda tensor, axis: join.join(axis.connected().all_to_all(split.pieces(tensor, axis.size), axis.ranks))
+    def exchange(tensor: Tensor, axis: AxisGroup) -> Tensor:
+        pieces, shapes = split.pieces(tensor, axis.size), None
+        if split.sizes or join.sizes:
+            rows = [join.shape_at(pieces[0].shape, i) for i in range(axis.size)]
+            shapes = [[split.shape_at(row, j) for j in range(axis.size)] for row in rows]
+        return join.join(axis.connected().all_to_all(pieces, axis.ranks, shapes))
+
+    return exchange
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -89,9 +101,9 @@ def replicate(x: Tensor, axis: AxisGroup) -> Tensor:
     return _convert(x, axis, _same, _sum)
 
 
-def shard(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = ()) -> Tensor:
+def shard(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Invariant -> Sharded: slice / all_gather."""
-    cut = Cut(dim, outer, sections)
+    cut = Cut(dim, outer, sections, sizes)
     return _convert(x, axis, _slice(cut), _gather(cut))
 
 
@@ -100,35 +112,44 @@ def keep_first(x: Tensor, axis: AxisGroup) -> Tensor:
     return _convert(x, axis, _first, _same)
 
 
-def all_gather(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = ()) -> Tensor:
+def all_gather(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Sharded -> Invariant: all_gather / slice."""
-    cut = Cut(dim, outer, sections)
+    cut = Cut(dim, outer, sections, sizes)
     return _convert(x, axis, _gather(cut), _slice(cut))
 
 
 def all_gather_replicated(
-    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = ()
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
 ) -> Tensor:
     """Sharded -> Replicated: all_gather / reduce_scatter."""
-    cut = Cut(dim, outer, sections)
+    cut = Cut(dim, outer, sections, sizes)
     return _convert(x, axis, _gather(cut), _sum_scatter(cut))
 
 
-def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = ()) -> Tensor:
+def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
     """Sharded -> Partial: the shard at its place in zeros / slice."""
-    cut = Cut(dim, outer, sections)
+    cut = Cut(dim, outer, sections, sizes)
     return _convert(x, axis, _place(cut), _slice(cut))
 
 
 def all_to_all(
-    x: Tensor, axis: AxisGroup, from_dim: int, to_dim: int, from_outer: int = 1, to_outer: int = 1
+    x: Tensor,
+    axis: AxisGroup,
+    from_dim: int,
+    to_dim: int,
+    from_outer: int = 1,
+    to_outer: int = 1,
+    from_sizes: Sizes = (),
+    to_sizes: Sizes = (),
 ) -> Tensor:
     """Sharded -> Sharded on another dim, or on another digit of one dim: all_to_all / all_to_all."""
     parts = axis.size
-    before, after = Cut(from_dim, from_outer), Cut(to_dim, to_outer)
+    before, after = Cut(from_dim, from_outer, (), from_sizes), Cut(to_dim, to_outer, (), to_sizes)
     split, join = after, before
     back_split, back_join = before, after
     if from_dim == to_dim:  # each side lacks the digit it is sharded by, which moves the other digit if it lies below
+        if from_sizes or to_sizes:
+            raise ProgramError(f"all_to_all on dim {to_dim}: unequal sizes have no digits to exchange")
         if to_outer % (from_outer * parts) == 0:
             split = back_join = Cut(to_dim, to_outer // parts)
         elif from_outer % (to_outer * parts) == 0:
@@ -152,9 +173,11 @@ def all_reduce_replicated(x: Tensor, axis: AxisGroup) -> Tensor:
     return _convert(x, axis, _sum, _sum)
 
 
-def reduce_scatter(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = ()) -> Tensor:
+def reduce_scatter(
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+) -> Tensor:
     """Partial -> Sharded: reduce_scatter / all_gather."""
-    cut = Cut(dim, outer, sections)
+    cut = Cut(dim, outer, sections, sizes)
     return _convert(x, axis, _sum_scatter(cut), _gather(cut))
 
 
@@ -163,9 +186,11 @@ def invariant(x: Tensor, axis: AxisGroup) -> Tensor:
     return _convert(x, axis, _same, _first)
 
 
-def shard_replicated(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = ()) -> Tensor:
+def shard_replicated(
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+) -> Tensor:
     """Replicated -> Sharded: slice / the shard at its place in zeros."""
-    cut = Cut(dim, outer, sections)
+    cut = Cut(dim, outer, sections, sizes)
     return _convert(x, axis, _slice(cut), _place(cut))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[object, ...]
+Shape = tuple[int, ...]
 
 
 class ProgramError(Exception):
@@ -55,6 +56,15 @@ class CommunicationCall:
     place: str | None = None  # file:line of the rank program
     context: str = ""  # the instruction that runs, "F0.1"
 
+    def arriving(self, rank: int) -> list[tuple[int, ...]]:
+        """The shapes of what each rank of the group gives to `rank` in an all_gather, reduce_scatter or all_to_all."""
+        here, count = self.ranks.index(rank), len(self.ranks)
+        if self.kind == "all_gather":
+            return list(self.shapes) if len(self.shapes) == count else [self.shapes[0]] * count
+        if len(self.shapes) == count * count:
+            return [self.shapes[other * count + here] for other in range(count)]
+        return [self.shapes[here]] * count
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else ""
         shapes = sorted(set(self.shapes))
@@ -80,9 +90,13 @@ class Communicator(Protocol):
     listener: Callable[[CommunicationCall], None] | None
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor: ...
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]: ...
+    def all_gather(
+        self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None
+    ) -> list[Tensor]: ...
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor: ...
-    def all_to_all(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]: ...
+    def all_to_all(
+        self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
+    ) -> list[Tensor]: ...
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor: ...
     def barrier(self, ranks: Sequence[int]) -> None: ...
     def send(self, tensor: Tensor, destination: int, key: Key) -> None: ...
@@ -138,8 +152,11 @@ class CommunicatorBase:
         value = tensor.detach()
         return value.clone() if len(call.ranks) == 1 else self._all_reduce(value.contiguous(), call)
 
-    def all_gather(self, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        call = self._record("all_gather", ranks, [tensor])
+    def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+        """`shapes`: of every rank's tensor, where they differ."""
+        call = self._record("all_gather", ranks, [tensor], shapes=shapes)
+        if shapes is not None:
+            self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
         value = tensor.detach()
         return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value.contiguous(), call)
 
@@ -150,10 +167,16 @@ class CommunicatorBase:
         values = [p.detach().contiguous() for p in pieces]
         return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
 
-    def all_to_all(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-        """Piece i goes to the i-th rank of the group; the result holds what each rank sent here."""
-        call = self._record("all_to_all", ranks, pieces)
+    def all_to_all(
+        self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
+    ) -> list[Tensor]:
+        """Piece i goes to the i-th rank of the group; the result holds what each rank sent here. `shapes[i][j]`: of
+        what the i-th rank gives to the j-th one, where they differ."""
+        flat = None if shapes is None else [shape for row in shapes for shape in row]
+        call = self._record("all_to_all", ranks, pieces, shapes=flat)
         self._check_count(pieces, call)
+        if shapes is not None:
+            self._check_given(pieces, shapes[call.ranks.index(self.rank)], call)
         values = [p.detach().contiguous() for p in pieces]
         return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
 
@@ -194,12 +217,14 @@ class CommunicatorBase:
         source: int | None = None,
         key: Key = (),
         shape: tuple[int, ...] | None = None,
+        shapes: Sequence[Shape] | None = None,
         dtype: torch.dtype | None = None,
     ) -> CommunicationCall:
+        given = [tuple(t.shape) for t in tensors] if shape is None else [shape]
         call = CommunicationCall(
             kind,
             tuple(ranks),
-            tuple(tuple(t.shape) for t in tensors) if shape is None else (shape,),
+            tuple(given if shapes is None else map(tuple, shapes)),
             tensors[0].dtype if tensors else dtype,
             reduction,
             source,
@@ -221,6 +246,12 @@ class CommunicatorBase:
     def _check_count(self, pieces: Sequence[Tensor], call: CommunicationCall) -> None:
         if len(pieces) != len(call.ranks):
             raise CommunicationError(f"rank {self.rank}: {call}: {len(pieces)} pieces for {len(call.ranks)} ranks")
+
+    def _check_given(self, given: Sequence[Tensor], told: Sequence[Shape], call: CommunicationCall) -> None:
+        """What this rank gives has the shapes that the group was told."""
+        if [tuple(t.shape) for t in given] != [tuple(shape) for shape in told]:
+            found = [list(t.shape) for t in given]
+            raise CommunicationError(f"rank {self.rank}: {call}: gives {found}, and says {[list(s) for s in told]}")
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         raise AssertionError("implementations define this")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from nnscaler.runtime.communicator import CommunicationCall, CommunicationError, Key
+from nnscaler.runtime.communicator import CommunicationCall, CommunicationError, Key, Shape
 from nnscaler.runtime.distributed import Reporter, TorchCommunicator, reduce_in_order
 
 _SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
@@ -88,7 +88,7 @@ class GlooCommunicator(TorchCommunicator):
 
     def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
         with self._inside(call):
-            return [t.to(tensor.device) for t in self._gather(_host(tensor), call)]
+            return [t.to(tensor.device) for t in self._gather(_host(tensor), call, call.arriving(self.rank))]
 
     def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
         with self._inside(call):
@@ -111,7 +111,7 @@ class GlooCommunicator(TorchCommunicator):
 
     def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
         with self._inside(call):
-            received = self._scatter([_host(p) for p in pieces], call)
+            received = self._scatter([_host(p) for p in pieces], call, call.arriving(self.rank))
             mine = call.ranks.index(self.rank)
             received[mine] = received[mine].clone()
             return [r.to(p.device) for r, p in zip(received, pieces, strict=True)]
@@ -131,16 +131,18 @@ class GlooCommunicator(TorchCommunicator):
         with self._inside(call):
             self._gather(torch.zeros(1, dtype=torch.uint8), call)
 
-    def _gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
-        """The tensors of the group in its order, none of them `tensor` itself."""
-        results = [tensor.clone() if rank == self.rank else torch.empty_like(tensor) for rank in call.ranks]
+    def _gather(self, tensor: Tensor, call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
+        """The tensors of the group in its order, none of them `tensor` itself. `shapes`: theirs, where they differ."""
+        there = zip(call.ranks, shapes or [tuple(tensor.shape)] * len(call.ranks), strict=True)
+        results = [tensor.clone() if rank == self.rank else tensor.new_empty(shape) for rank, shape in there]
         self._exchange(dict.fromkeys(call.ranks, tensor), dict(zip(call.ranks, results, strict=True)), call)
         return results
 
-    def _scatter(self, pieces: Sequence[Tensor], call: CommunicationCall) -> list[Tensor]:
-        """What each rank of the group has for this one; this rank's own piece is not copied."""
+    def _scatter(self, pieces: Sequence[Tensor], call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
+        """What each rank of the group has for this one; this rank's own piece is not copied. `shapes`: as `_gather`."""
         mine = pieces[call.ranks.index(self.rank)]
-        results = [mine if rank == self.rank else torch.empty_like(mine) for rank in call.ranks]
+        there = zip(call.ranks, shapes or [tuple(mine.shape)] * len(call.ranks), strict=True)
+        results = [mine if rank == self.rank else mine.new_empty(shape) for rank, shape in there]
         outgoing, incoming = dict(zip(call.ranks, pieces, strict=True)), dict(zip(call.ranks, results, strict=True))
         self._exchange(outgoing, incoming, call)
         return results

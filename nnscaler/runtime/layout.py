@@ -11,7 +11,8 @@ what each rank holds of the value and of the gradient:
 | Partial(reduction)  | partial sum        | full, equal           | (sum_r v_r) . g     |
 
 `outer` is measured in the logical dim: the dim is viewed as (outer, parts, inner) and the axis owns the middle digit.
-`sections` are sizes of concatenated pieces of the dim, each of which is sharded.
+`sections` are sizes of concatenated pieces of the dim, each of which is sharded. `sizes` are those of unequal shards:
+each of the `outer` blocks of the dim is cut into pieces of these sizes, one per rank.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class Sharded:
     dim: int
     outer: int = 1
     sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         if self.sections:
             return f"Sharded({self.dim}, sections={self.sections})"
-        return f"Sharded({self.dim})" if self.outer == 1 else f"Sharded({self.dim}, outer={self.outer})"
+        outer = f", outer={self.outer}" if self.outer > 1 else ""
+        return f"Sharded({self.dim}{outer}, sizes={self.sizes})" if self.sizes else f"Sharded({self.dim}{outer})"
 
 
 @dataclass(frozen=True, slots=True)

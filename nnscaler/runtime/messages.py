@@ -51,8 +51,8 @@ class Mail:
     def receive_value(self, stage: Stage, receive: Receive | Exchange, dtype: torch.dtype, micro: int) -> Tensor:
         key: Key = (receive.key, receive.stage, stage.index, micro, "F")
         if isinstance(receive, Receive):
-            return self._receive(receive.shape, dtype, receive.peers[_position(stage)], key)
-        return self._receive_pieces(receive.shape, dtype, receive.messages, key)
+            return self._receive(stage.local(receive.shape), dtype, receive.peers[_position(stage)], key)
+        return self._receive_pieces(stage.local(receive.shape), dtype, receive.messages, key)
 
     def send_gradient(self, stage: Stage, receive: Receive | Exchange, gradient: Tensor, micro: int) -> None:
         """The gradient of a received value goes back to where the value came from."""

@@ -95,7 +95,8 @@ class NcclCommunicator(GlooCommunicator):
         if group is None:
             return super()._all_gather(tensor, call)
         with self._inside(call):
-            results = [torch.empty_like(_wide(tensor)) for _ in call.ranks]
+            there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
+            results = [_wide(tensor).new_empty(there[rank]) for rank in sorted(call.ranks)]
             torch.distributed.all_gather(results, _wide(tensor), group)
             return [t.to(tensor.dtype) for t in _in_axis_order(results, call.ranks)]
 
@@ -105,7 +106,7 @@ class NcclCommunicator(GlooCommunicator):
             return super()._reduce_scatter(pieces, call)
         with self._inside(call):
             wide = _in_group_order([_wide(p) for p in pieces], call.ranks)
-            result = torch.empty_like(wide[0])
+            result = torch.empty_like(wide[sorted(call.ranks).index(self.rank)])
             operation = ReduceOp.MAX if call.reduction == "max" else ReduceOp.SUM
             torch.distributed.reduce_scatter(result, wide, operation, group)
             return result.to(pieces[0].dtype)
@@ -116,7 +117,8 @@ class NcclCommunicator(GlooCommunicator):
             return super()._all_to_all(pieces, call)
         with self._inside(call):
             wide = _in_group_order([_wide(p) for p in pieces], call.ranks)
-            results = [torch.empty_like(p) for p in wide]
+            there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
+            results = [wide[0].new_empty(there[rank]) for rank in sorted(call.ranks)]
             torch.distributed.all_to_all(results, wide, group)
             return [t.to(pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
 

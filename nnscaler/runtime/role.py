@@ -20,6 +20,7 @@ from nnscaler.runtime.layout import State
 MICRO = "micro"  # the axis of micro-batches
 
 Ranks = tuple[int, ...]
+Size = int | Mapping[str, tuple[int, ...]]  # of a dim; `{"dp": (3, 2)}`: by the rank's index on an axis
 Slices = tuple[tuple[int, int, int], ...]  # (start, stop, step) of each dim
 Message = tuple[int, int, Slices, Slices]  # source rank, destination rank, slices there and here
 
@@ -68,7 +69,7 @@ class Receive:
 
     key: str
     stage: int
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
     peers: Ranks
     needs_grad: bool = True
@@ -94,7 +95,7 @@ class Exchange:
     stage: int
     messages: tuple[Message, ...]
     backward: tuple[Message, ...]
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str = "float32"
     needs_grad: bool = True
 
@@ -157,6 +158,13 @@ class Stage:
 
     def sizes(self) -> dict[str, int]:
         return {**self.axes, MICRO: self.micro_batches}
+
+    def local(self, shape: tuple[Size, ...]) -> tuple[int, ...]:
+        """This rank's numbers of a declared shape."""
+        return tuple(
+            size if isinstance(size, int) else sum(by[getattr(self, axis).index] for axis, by in size.items())
+            for size in shape
+        )
 
     def _observe(self, name: str, value: Any) -> None:
         """Called after each assignment in a program that was loaded for observation."""

@@ -2,12 +2,13 @@
 
 One mechanism for every layout: the logical indices that a rank holds along one dim. A dim that several axes share is
 a number in mixed radix, whose digits are, from the outermost: what is left, an axis, what is left, an axis, ... ; a
-rank fixes the digits of its axes. Sections are ranges of the dim that are cut one by one.
+rank fixes the digits of its axes. Sections are ranges of the dim that are cut one by one. Unequal sizes are a digit
+whose ranks hold ranges of its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -51,11 +52,13 @@ def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates
     return piece.clone(memory_format=torch.contiguous_format)
 
 
-def local_shape(shape: Sequence[int], states: States, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of every rank's piece."""
+def local_shape(shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates) -> tuple[int, ...]:
+    """The shape of the piece of the rank at `coordinates`."""
     local = list(shape)
     for axis, state in states.items():
-        if isinstance(state, Sharded):
+        if isinstance(state, Sharded) and state.sizes:
+            local[state.dim] = state.sizes[coordinates[axis]] * state.outer
+        elif isinstance(state, Sharded):
             local[state.dim] //= sizes[axis]
     return tuple(local)
 
@@ -95,6 +98,13 @@ def _held(size: int, splits: list[tuple[Sharded, int, int]]) -> Tensor:
         if len(splits) > 1 or sum(state.sections) != size or any(s % parts for s in state.sections):
             raise ValueError(f"sections {state.sections} of a dim of size {size} over {parts} parts, or a second axis")
         return torch.cat([piece.view(parts, -1)[digit] for piece in positions.split(list(state.sections))])
+    uneven = next((s for s in splits if s[0].sizes), None)
+    if uneven is not None:
+        state, parts, digit = uneven
+        if len(splits) > 1 or len(state.sizes) != parts or sum(state.sizes) * state.outer != size:
+            raise ValueError(f"sizes {state.sizes} of a dim of size {size} over {parts} parts, or a second axis")
+        blocks = positions.view(state.outer, -1)
+        return blocks.narrow(1, sum(state.sizes[:digit]), state.sizes[digit]).reshape(-1)
     digits: list[int] = []
     owned: list[tuple[int, int]] = []  # (position among the digits, value)
     below = 1
@@ -149,7 +159,7 @@ def assemble(
     first of its copies, whose value is taken); partial results are combined in the order of coordinates.
     Raises ValueError when a piece is missing, given twice or of the wrong shape.
     """
-    found = _by_position(pieces, sizes, local_shape(shape, states, sizes))
+    found = _by_position(pieces, sizes, lambda at: local_shape(shape, states, sizes, at))
     combined = [a for a in sizes if isinstance(states.get(a), Partial)]
     split = [a for a in sizes if isinstance(states.get(a), Sharded)]
     copied = [a for a in sizes if a not in combined and a not in split]
@@ -169,13 +179,14 @@ def assemble(
 
 
 def _by_position(
-    pieces: Sequence[tuple[Coordinates, Tensor]], sizes: Sizes, expected: tuple[int, ...]
+    pieces: Sequence[tuple[Coordinates, Tensor]], sizes: Sizes, shape_at: Callable[[Coordinates], tuple[int, ...]]
 ) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for coordinates, piece in pieces:
         position = ravel(coordinates, sizes)
         if position in found:
             raise ValueError(f"two pieces at {dict(coordinates)}")
+        expected = shape_at(coordinates)
         if tuple(piece.shape) != expected:
             raise ValueError(f"the piece at {dict(coordinates)} has shape {tuple(piece.shape)}, not {expected}")
         found[position] = piece

@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Split
-from nnscaler.transform.rules import by_tensor, input_states, is_legal, output_states, resolve
+from nnscaler.transform.rules import by_tensor, even_or_balanced, input_states, is_legal, output_states, resolve
 from nnscaler.transform.signature import Signature
 
 Candidates = Mapping[str, tuple[Split, ...]]
@@ -21,7 +21,11 @@ Candidates = Mapping[str, tuple[Split, ...]]
 
 def all_candidates(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Candidates:
     """Every split of every operation that an identifier names, or that a neighbour's split induces."""
-    seeds = [(op, Split(identifier)) for op in graph.operations for identifier in signatures[op.name].identifiers]
+    seeds = [
+        (op, even_or_balanced(signatures[op.name], identifier, parts))
+        for op in graph.operations
+        for identifier in signatures[op.name].identifiers
+    ]
     return _fixpoint(graph, signatures, parts, seeds)
 
 
@@ -64,8 +68,8 @@ def _fixpoint(
     return {name: tuple(sorted(splits, key=_order)) for name, splits in found.items()}
 
 
-def _order(split: Split) -> tuple[str, int, tuple[int, ...]]:
-    return (split.identifier, split.outer, split.sections)
+def _order(split: Split) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+    return (split.identifier, split.outer, split.sections, split.sizes)
 
 
 def _induced(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from math import gcd
 
+from op_registry.annotation.splits import balanced
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded, State
@@ -16,7 +18,7 @@ from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.transform.follow import FollowAxis, follow
 from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep
-from nnscaler.transform.rules import explain_illegal_choice
+from nnscaler.transform.rules import even_or_balanced, explain_illegal_choice
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
@@ -66,7 +68,8 @@ def follow_batch(
 
 
 def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, State]:
-    """The inputs that carry the batch, sharded along dim 0. The batch is dim 0 of the first input that has dims.
+    """The inputs that carry the batch, sharded along dim 0. The batch is dim 0 of the first input that has dims. One
+    axis by itself may cut it unevenly; micro-batches are equal.
 
     Raises NnscalerError("plan_illegal") where the batch does not divide.
     """
@@ -74,22 +77,26 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
     if not inputs or parts == 1:
         return {}
     batch = inputs[0].shape[0]
-    if batch % (outer * parts):
+    sizes = balanced(batch, parts) if outer == 1 and axis != MICRO else ()
+    if batch % (outer * parts) and not sizes:
         what = "micro-batches" if axis == MICRO else axis
-        legal = [n for n in range(1, batch // outer + 1) if batch % (outer * n) == 0] if batch % outer == 0 else []
+        counts = range(1, batch // outer + 1)
+        legal = [n for n in counts if batch % (outer * n) == 0 or (outer == 1 and axis != MICRO)]
         raise NnscalerError(
             "plan_illegal",
             f"the batch of {batch} (input {inputs[0].name}) does not divide by {what}={parts}"
             + (f" after {outer} data-parallel parts" if outer > 1 else ""),
             help=f"legal: {what} in {legal}; or change sample_inputs()",
         )
-    return {t.name: Sharded(0, outer) for t in inputs if t.shape[0] == batch}
+    return {t.name: Sharded(0, outer, (), sizes) for t in inputs if t.shape[0] == batch}
 
 
 def largest_micro_batches(graph: Graph, wanted: int, data_parts: int) -> int:
     """The largest number of micro-batches up to `wanted` that divides each rank's batch."""
     inputs = [t for t in graph.with_role("input") if t.shape]
-    local = inputs[0].shape[0] // data_parts if inputs else 1
+    local, rest = divmod(inputs[0].shape[0], data_parts) if inputs else (1, 0)
+    if rest:
+        return 1  # ranks have unequal parts of the batch
     return max((m for m in range(1, wanted + 1) if local % m == 0), default=gcd(wanted, max(local, 1)))
 
 
@@ -116,7 +123,9 @@ def _explicit(
 def _choice(step: SplitStep | ReplicateStep, op: Operation, signature: Signature, parts: int) -> Choice:
     choice: Choice
     if isinstance(step, SplitStep):
-        choice = Split(step.identifier, step.outer, step.sections)
+        choice = Split(step.identifier, step.outer, step.sections, step.sizes)
+        if choice == Split(step.identifier):
+            choice = even_or_balanced(signature, step.identifier, parts)
     elif step.partial:
         choice = RunPartial(frozenset(step.partial))
     else:
@@ -132,7 +141,8 @@ def illegal(op: Operation, signature: Signature, message: str, parts: int) -> Nn
     if signature.bound is None:
         help = f"register {op.operator} with nnscaler.register_op(annotation)"
         return NnscalerError("plan_illegal", message, where=op.where, help=help)
-    legal = [i for i in signature.identifiers if explain_illegal_choice(signature, Split(i), parts) is None]
+    splits = {i: even_or_balanced(signature, i, parts) for i in signature.identifiers}
+    legal = [i for i, split in splits.items() if explain_illegal_choice(signature, split, parts) is None]
     return NnscalerError(
         "plan_illegal",
         f"{message} ({op.operator} is annotated `{signature.bound.text}`)",

@@ -16,7 +16,8 @@ from nnscaler.errors import NnscalerError
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """Split an identifier of the operations over a mesh axis, viewed as (outer, parts, inner)."""
+    """Split an identifier of the operations over a mesh axis, viewed as (outer, parts, inner). `sizes`: into unequal
+    pieces, one per rank; without them, a size that does not divide is cut into pieces that differ by one."""
 
     kind: ClassVar[str] = "split"
     operations: tuple[str, ...]
@@ -24,6 +25,7 @@ class SplitStep:
     identifier: str
     outer: int = 1
     sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

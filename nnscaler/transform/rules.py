@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from op_registry.annotation.sizes import BoundOperand
-from op_registry.annotation.splits import splittable
+from op_registry.annotation.sizes import BoundDim, BoundOperand, Factor
+from op_registry.annotation.splits import balanced, splittable
 from op_registry.call import AxisShard
 
 from nnscaler.ir.graph import Graph
@@ -42,7 +42,8 @@ def operand_state(operand: BoundOperand, identifiers: Sequence[str], split: Spli
             if factor.identifier in identifiers:
                 if split.sections:
                     return Sharded(d, 1, split.sections)
-                return Sharded(d, before * split.outer)
+                after = dim.size // (before * factor.size) if split.sizes else 1
+                return Sharded(d, before * split.outer, (), tuple(size * after for size in split.sizes))
             before *= factor.size
     return None
 
@@ -139,7 +140,7 @@ def shards_of(
     for choice, (axis, parts) in zip(choices, axes, strict=True):
         if isinstance(choice, Split) and signature.bound is not None:
             for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
-                result[identifier] = (*result.get(identifier, ()), AxisShard(axis, parts, choice.outer))
+                result[identifier] = (*result.get(identifier, ()), AxisShard(axis, parts, choice.outer, choice.sizes))
     return result
 
 
@@ -163,15 +164,17 @@ def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, pa
         return f"`{signature.bound.text}` has no identifier {choice.identifier!r}"
     if choice.outer < 1 or any(size < 0 for size in choice.sections):
         return f"outer is {choice.outer} and sections are {list(choice.sections)}: these are sizes"
-    if choice.sections and choice.outer > 1:
-        return "a split has an outer or sections, not both"
+    if choice.sections and (choice.outer > 1 or choice.sizes):
+        return "a split has an outer, or sizes, or sections, not both"
+    if choice.sizes and not signature.spec.allows_uneven:
+        return f"the hook of {signature.spec.name} does not know shards of unequal sizes"
     if choice.outer > 1 and choice.identifier in signature.spec.contiguous:
         return f"{choice.identifier!r} can only be split into contiguous blocks"
     if len(signature.bound.tied.get(choice.identifier, ())) > 1 and choice.outer > 1:
         return f"{choice.identifier!r} is part of a concatenated dim and cannot be split with an outer"
     if choice.sections:
         return _explain_sections(signature, choice, parts)
-    return splittable(signature.bound, choice.identifier, parts, choice.outer)
+    return splittable(signature.bound, choice.identifier, parts, choice.outer, choice.sizes)
 
 
 def _explain_sections(signature: Signature, choice: Split, parts: int) -> str | None:
@@ -255,10 +258,29 @@ def resolve(operand: BoundOperand | None, state: State, parts: int) -> Split | N
         if state.outer % before:
             return None
         outer = state.outer // before
-        if outer < factor.size and factor.size % (outer * parts) == 0:
+        if state.sizes:
+            split = _uneven(dim, factor, before, outer, state.sizes)
+            if split is not None:
+                return split
+        elif outer < factor.size and factor.size % (outer * parts) == 0:
             return Split(factor.identifier, outer) if factor.identifier else None
         before *= factor.size
     return None
+
+
+def _uneven(dim: BoundDim, factor: Factor, before: int, outer: int, sizes: tuple[int, ...]) -> Split | None:
+    """The split of a factor of a dim whose blocks are cut into `sizes`: whole numbers of what lies inside of it."""
+    after = dim.size // (before * factor.size)
+    fits = factor.identifier is not None and outer < factor.size and factor.size * after == sum(sizes) * outer
+    if not fits or any(size % after for size in sizes):
+        return None
+    return Split(factor.identifier or "", outer, (), tuple(size // after for size in sizes))
+
+
+def even_or_balanced(signature: Signature, identifier: str, parts: int) -> Split:
+    """The split into equal shards, or, where the identifier's size does not divide, into sizes that differ by one."""
+    size = signature.bound.sizes.get(identifier, 0) if signature.bound is not None else 0
+    return Split(identifier, sizes=balanced(size, parts))
 
 
 def is_legal(signature: Signature, choice: Choice, parts: int) -> bool:

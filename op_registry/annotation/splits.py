@@ -10,15 +10,20 @@ from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
 @dataclass(frozen=True, slots=True)
 class Shard:
     """How a split lies on an operand: `dim` is viewed as (outer, parts, inner), in logical coordinates; with
-    `sections`, each concatenated part of the dim is split by itself."""
+    `sections`, each concatenated part of the dim is split by itself; with `sizes`, each of the `outer` blocks is cut
+    into pieces of these sizes."""
 
     dim: int
     outer: int = 1
     sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
-def splittable(bound: BoundAnnotation, identifier: str, parts: int, outer: int = 1) -> str | None:
-    """Why `identifier`, viewed as (outer, parts, inner), may not be split; None if it may."""
+def splittable(
+    bound: BoundAnnotation, identifier: str, parts: int, outer: int = 1, sizes: tuple[int, ...] = ()
+) -> str | None:
+    """Why `identifier`, viewed as (outer, parts, inner), or with blocks cut into `sizes`, may not be split; None if it
+    may."""
     members = bound.tied.get(identifier)
     if members is None:
         known = ", ".join(f"`{n}`" for n in bound.sizes)
@@ -30,7 +35,11 @@ def splittable(bound: BoundAnnotation, identifier: str, parts: int, outer: int =
         if bound.marks.get(name) == "^":
             return f"`{name}` is frozen (`^`) in `{bound.text}`"
         size = bound.sizes.get(name)
-        if size is not None and size % (outer * parts):
+        if sizes:
+            reason = explain_sizes(sizes, parts, outer, size) if len(members) == 1 else f"part of {list(members)}"
+            if reason:
+                return f"`{name}`: {reason}"
+        elif size is not None and size % (outer * parts):
             view = f"{outer} x {parts}" if outer > 1 else f"{parts}"
             return f"`{name}` has size {size}, which does not divide by {view}"
     if not mark:
@@ -40,8 +49,30 @@ def splittable(bound: BoundAnnotation, identifier: str, parts: int, outer: int =
     return None
 
 
-def shard_of(bound: BoundAnnotation, operand: BoundOperand, identifier: str, outer: int = 1) -> Shard | None:
-    """Where a split of `identifier` (viewed with `outer`) puts `operand`; None if the operand lacks it.
+def explain_sizes(sizes: tuple[int, ...], parts: int, outer: int, size: int | None) -> str | None:
+    """Why a dim of `size`, viewed as `outer` blocks, is not cut into these unequal pieces by an axis of `parts`."""
+    if len(sizes) != parts:
+        return f"{len(sizes)} sizes for {parts} parts"
+    if min(sizes) < 1:
+        return f"the sizes {sizes} leave a rank without elements"
+    if len(set(sizes)) == 1:
+        return f"the sizes {sizes} are equal, which is said without sizes"
+    if size is not None and sum(sizes) * outer != size:
+        return f"the sizes {sizes}" + (f" in {outer} blocks" if outer > 1 else "") + f" do not add up to {size}"
+    return None
+
+
+def balanced(size: int, parts: int) -> tuple[int, ...]:
+    """Unequal sizes that differ by one at most, the larger ones first; none where `size` divides, or is too small."""
+    if size % parts == 0 or size < parts:
+        return ()
+    return tuple(size // parts + (i < size % parts) for i in range(parts))
+
+
+def shard_of(
+    bound: BoundAnnotation, operand: BoundOperand, identifier: str, outer: int = 1, sizes: tuple[int, ...] = ()
+) -> Shard | None:
+    """Where a split of `identifier` (viewed with `outer`, or cut into `sizes`) puts `operand`; None if it lacks it.
 
     The split must be `splittable`.
     """
@@ -54,6 +85,7 @@ def shard_of(bound: BoundAnnotation, operand: BoundOperand, identifier: str, out
         before = 1
         for factor in dim.factors:
             if factor.identifier in members:
-                return Shard(number, outer * before)
+                after = dim.size // (before * factor.size or 1) if sizes else 1
+                return Shard(number, outer * before, (), tuple(s * after for s in sizes))
             before *= factor.size
     return None

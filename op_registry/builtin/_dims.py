@@ -10,6 +10,8 @@ from itertools import count
 from math import prod
 
 from op_registry.call import Call, TensorArgument
+from op_registry.expression import Expression
+from op_registry.local_size import local_size
 from op_registry.spec import LinearSets, Shards
 
 Dims = list[str]
@@ -135,6 +137,11 @@ def linear_in_each(call: Call) -> LinearSets:
     """Linear in every single tensor."""
     tensors = call.tensors()
     return tuple(frozenset({t.index}) for t in tensors if t.dtype != "bool")
+
+
+def local(total: int, shards: Shards, *identifiers: str) -> int | Expression:
+    """What one rank has of `total`, a multiple of the size of the first of these identifiers that is split."""
+    return next((local_size(total, shards[name]) for name in identifiers if shards.get(name)), total)
 
 
 def parts(shards: Shards, *identifiers: str) -> int:

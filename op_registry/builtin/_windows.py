@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from op_registry.builtin.embedding import block_length, block_start
 from op_registry.expression import Expression
+from op_registry.local_size import block_start, local_size
 from op_registry.spec import Shards
 
 
@@ -67,14 +67,14 @@ def dims(windows: Sequence[Window], overlap: bool = True) -> tuple[list[str], li
 OVERLAPPING = frozenset(f"y{i}" for i in range(3))  # only contiguous blocks
 
 
-def blocks(shards: Shards, windows: Sequence[Window]) -> tuple[list[int | Expression], list[int]] | None:
+def blocks(shards: Shards, windows: Sequence[Window]) -> tuple[list[int | Expression], list[int | Expression]] | None:
     """The first output row and how many there are, per dim; None if no dim with overlapping windows is split."""
     if not OVERLAPPING & set(shards):
         return None
     first: list[int | Expression] = []
-    length: list[int] = []
+    length: list[int | Expression] = []
     for i, w in enumerate(windows):
         axes = shards.get(f"p{i}" if w.tiles else f"y{i}", ())
         first.append(block_start(f"y{i}", w.result, axes) if axes and not w.tiles else 0)
-        length.append(block_length(w.result, axes))
+        length.append(local_size(w.result, axes))
     return first, length

@@ -16,8 +16,8 @@ from op_registry.builtin._dims import (
     whole,
     whole_dims,
 )
-from op_registry.builtin.embedding import block_length
 from op_registry.call import Call
+from op_registry.local_size import local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
@@ -208,7 +208,7 @@ def _channel_shuffle(call: Call) -> AnnotationResult:
 
 
 def _localize_shuffle(call: Call, shards: Shards) -> Call:
-    return call.replace(1, "groups", block_length(call.get(1, "groups"), shards.get("g", ())))
+    return call.replace(1, "groups", local_size(call.get(1, "groups"), shards.get("g", ())))
 
 
 def _unfold(call: Call) -> str:
@@ -267,14 +267,18 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("flipud.default", _flipped(0)),
     _spec("fliplr.default", _flipped(1)),
     _spec("diag_embed.default", _diag_embed),
-    OperatorSpec("aten.channel_shuffle.default", _channel_shuffle, linear=_FIRST, localize=_localize_shuffle),
+    OperatorSpec(
+        "aten.channel_shuffle.default", _channel_shuffle, linear=_FIRST, localize=_localize_shuffle, uneven=True
+    ),
     _spec("roll.default", _roll),
     _spec("flip.default", _flip),
     _spec("tril.default", _triangle),
     _spec("triu.default", _triangle),
     _spec("repeat.default", _repeat),
     _spec("tile.default", _repeat),
-    OperatorSpec("aten.repeat_interleave.self_int", _repeat_interleave, linear=_FIRST, localize=_drop_output_size),
+    OperatorSpec(
+        "aten.repeat_interleave.self_int", _repeat_interleave, linear=_FIRST, localize=_drop_output_size, uneven=True
+    ),
     _spec("repeat_interleave.self_Tensor", _repeat_each),
     _spec("pad.default", _pad, _pad_linear),
     _spec("constant_pad_nd.default", _pad, _pad_linear),

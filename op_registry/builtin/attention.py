@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from math import prod
 
 from op_registry.builtin._dims import aligned, all_frozen, annotate, broadcast_shape, letters, linear_in, tensor
-from op_registry.builtin.embedding import block_start
 from op_registry.call import Call, TensorArgument
+from op_registry.local_size import block_start
 from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec, Shards
 
 
@@ -86,6 +86,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         linear=_linear,
         contiguous=frozenset({"q"}),
         localize=_localize,
+        uneven=True,
         flops=attention_flops,
     ),
 )

@@ -53,8 +53,8 @@ def _with_count(position: int) -> Callable[[Call, Shards], Call]:
 
 
 SPECS: tuple[OperatorSpec, ...] = (
-    OperatorSpec("nnscaler.batch_mean", _mean, linear=linear_in({0}), localize=_with_count(1)),
-    OperatorSpec("nnscaler.batch_variance", _variance, localize=_with_count(2)),
+    OperatorSpec("nnscaler.batch_mean", _mean, linear=linear_in({0}), localize=_with_count(1), uneven=True),
+    OperatorSpec("nnscaler.batch_variance", _variance, localize=_with_count(2), uneven=True),
     OperatorSpec("nnscaler.batch_normalise", _normalise, linear=_normalise_linear),
     OperatorSpec("nnscaler.running_statistic", "c, c -> c"),
 )

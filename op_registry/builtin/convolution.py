@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import prod
 
-from op_registry.builtin._dims import Dims, annotate, linear_in, operand, output_shape, parts, tensor
+from op_registry.builtin._dims import Dims, annotate, linear_in, local, operand, output_shape, parts, tensor
 from op_registry.builtin._windows import OVERLAPPING, Window, blocks, dims, per_dim
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
@@ -58,12 +58,11 @@ def _localize(spatial: int, transposed: bool) -> Callable[[Call, Shards], Call]:
     """Fewer groups; and a block of output positions, where windows overlap."""
 
     def localize(call: Call, shards: Shards) -> Call:
-        count = parts(shards, "g")
-        groups = call.get(6, "groups", 1) // count
+        groups = local(call.get(6, "groups", 1), shards, "g")
         windows = _windows(call, spatial, transposed)
         block = blocks(shards, windows)
         if block is None:
-            return call if count == 1 else call.replace(6, "groups", groups)
+            return call if parts(shards, "g") == 1 else call.replace(6, "groups", groups)
         stride, before, dilation = ([getattr(w, a) for w in windows] for a in ("stride", "before", "dilation"))
         operator = "nnscaler.conv_transpose_window" if transposed else "nnscaler.conv_window"
         args = (*call.args[:2], call.get(2, "bias"), stride, before, dilation, groups, *block)
@@ -89,6 +88,7 @@ def _spec(name: str, spatial: int, transposed: bool = False) -> OperatorSpec:
         linear=_linear,
         contiguous=OVERLAPPING,
         localize=_localize(spatial, transposed),
+        uneven=True,
         flops=transposed_flops if transposed else convolution_flops,
     )
 

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
-
 from op_registry.builtin._dims import all_frozen, annotate, letters, linear_in, marked, output_shape, tensor
-from op_registry.call import AxisShard, Call, TensorArgument
-from op_registry.expression import Expression, index
-from op_registry.spec import LinearSets, OperatorSpec, Refusal, Shards
-
-
-def block_start(identifier: str, size: int, axes: Sequence[AxisShard]) -> Expression:
-    """The first entry of the shard of an identifier of `size`, split into contiguous blocks by one axis.
-
-    Raises `Refusal` when the shard is no single block.
-    """
-    if len(axes) != 1 or axes[0].outer != 1:
-        raise Refusal(
-            f"`{identifier}` can only be split into contiguous blocks by one axis; drop the other axes or outer"
-        )
-    return index(axes[0].axis) * (size // axes[0].parts)
-
-
-def block_length(size: int, axes: Sequence[AxisShard]) -> int:
-    """How many entries the shard of an identifier of `size` has."""
-    return size // prod(axis.parts for axis in axes)
+from op_registry.call import Call, TensorArgument
+from op_registry.local_size import block_start, local_size
+from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 
 def _counts_ids(call: Call) -> bool:
@@ -71,7 +51,7 @@ def _localize_bag(call: Call, shards: Shards) -> Call:
         call = call.replace(7, "rows", weight.shape[0])
         call = call.replace(8, "first_row", block_start("v", weight.shape[0], shards["v"]))
     if "y" in shards:
-        call = call.replace(9, "bags", block_length(result[0], shards["y"]))
+        call = call.replace(9, "bags", local_size(result[0], shards["y"]))
         call = call.replace(10, "first_bag", block_start("y", result[0], shards["y"]))
     return call
 
@@ -107,6 +87,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         linear=_linear,
         contiguous=frozenset({"v"}),
         localize=_localize_embedding,
+        uneven=True,
     ),
     OperatorSpec(
         "nnscaler.embedding_bag",
@@ -114,6 +95,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         linear=_bag_linear,
         contiguous=frozenset({"v", "y"}),
         localize=_localize_bag,
+        uneven=True,
     ),
     *(OperatorSpec(f"aten.embedding_bag.{name}", all_frozen) for name in ("default", "padding_idx")),  # counts, places
     OperatorSpec("aten.one_hot.default", _one_hot),

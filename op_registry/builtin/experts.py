@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from op_registry.builtin._dims import linear_in
-from op_registry.builtin.embedding import block_start
 from op_registry.builtin.matmul import product_flops
 from op_registry.call import Call
+from op_registry.local_size import block_start
 from op_registry.spec import OperatorSpec, Shards
 
 
@@ -37,6 +37,7 @@ SPECS: tuple[OperatorSpec, ...] = tuple(
         linear=linear_in({0}, {1}),
         contiguous=frozenset({"m", "g"}),
         localize=_localize,
+        uneven=True,
         flops=_flops,
     )
     for name in ("transformers.grouped_mm_fallback.default", "nnscaler.grouped_mm")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from op_registry.builtin._dims import annotate, letters, linear_in, output_shape, tensor
 from op_registry.builtin.casts import companion
-from op_registry.builtin.embedding import block_start
 from op_registry.call import Call
+from op_registry.local_size import block_start, local_size
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 
 
@@ -52,7 +52,7 @@ def _localize_arange(call: Call, shards: Shards) -> Call:
     start, _, step = (int(value) for value in arange_bounds(call))
     (size,) = output_shape(call)
     first = block_start("t", size, axes) * step + start
-    end = first + size // axes[0].parts * step
+    end = first + local_size(size, axes) * step
     kwargs = {k: v for k, v in call.kwargs.items() if k not in ("start", "end", "step")}
     if step == 1:
         return Call("aten.arange.start", (first, end), kwargs, call.outputs)
@@ -96,7 +96,9 @@ SPECS: tuple[OperatorSpec, ...] = (
     ),
     OperatorSpec("aten.zeros_like.default", "* -> *", linear=_FIRST),
     *(
-        OperatorSpec(f"aten.arange.{name}", _arange, contiguous=frozenset({"t"}), localize=_localize_arange)
+        OperatorSpec(
+            f"aten.arange.{name}", _arange, contiguous=frozenset({"t"}), localize=_localize_arange, uneven=True
+        )
         for name in ("default", "start", "start_step")
     ),
     OperatorSpec("aten.scalar_tensor.default", "-> ()"),

@@ -297,7 +297,7 @@ def _buckets(call: Call) -> str:
 def _spec(
     name: str, annotation: AnnotationFunction, hook: Hook, linear: LinearFunction | LinearSets = ()
 ) -> OperatorSpec:
-    return OperatorSpec(f"aten.{name}", annotation, linear=linear, contiguous=_POINTED, localize=hook)
+    return OperatorSpec(f"aten.{name}", annotation, linear=linear, contiguous=_POINTED, localize=hook, uneven=True)
 
 
 _POINTED = frozenset({"v"})

@@ -11,9 +11,9 @@ from math import prod
 
 from op_registry.builtin._dims import annotate, letters, linear_in, output_shape, tensor
 from op_registry.builtin._windows import per_dim
-from op_registry.builtin.embedding import block_length
 from op_registry.builtin.pooling import frozen_positions
 from op_registry.call import Call
+from op_registry.local_size import local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
@@ -58,7 +58,7 @@ def _localize_nearest(spatial: int) -> Callable[[Call, Shards], Call]:
             return call
         sizes, results = tensor(call, 0, "self").shape[-spatial:], output_shape(call)[-spatial:]
         split = [shards.get(f"p{i}", ()) for i in range(spatial)]
-        local = [n // s * block_length(s, a) if a else n for s, n, a in zip(sizes, results, split, strict=True)]
+        local = [n // s * local_size(s, a) if a else n for s, n, a in zip(sizes, results, split, strict=True)]
         return call.replace(1, "output_size", local)
 
     return localize
@@ -81,7 +81,7 @@ def _affine_grid(call: Call) -> str:
 
 def _localize_affine_grid(call: Call, shards: Shards) -> Call:
     size = list(call.get(1, "size"))
-    return call.replace(1, "size", [block_length(size[0], shards.get("b", ())), *size[1:]])
+    return call.replace(1, "size", [local_size(size[0], shards.get("b", ())), *size[1:]])
 
 
 def _tiles(call: Call, first: int) -> tuple[list[int], bool]:
@@ -115,7 +115,7 @@ def _col2im(call: Call) -> AnnotationResult:
 def _localize_col2im(call: Call, shards: Shards) -> Call:
     kernel, _ = _tiles(call, 2)
     size = output_shape(call)[-2:]
-    local = [block_length(n // k, shards.get(a, ())) * k for n, k, a in zip(size, kernel, "hw", strict=True)]
+    local = [local_size(n // k, shards.get(a, ())) * k for n, k, a in zip(size, kernel, "hw", strict=True)]
     return call.replace(1, "output_size", local) if "h" in shards or "w" in shards else call
 
 
@@ -133,11 +133,13 @@ def _repeating() -> dict[str, int]:
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", frozen_positions(n), linear=_FIRST) for name, n in _resizing().items()),
     *(
-        OperatorSpec(f"aten.{name}", _nearest(n), linear=_FIRST, localize=_localize_nearest(n))
+        OperatorSpec(f"aten.{name}", _nearest(n), linear=_FIRST, localize=_localize_nearest(n), uneven=True)
         for name, n in _repeating().items()
     ),
     OperatorSpec("aten.grid_sampler.default", _grid_sampler, linear=_FIRST),
-    OperatorSpec("aten.affine_grid_generator.default", _affine_grid, linear=_FIRST, localize=_localize_affine_grid),
+    OperatorSpec(
+        "aten.affine_grid_generator.default", _affine_grid, linear=_FIRST, localize=_localize_affine_grid, uneven=True
+    ),
     OperatorSpec("aten.im2col.default", _im2col, linear=_FIRST),
-    OperatorSpec("aten.col2im.default", _col2im, linear=_FIRST, localize=_localize_col2im),
+    OperatorSpec("aten.col2im.default", _col2im, linear=_FIRST, localize=_localize_col2im, uneven=True),
 )

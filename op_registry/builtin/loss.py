@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from op_registry.builtin._dims import Dims, all_frozen, annotate, broadcast, broadcast_shape, linear_in, marked, tensor
-from op_registry.builtin.embedding import block_start
 from op_registry.call import Call, TensorArgument
+from op_registry.local_size import block_start
 from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -234,6 +234,7 @@ _CE = (
         linear=linear_in({0}),
         contiguous=frozenset({"c"}),
         localize=_localize_pick,
+        uneven=True,
     ),
     OperatorSpec("nnscaler.ce_tail", "n+, n+, n+, n+ -> ()"),
     OperatorSpec("nnscaler.ce_count", "n+ -> ()"),
@@ -243,10 +244,16 @@ _CE = (
 SPECS: tuple[OperatorSpec, ...] = (
     *_CE,
     *(
-        OperatorSpec(f"aten.{n}.default", loss.annotation, linear=loss.linear, localize=loss.localize)
+        OperatorSpec(f"aten.{n}.default", loss.annotation, linear=loss.linear, localize=loss.localize, uneven=True)
         for n, loss in _LOSSES.items()
     ),
-    OperatorSpec("aten.cross_entropy_loss.default", _classes, linear=_probabilities_linear, localize=_localize_classes),
+    OperatorSpec(
+        "aten.cross_entropy_loss.default",
+        _classes,
+        linear=_probabilities_linear,
+        localize=_localize_classes,
+        uneven=True,
+    ),
     *(OperatorSpec(f"aten.{name}.default", _classes) for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")),
     *(OperatorSpec(f"aten.{name}.default", _nll_forward) for name in ("nll_loss_forward", "nll_loss2d_forward")),
     OperatorSpec("aten.ctc_loss.Tensor", _ctc, localize=_localize_ctc),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from op_registry.builtin._dims import annotate, letters, linear_in, parts, tensor, whole
+from op_registry.builtin._dims import annotate, letters, linear_in, local, tensor, whole
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
 
@@ -36,7 +36,7 @@ def _group_norm(call: Call) -> AnnotationResult:
 
 
 def _localize_group_norm(call: Call, shards: Shards) -> Call:
-    return call.replace(1, "num_groups", call.get(1, "num_groups") // parts(shards, "g"))
+    return call.replace(1, "num_groups", local(call.get(1, "num_groups"), shards, "g"))
 
 
 def _batch_norm(call: Call) -> str:
@@ -67,7 +67,7 @@ def _native_group_norm(call: Call) -> str:
 
 
 def _localize_native_group_norm(call: Call, shards: Shards) -> Call:
-    return call.replace(3, "N", call.get(3, "N") // parts(shards, "b"))
+    return call.replace(3, "N", local(call.get(3, "N"), shards, "b"))
 
 
 def _native_batch_norm(call: Call) -> str:
@@ -131,7 +131,7 @@ _NATIVE = ("native_batch_norm.default", "_native_batch_norm_legit_no_training.de
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.layer_norm.default", _over_last),
     OperatorSpec("aten.rms_norm.default", _over_last, linear=_weight_linear),
-    OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm),
+    OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm, uneven=True),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
     OperatorSpec("aten._weight_norm.default", _weight_norm, linear=(frozenset({1}),)),
     OperatorSpec("aten._weight_norm_interface.default", _weight_norm_interface),
@@ -140,6 +140,8 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.norm_except_dim.default", _norm_except),
     OperatorSpec("aten.native_layer_norm.default", _native_norm),
     OperatorSpec("aten._fused_rms_norm.default", _native_norm),
-    OperatorSpec("aten.native_group_norm.default", _native_group_norm, localize=_localize_native_group_norm),
+    OperatorSpec(
+        "aten.native_group_norm.default", _native_group_norm, localize=_localize_native_group_norm, uneven=True
+    ),
     *(OperatorSpec(f"aten.{name}", _native_batch_norm) for name in _NATIVE),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from op_registry.builtin._dims import Dims, annotate, letters, linear_in, linear_in_all, parts, tensor, whole
+from op_registry.builtin._dims import Dims, annotate, letters, linear_in, linear_in_all, local, parts, tensor, whole
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 
@@ -106,10 +106,9 @@ def _localize_split(call: Call, shards: Shards) -> Call:
     dim, wanted = _split_sizes(call)
     names = letters(tensor(call, 0, "self").ndim)
     pieces, _, _ = joined(names[dim], wanted)
-    count = parts(shards, *pieces)
-    if count == 1:
+    if parts(shards, *pieces) == 1:
         return call
-    sizes = [s // count for s in wanted]
+    sizes = [local(s, shards, *pieces) for s in wanted]
     return Call("aten.split_with_sizes.default", (call.args[0], sizes, dim), {}, call.outputs)
 
 
@@ -206,13 +205,15 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.stack.default", _stack, linear=linear_in_all),
     *(OperatorSpec(f"aten.{name}.default", _stacked, linear=linear_in_all) for name in ("hstack", "vstack")),
     *(
-        OperatorSpec(f"aten.{name}", _split, linear=_FIRST, localize=_localize_split)
+        OperatorSpec(f"aten.{name}", _split, linear=_FIRST, localize=_localize_split, uneven=True)
         for name in ("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default", *_CUTS)
     ),
     OperatorSpec("aten.unbind.int", _unbind, linear=_FIRST),
-    OperatorSpec("aten.slice.Tensor", _slice, linear=_FIRST, localize=_localize_slice),
+    OperatorSpec("aten.slice.Tensor", _slice, linear=_FIRST, localize=_localize_slice, uneven=True),
     *(OperatorSpec(f"aten.narrow.{name}", _narrow, linear=_FIRST) for name in ("default", "Tensor")),
     OperatorSpec("aten.select.int", _select, linear=_FIRST),
-    OperatorSpec("aten.slice_scatter.default", _slice_scatter, linear=_BOTH, localize=_localize_slice_scatter),
+    OperatorSpec(
+        "aten.slice_scatter.default", _slice_scatter, linear=_BOTH, localize=_localize_slice_scatter, uneven=True
+    ),
     OperatorSpec("aten.select_scatter.default", _select_scatter, linear=_BOTH),
 )

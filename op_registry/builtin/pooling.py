@@ -11,8 +11,8 @@ from math import prod
 
 from op_registry.builtin._dims import annotate, letters, linear_in, output_shape, tensor, whole
 from op_registry.builtin._windows import OVERLAPPING, Window, blocks, dims, per_dim
-from op_registry.builtin.embedding import block_length
 from op_registry.call import Call
+from op_registry.local_size import local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
 
 
@@ -115,7 +115,7 @@ def _localize_adaptive(spatial: int) -> Callable[[Call, Shards], Call]:
             count = prod(sizes[i] for i in averaged)
             args = (tensor(call, 0, "self"), [i - spatial for i in averaged], True, count)
             return Call("nnscaler.mean_over", args, {}, call.outputs)
-        local = [block_length(n, shards.get(f"p{i}", ())) for i, n in enumerate(results)]
+        local = [local_size(n, shards.get(f"p{i}", ())) for i, n in enumerate(results)]
         return call.replace(1, "output_size", local)
 
     return localize
@@ -153,12 +153,19 @@ SPECS: tuple[OperatorSpec, ...] = (
             linear=_FIRST if kind == "avg" else (),
             contiguous=OVERLAPPING,
             localize=_localize_pool(n),
+            uneven=True,
         )
         for n in (1, 2, 3)
         for kind in ("avg", "max")
     ),
     *(
-        OperatorSpec(f"aten.adaptive_avg_pool{n}d.default", _adaptive(n), linear=_FIRST, localize=_localize_adaptive(n))
+        OperatorSpec(
+            f"aten.adaptive_avg_pool{n}d.default",
+            _adaptive(n),
+            linear=_FIRST,
+            localize=_localize_adaptive(n),
+            uneven=True,
+        )
         for n in (1, 2, 3)
     ),
     *(OperatorSpec(f"aten.{name}", frozen_positions(n, outputs=2)) for name, n in _INDEXED.items()),

@@ -18,12 +18,13 @@ from op_registry.builtin._dims import (
     letters,
     linear_in,
     output_shape,
-    parts,
     tensor,
     whole,
     whole_dims,
 )
 from op_registry.call import Call
+from op_registry.expression import Expression
+from op_registry.local_size import local_size
 from op_registry.spec import AnnotationResult, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
@@ -97,16 +98,14 @@ def _localize_unflatten(call: Call, shards: Shards) -> Call:
     x, new = tensor(call, 0, "self"), output_shape(call)
     _, right, _ = regroup(x.shape, new)
     dim, count = whole(call.get(1, "dim"), x.ndim), len(call.get(2, "sizes"))
-    sizes = [new[i] // parts_of(right[i], shards) for i in range(dim, dim + count)]
+    sizes = [_local_dim(right[i], new[i], shards) for i in range(dim, dim + count)]
     return call.replace(2, "sizes", sizes)
 
 
-def parts_of(dim: str, shards: Shards) -> int:
-    """Into how many parts a dim is split, over all its factors."""
-    result = 1
-    for name in dim.strip("()").split():
-        result *= parts(shards, name)
-    return result
+def _local_dim(dim: str, size: int, shards: Shards) -> int | Expression:
+    """What one rank has of a dim, whose factors may be split by several axes."""
+    axes = [axis for name in dim.strip("()").split() for axis in shards.get(name, ())]
+    return local_size(size, axes)
 
 
 def _flatten_names(call: Call) -> AnnotationResult:
@@ -184,13 +183,13 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.reshape_as.default", _view_as, linear=_FIRST),
     OperatorSpec("aten.flatten.using_ints", _flatten_names, linear=_FIRST),
     OperatorSpec("aten.ravel.default", _flatten_names, linear=_FIRST),
-    OperatorSpec("aten.unflatten.int", _view, linear=_FIRST, localize=_localize_unflatten),
+    OperatorSpec("aten.unflatten.int", _view, linear=_FIRST, localize=_localize_unflatten, uneven=True),
     OperatorSpec("aten.expand.default", _expand, linear=_FIRST, shape_argument=(1, "size", 0)),
     OperatorSpec("aten.broadcast_to.default", _expand, linear=_FIRST, shape_argument=(1, "size", 0)),
     OperatorSpec("aten.expand_as.default", _expand_as, linear=_FIRST),
     OperatorSpec("aten.unsqueeze.default", _unsqueeze, linear=_FIRST),
     *(
-        OperatorSpec(f"aten.squeeze.{overload}", _squeeze, linear=_FIRST, localize=_localize_squeeze)
+        OperatorSpec(f"aten.squeeze.{overload}", _squeeze, linear=_FIRST, localize=_localize_squeeze, uneven=True)
         for overload in ("default", "dim", "dims")
     ),
 )

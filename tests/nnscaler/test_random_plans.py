@@ -12,6 +12,8 @@ import torch
 
 from nnscaler.ir.conversion import ROWS
 from nnscaler.runtime.loader import load_user_module
+from verify.plan_request import PlanRequest
+from verify.plan_run import verify_request
 from verify.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
 
 COUNTS = {"gpt": 12, "llama_hf": 3, "vit_hf": 3, "t5_hf": 3}
@@ -51,6 +53,34 @@ def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
         return model
 
     check(untied, module.sample_inputs(), range(6), UNLIKE)
+
+
+def odd_gpt(module: Any, dropout: float = 0.1) -> Callable[[], Any]:
+    """A vocabulary of 101 and 7 heads of size 5: hardly any dim divides."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return module.GPT(module.GPTConfig(vocabulary=101, heads=7, width=35, layers=1, dropout=dropout))
+
+    return build
+
+
+def odd_inputs(batch: int = 5) -> dict[str, torch.Tensor]:
+    text = torch.randint(0, 101, (batch, 8), generator=torch.Generator().manual_seed(0))
+    return {"ids": text[:, :-1].contiguous(), "labels": text[:, 1:].masked_fill(text[:, 1:] > 80, -100)}
+
+
+def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+    check(odd_gpt(module), odd_inputs(), range(7), MESHES)
+
+
+@pytest.mark.parametrize(("plan", "ranks", "backend"), [("tp=3", 3, "gloo"), ("dp=2,tp=2", 4, "simulator")])
+def test_policies_split_unevenly_what_does_not_divide(examples: Path, plan: str, ranks: int, backend: Any) -> None:
+    module = load_user_module(str(examples / "gpt.py"))
+    request = PlanRequest(odd_gpt(module, 0.0)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)
+    report = verify_request(request)
+    assert report.verdict.passes, [f.message for f in report.findings]
 
 
 @pytest.mark.long

@@ -68,6 +68,8 @@ def _of_identifier(
     for split, (axis, parts) in made:
         if split.sections:
             raise Conflict(size.names, f"{place} is split by sections, which are numbers")
+        if split.sizes:
+            raise Conflict(size.names, f"{place} is split into the sizes {split.sizes}, which are numbers")
         within = _strides(size, split.outer, [p for _, (_, p) in made], samples)
         if within is not None:
             yield Divides(within, parts, ((axis, parts),), place)

@@ -19,7 +19,7 @@ from verify.finding import Finding
 from verify.lemmas.representative import FREE, Representative, represent
 from verify.lemmas.stand_in import Unrepresented
 from verify.lemmas.statement import Claim, Passes, Splits, Together
-from verify.op_checks.cases import Case, Inputs
+from verify.op_checks.cases import Case, Inputs, uneven_sizes
 from verify.op_checks.check import as_check, run_cases
 from verify.op_checks.enumerate import Base, Target
 from verify.op_checks.findings import refuted_by_proof, wrong_linear, wrong_split
@@ -120,6 +120,10 @@ def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
         first, second = claim.identifiers
         yield Case(inputs, (Split(first, 2 if first == second else 1), Split(second)), MESH)
         return
+    if isinstance(claim, Splits) and claim.uneven:
+        for parts in PARTS:
+            yield Case(inputs, (Split(claim.identifier),), (parts,), uneven=True)
+        return
     for choice in _choices(claim, strided):
         for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
             yield Case(inputs, (choice,), (parts,))
@@ -150,7 +154,8 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
 def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
     """The evidence after the proofs. All claims about one call share its trace."""
     small = subject.small
-    wanted = {_target(c): c for c in subject.claims if isinstance(c, Splits | Passes) and tested[c].verdict.passes}
+    passed = [c for c in subject.claims if tested[c].verdict.passes]
+    wanted = {_target(c): c for c in passed if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
     leaders = tuple(t for t in wanted if isinstance(t, str))
     linear = tuple(t for t in wanted if isinstance(t, frozenset))
     base = Base(small.inputs, small.signature, leaders, linear)
@@ -161,6 +166,8 @@ def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -
         for target, strength in prove_base(small.runner, base, deadline).items():
             found[wanted[target]] = _strengthened(small, wanted[target], tested[wanted[target]], strength)
     for claim in subject.claims:
+        if isinstance(claim, Splits) and claim.uneven and found[claim].verdict.passes:
+            found[claim] = _unevenly(small, claim, found)
         if isinstance(claim, Together) and found[claim].verdict.passes:
             found[claim] = _composed(small, claim, found)
     return found
@@ -186,6 +193,29 @@ def _strengthened(small: Representative, claim: Claim, tested: Evidence, strengt
     if strength.verdict is Verdict.PROVED_BOUNDED and len(conditions) > 1:
         blocker = f"it takes for granted that {conditions[0]}, and {len(conditions) - 1} more relations of sizes"
     return replace(tested, verdict=strength.verdict, blocker=blocker)
+
+
+def _unevenly(small: Representative, claim: Splits, found: Mapping[Claim, Evidence]) -> Evidence:
+    """What is proved of shards for all sizes says nothing of their being equal, where no hook rewrites the call."""
+    equal = found.get(Splits(claim.identifier))
+    if not _left_alone(small, claim.identifier):
+        return replace(found[claim], blocker="its call is rewritten for shards, and unequal ones are tested only")
+    if equal is None or equal.verdict is not Verdict.PROVED_ALL_SIZES:
+        return replace(found[claim], blocker="it is not proved of equal shards of all sizes")
+    return replace(found[claim], verdict=equal.verdict, blocker=equal.blocker)
+
+
+def _left_alone(small: Representative, name: str) -> bool:
+    """Whether the operator's hook, if it has one, keeps the call of an unequal shard as it is."""
+    spec, bound = small.runner.spec, small.signature.bound
+    if spec.localize is None:
+        return True
+    assert bound is not None
+    shard = AxisShard(AXES[0], 2, 1, uneven_sizes(bound.sizes[name], 2))
+    try:
+        return _content(spec.localize(small.signature.call, {name: (shard,)})) == _content(small.signature.call)
+    except Refusal:
+        return False
 
 
 def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evidence]) -> Evidence:

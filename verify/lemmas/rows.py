@@ -10,8 +10,9 @@ leaves the logical value as it is, so the backward pass is the adjoint if and on
 it is, in the state that the gradient of the source has.
 
 Vectors lie side by side along a dim of their own, which shows that dims that are not cut are carried along, one by
-one. A dim that is cut is (outer, parts, inner) or has sections; it is looked at with 2, 3 and 4 parts, with an outer
-of 1 and above, and with two elements and more in each shard, so that contiguous, strided and reversed shards differ.
+one. A dim that is cut is (outer, parts, inner), or has sections, or blocks of unequal pieces; it is looked at with 2, 3
+and 4 parts, with an outer of 1 and above, and with two elements and more in each shard, so that contiguous, strided and
+reversed shards differ.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from verify.verdict import Verdict
 
 NAME = "conversions"
 PARTS = (2, 3, 4)
+UNEQUAL = (3, 2, 4, 5)  # sizes of shards, as many as there are parts
 MAXIMUM = "all_reduce(max)"
 _PLAIN: Mapping[type, State] = {Invariant: INVARIANT, Replicated: REPLICATED, Partial: PARTIAL}
 
@@ -85,17 +87,25 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> Outcom
 
 def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:
     """All ways to cut for each row. Dims count from 1: the first one holds the vectors."""
-    long, short = 4 * parts, 2
-    cuts = (Sharded(1), Sharded(1, 2), Sharded(1, 1, (parts, 3 * parts)), Sharded(2))
+    short, sizes = 2, UNEQUAL[:parts]
+    cuts = (
+        (Sharded(1), 4 * parts),
+        (Sharded(1, 2), 4 * parts),
+        (Sharded(1, 1, (parts, 3 * parts)), 4 * parts),
+        (Sharded(2), 4 * parts),
+        (Sharded(1, 1, (), sizes), sum(sizes)),
+        (Sharded(1, 2, (), sizes), 2 * sum(sizes)),
+        (Sharded(2, 1, (), sizes), sum(sizes)),
+    )
     for (source, target), row in ROWS.items():
         if row.function not in functions:
             continue
         if source is Sharded and target is Sharded:
             yield from _exchanges(row.function, parts)
         elif source is Sharded or target is Sharded:
-            for cut in cuts:
+            for cut, long in cuts:
                 shape = (2, long) if cut.dim == 2 else (long, short)
-                given = (cut.dim, cut.outer, cut.sections)
+                given = (cut.dim, cut.outer, cut.sections, cut.sizes)
                 before, after = (cut if s is Sharded else _PLAIN[s] for s in (source, target))
                 yield Conversion(row.function, before, after, given, shape, parts)
         else:
@@ -109,6 +119,14 @@ def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
         shape = (4 * parts, 2 * parts)
         ends = Sharded(from_dim, from_outer), Sharded(to_dim, to_outer)
         yield Conversion(function, *ends, (from_dim, to_dim, from_outer, to_outer), shape, parts)
+    sizes, total = UNEQUAL[:parts], sum(UNEQUAL[:parts])
+    for before, after, shape in (
+        (Sharded(1, 1, (), sizes), Sharded(2, 2), (total, 2 * parts)),
+        (Sharded(1), Sharded(2, 1, (), sizes), (2 * parts, total)),
+        (Sharded(2, 2, (), sizes), Sharded(1, 1, (), sizes[::-1]), (total, 2 * total)),
+    ):
+        given = (before.dim, after.dim, before.outer, after.outer, before.sizes, after.sizes)
+        yield Conversion(function, before, after, given, shape, parts)
     for low, high in ((1, parts), (2, 2 * parts)):
         for one, other in ((low, high), (high, low)):
             shape = (4 * parts * parts, 2)

@@ -9,7 +9,8 @@ strength, the second is looked at where the operator's record rewrites calls (`T
 
 A strided split (`outer`) or one by sections follows from contiguous ones in all numbers of parts: with as many parts
 as elements, the operator works element by element (or adds up what single elements give), and any set of elements is
-then right. The tests run them all the same.
+then right. The tests run them all the same. Unequal shards follow likewise where no hook rewrites calls; they are a
+claim of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeGuard
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.transform.signature import Signature
@@ -25,12 +27,13 @@ from verify.lemmas.obligation import Obligation
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The identifier (the first of those split together) may be split."""
+    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes."""
 
     identifier: str
+    uneven: bool = False
 
     def __str__(self) -> str:
-        return f"splits `{self.identifier}`"
+        return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,16 @@ def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
     signature = obligation.signature
     choices = [c for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True) if size > 1]
     found = dict.fromkeys(_of_choice(signature, c) for c in choices)
+    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True) for c in choices if _is_uneven(c))
     splits = [_leader(signature, c.identifier) for c in choices if isinstance(c, Split)]
     found |= dict.fromkeys(Together(pair) for pair in _pairs(splits))
     if not splits and not any(isinstance(c, RunPartial) for c in choices):
         found[RunsWhole()] = None
     return tuple(found)
+
+
+def _is_uneven(choice: Choice) -> TypeGuard[Split]:
+    return isinstance(choice, Split) and bool(choice.sizes)
 
 
 def _of_choice(signature: Signature, choice: Choice) -> Claim:

@@ -260,13 +260,14 @@ class _Case:
 
 
 def cuts(shape: tuple[int, ...], states: Mapping[str, State], axis: str, sizes: Mapping[str, int]) -> Iterator[Sharded]:
-    """Every cut over the axis that gives pieces of the same shape."""
-    local = local_shape(shape, states, sizes)
+    """Every even cut over the axis that gives the first rank a piece of the same shape."""
+    first = dict.fromkeys(sizes, 0)
+    local = local_shape(shape, states, sizes, first)
     for dim, size in enumerate(shape):
         for outer in range(1, size // sizes[axis] + 1):
             if size % (outer * sizes[axis]) == 0:
                 other = Sharded(dim, outer)
-                if local_shape(shape, {**states, axis: other}, sizes) == local:
+                if local_shape(shape, {**states, axis: other}, sizes, first) == local:
                     yield other
 
 

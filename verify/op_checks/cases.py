@@ -43,15 +43,12 @@ class Case:
     uneven: bool = False
 
 
-def uneven_bounds(length: int, parts: int) -> tuple[int, ...]:
-    """Ends of ranges that differ by one and more, the first the longest: (7, 12) for 12 in 2, (5, 9, 12) in 3."""
-    spans = [length // parts] * parts
-    spans[0] += length % parts
+def uneven_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by one and more, the first the largest: (7, 5) for 12 in 2, (5, 4, 3) for 12 in 3."""
+    sizes = [length // parts] * parts
+    sizes[0] += length % parts
     for giving in range(parts - 1, 0, -1):
-        if spans[giving] > 1 and len(set(spans)) == 1:
-            spans[giving] -= 1
-            spans[0] += 1
-    ends: list[int] = []
-    for span in spans:
-        ends.append((ends[-1] if ends else 0) + span)
-    return tuple(ends)
+        if sizes[giving] > 1 and len(set(sizes)) == 1:
+            sizes[giving] -= 1
+            sizes[0] += 1
+    return tuple(sizes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Literal
 
@@ -57,8 +57,8 @@ def ranks_of(parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(product(*(range(p) for p in parts)))
 
 
-def lay_of(states: Sequence[State], parts: Sequence[int], bounds: Sequence[int] = ()) -> Lay:
-    """`states`: one per axis. `bounds`, for one axis: uneven ends, in units of the identifier that is split."""
+def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
+    """`states`: one per axis."""
     held: list[Held] = []
     for axis, state in enumerate(states):
         if isinstance(state, Sharded):
@@ -67,7 +67,7 @@ def lay_of(states: Sequence[State], parts: Sequence[int], bounds: Sequence[int] 
                 for other, s in enumerate(states)
                 if other != axis and isinstance(s, Sharded) and s.dim == state.dim and s.outer < state.outer
             )
-            ends = tuple(bounds) if bounds else tuple(range(1, parts[axis] + 1))
+            ends = tuple(accumulate(state.sizes)) or tuple(range(1, parts[axis] + 1))
             held.append(Cut(state.dim, state.outer // inside, ends[-1], ends, state.sections))
         elif isinstance(state, Partial):
             held.append("sum" if state.reduction == "sum" else "max")

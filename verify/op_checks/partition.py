@@ -16,7 +16,7 @@ from torch import Tensor
 from op_registry.call import Call
 from op_registry.localize import localise
 
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State
+from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.transform.rules import input_states, output_states, shards_of
 from nnscaler.transform.signature import Signature
@@ -69,14 +69,13 @@ class Partition:
     signature: Signature
     choices: tuple[Choice, ...]
     parts: tuple[int, ...]
-    bounds: tuple[int, ...]
     inputs: tuple[Lay, ...]
     outputs: tuple[Lay, ...]
     input_gradients: tuple[Lay, ...]
     output_gradients: tuple[Lay, ...]
     states_in: tuple[tuple[State, ...], ...]
     states_out: tuple[tuple[State, ...], ...]
-    calls: tuple[Call, ...]  # of every rank, row-major
+    call: Call  # of every rank, with expressions of its coordinates
 
     @property
     def has_maxima(self) -> bool:
@@ -91,10 +90,8 @@ def gradient_state(state: State) -> State:
     return REPLICATED if isinstance(state, Partial) else state
 
 
-def make_partition(
-    signature: Signature, choices: Sequence[Choice], parts: Sequence[int], bounds: Sequence[int] = ()
-) -> Partition:
-    """`bounds`: of uneven shards, for one axis. Raises Refusal where the operator's hook cannot do this split."""
+def make_partition(signature: Signature, choices: Sequence[Choice], parts: Sequence[int]) -> Partition:
+    """Raises Refusal where the operator's hook cannot do this split."""
     call = signature.call
     per_axis_in = [input_states(signature, c) for c in choices]
     per_axis_out = [output_states(signature, c, len(call.outputs)) for c in choices]
@@ -102,7 +99,7 @@ def make_partition(
     states_out = tuple(tuple(states[i] for states in per_axis_out) for i in range(len(call.outputs)))
 
     def lays(states: Sequence[tuple[State, ...]]) -> tuple[Lay, ...]:
-        return tuple(lay_of(s, parts, bounds) for s in states)
+        return tuple(lay_of(s, parts) for s in states)
 
     def gradients(states: tuple[State, ...]) -> tuple[State, ...]:
         return tuple(gradient_state(s) for s in states)
@@ -112,14 +109,13 @@ def make_partition(
         signature,
         tuple(choices),
         tuple(parts),
-        tuple(bounds),
         lays(states_in),
         outputs,
         lays([gradients(s) for s in states_in]),
         lays([gradients(s) for s in states_out]),
         states_in,
         states_out,
-        _local_calls(signature, choices, parts, outputs, uneven=bool(bounds)),
+        _local_call(signature, choices, parts, states_out),
     )
 
 
@@ -171,11 +167,11 @@ def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: 
     spec = signature.spec
     assert spec is not None
     ranks = ranks_of(partition.parts)
-    function: Callable[..., Any] = function_of(partition.calls[0].operator, spec)
+    function: Callable[..., Any] = function_of(partition.call.operator, spec)
     results: list[Any] = []
-    for rank, part, call in zip(ranks, leaves, partition.calls, strict=True):
+    for rank, part in zip(ranks, leaves, strict=True):
         coordinates = dict(zip(AXES, rank, strict=False))
-        args, kwargs = with_tensors(call, part, coordinates, dtype)
+        args, kwargs = with_tensors(partition.call, part, coordinates, dtype)
         if spec.random:
             kwargs = {**kwargs, **random_arguments(partition, rank)}
         try:
@@ -186,24 +182,17 @@ def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: 
     return results
 
 
-def _local_calls(
-    signature: Signature, choices: Sequence[Choice], parts: Sequence[int], outputs: Sequence[Lay], uneven: bool
-) -> tuple[Call, ...]:
-    """The call of every rank: one for all of them, with expressions of coordinates, unless shards are uneven."""
+def _local_call(
+    signature: Signature, choices: Sequence[Choice], parts: Sequence[int], states: Sequence[Sequence[State]]
+) -> Call:
+    """The call of every rank, with expressions of its coordinates."""
     assert signature.spec is not None
-    spec, call = signature.spec, signature.call
-    ranks = ranks_of(tuple(parts))
-    shards = shards_of(signature, list(choices), [(AXES[i], p) for i, p in enumerate(parts)])
-
-    def local(rank: tuple[int, ...]) -> Call:
-        shapes = [
-            None if o is None else local_shape(o.shape, lay, rank) for o, lay in zip(call.outputs, outputs, strict=True)
-        ]
-        return localise(spec, call, shards, shapes)
-
-    if uneven and spec.shape_argument is not None:
-        return tuple(local(rank) for rank in ranks)
-    return (local(ranks[0]),) * len(ranks)
+    call, axes = signature.call, list(zip(AXES, parts, strict=False))
+    shapes = [
+        None if o is None else shape_of_rank(tuple(layout), axes, o.shape)
+        for o, layout in zip(call.outputs, states, strict=True)
+    ]
+    return localise(signature.spec, call, shards_of(signature, list(choices), axes), shapes)
 
 
 class _Comparison:

@@ -33,8 +33,8 @@ class Place:
 def runtime_state(state: ir_layout.State) -> State:
     """The compiler's state as the runtime's."""
     match state:
-        case ir_layout.Sharded(dim, outer, sections):
-            return Sharded(dim, outer, sections)
+        case ir_layout.Sharded(dim, outer, sections, sizes):
+            return Sharded(dim, outer, sections, sizes)
         case ir_layout.Partial(reduction):
             return Partial(reduction)
         case ir_layout.Replicated():

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from op_registry.annotation.rules import parse_checked
-from op_registry.bind_call import bind_call, linear_sets, size_arguments
+from op_registry.bind_call import bind_call, linear_sets
 from op_registry.registry import default_registry
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.ir.layout import explain_illegal
-from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.placement import Split
 from nnscaler.transform.rules import explain_illegal_choice
 from nnscaler.transform.signature import Signature
-from verify.op_checks.cases import Case, Inputs, uneven_bounds
+from verify.op_checks.cases import Case, Inputs, uneven_sizes
 from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.op_checks.draw import builtin_call, choose_sizes, from_annotation, resize, sample_calls
 from verify.op_checks.kernels import runs_checked
@@ -232,11 +232,7 @@ class Runner:
     def refusal(self, signature: Signature, case: Case) -> str | None:
         """Why a case is not legal; None if it is."""
         for choice, parts in zip(case.choices, case.parts, strict=True):
-            reason = (
-                self._uneven_refusal(signature, choice, parts)
-                if case.uneven
-                else explain_illegal_choice(signature, choice, parts)
-            )
+            reason = explain_illegal_choice(signature, choice, parts)
             if reason is not None:
                 return reason
         contiguous = [c.identifier for c in case.choices if isinstance(c, Split)]
@@ -244,25 +240,13 @@ class Runner:
             return f"`{contiguous[0]}` can be split by one axis only"
         return None
 
-    def _uneven_refusal(self, signature: Signature, choice: Choice, parts: int) -> str | None:
-        bound = signature.bound
-        assert bound is not None and isinstance(choice, Split)
-        if self.spec.localize is not None or self.spec.random:
-            return "its call is rewritten for even shards"
-        if choice.identifier in size_arguments(self.spec, signature.call):
-            return f"the argument `{choice.identifier}` is divided"
-        if len(bound.tied.get(choice.identifier, ())) > 1 or bound.marks.get(choice.identifier) == "^":
-            return f"`{choice.identifier}` is tied or frozen"
-        if bound.sizes.get(choice.identifier, 0) <= parts:
-            return f"`{choice.identifier}` is too small"
-        return None
-
     def partition(self, signature: Signature, case: Case) -> Partition | str:
         """The partition, or why there is none."""
         key = self._key(case)
         found = self._partitions.get(key)
         if found is None:
-            found = self.refusal(signature, case) or self._make(signature, case)
+            sized = with_sizes(case, signature)
+            found = sized if isinstance(sized, str) else self.refusal(signature, sized) or self._make(signature, sized)
             self._partitions[key] = found
         return found
 
@@ -271,24 +255,16 @@ class Runner:
         return case.inputs.sample, case.inputs.sizes, case.choices, case.parts, case.uneven
 
     def _make(self, signature: Signature, case: Case) -> Partition | str:
-        bounds: tuple[int, ...] = ()
-        if case.uneven:
-            choice = case.choices[0]
-            assert isinstance(choice, Split) and signature.bound is not None
-            bounds = uneven_bounds(signature.bound.sizes[choice.identifier], case.parts[0])
         try:
-            partition = make_partition(signature, case.choices, case.parts, bounds)
+            partition = make_partition(signature, case.choices, case.parts)
         except Refusal as refusal:
             return str(refusal)
         shapes = [t.shape for t in signature.call.tensors()]
         shapes_out = [() if o is None else o.shape for o in signature.call.outputs]
-        if not bounds:
-            for states, shape in zip(
-                (*partition.states_in, *partition.states_out), (*shapes, *shapes_out), strict=True
-            ):
-                reason = explain_illegal(states, case.parts, shape)
-                if reason is not None:
-                    return reason
+        for states, shape in zip((*partition.states_in, *partition.states_out), (*shapes, *shapes_out), strict=True):
+            reason = explain_illegal(states, case.parts, shape)
+            if reason is not None:
+                return reason
         return partition
 
     def run(self, case: Case) -> CaseResult:
@@ -315,16 +291,28 @@ class Runner:
         if key in self._tried:
             return
         tensors = prepared.whole.concrete.tensors
-        function = function_of(partition.calls[0].operator, self.spec)
+        function = function_of(partition.call.operator, self.spec)
         ranks = ranks_of(partition.parts)
-        for rank, call in ((ranks[0], partition.calls[0]), (ranks[-1], partition.calls[-1])):
+        for rank in (ranks[0], ranks[-1]):
             shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
             more = random_arguments(partition, rank) if self.spec.random else {}
             described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
-            tried = tried_on_meta(function, call, described, dict(zip(AXES, rank, strict=False)), more)
+            tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
             if isinstance(tried, Exception):
                 raise ShardRaised(rank, shapes, tried)
         self._tried.add(key)
+
+
+def with_sizes(case: Case, signature: Signature) -> Case | str:
+    """An uneven case with the sizes of its shards, or why there are none; any other as it is."""
+    (choice, *_), parts = case.choices, case.parts[0]
+    if not case.uneven:
+        return case
+    assert isinstance(choice, Split) and signature.bound is not None
+    size = signature.bound.sizes.get(choice.identifier, 0)
+    if size <= parts:
+        return f"`{choice.identifier}` is too small for {parts} unequal shards"
+    return replace(case, choices=(replace(choice, sizes=uneven_sizes(size, parts)),))
 
 
 def _said(case: Case) -> str:

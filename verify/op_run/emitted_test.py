@@ -220,7 +220,8 @@ def _of_case(case: Case, prepared: Prepared, partition: Partition, names: _Names
     columns = [
         _pieces(t, lay, generator, f"x{i}") for i, (t, lay) in enumerate(zip(tensors, partition.inputs, strict=True))
     ]
-    for number, (rank, local) in enumerate(zip(ranks, partition.calls, strict=True)):
+    local = partition.call
+    for number, rank in enumerate(ranks):
         given = ", ".join(column[number] for column in columns)
         local_text = call_text(local, names.operator(local.operator, spec), _at(rank), whole.dtype)
         run = "run" if local_text == text else f"(lambda {xs}: tensors({local_text}))"

@@ -113,13 +113,13 @@ def _one(
 def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) -> bool:
     """A kernel that does not check its sizes would take the process with it."""
     tensors = prepared.whole.concrete.tensors
-    function = function_of(partition.calls[0].operator, subject.spec)
+    function = function_of(partition.call.operator, subject.spec)
     ranks = ranks_of(partition.parts)
-    for rank, call in ((ranks[0], partition.calls[0]), (ranks[-1], partition.calls[-1])):
+    for rank in (ranks[0], ranks[-1]):
         shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
         described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
         more = random_arguments(partition, rank) if subject.spec.random else {}
-        tried = tried_on_meta(function, call, described, dict(zip(AXES, rank, strict=False)), more)
+        tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
         if isinstance(tried, Exception):
             return False
     return True

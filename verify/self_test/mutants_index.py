@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from op_registry.builtin import SPECS
-from op_registry.builtin.embedding import block_start
 from op_registry.call import AxisShard, Call
 from op_registry.expression import Expression, index
+from op_registry.local_size import block_start
 from op_registry.spec import OperatorSpec, Shards
 
 from verify.self_test.mutant import EITHER, FIT, SHARDS, Family, Function, Hook, OperatorMutant, spec_of

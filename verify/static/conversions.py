@@ -29,8 +29,9 @@ from verify.static.text import Line, Variable
 _BY_FUNCTION: Mapping[str, tuple[type, type, Row]] = {
     row.function: (before, after, row) for (before, after), row in ROWS.items()
 }
-_CUT = ("dim", "outer", "sections")
-_EXCHANGE = ("from_dim", "to_dim", "from_outer", "to_outer")
+_CUT = ("dim", "outer", "sections", "sizes")
+_TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
+_EXCHANGE = ("from_dim", "to_dim", "from_outer", "to_outer", "from_sizes", "to_sizes")
 
 
 def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor) -> Held:
@@ -78,10 +79,14 @@ def _given(line: Line, rest: tuple[Any, ...], before: type, after: type) -> dict
     """The arguments after the axis, by name, with their defaults."""
     cuts = (before, after).count(Sharded)
     names = ((), _CUT, _EXCHANGE)[cuts] if (before, after) != (Partial, Invariant) else ("reduction",)
-    defaults = {"outer": 1, "sections": (), "from_outer": 1, "to_outer": 1, "reduction": "sum"}
+    defaults = {"outer": 1, "from_outer": 1, "to_outer": 1, "reduction": "sum", **dict.fromkeys(_TUPLES, ())}
     if len(rest) > len(names) or set(line.kwargs) - set(names[len(rest) :]):
         raise Mistake("program_unreadable", f"`{line.text}` has arguments that the row does not take")
-    return {**defaults, **dict(zip(names, rest, strict=False)), **line.kwargs}
+    given = {**defaults, **dict(zip(names, rest, strict=False)), **line.kwargs}
+    for name in _TUPLES:
+        if not isinstance(given[name], tuple) or not all(type(size) is int for size in given[name]):
+            raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no tuple of whole numbers")
+    return given
 
 
 def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: LogicalTensor) -> None:
@@ -100,7 +105,7 @@ def _check_alone(line: Line, given: Mapping[str, Any], tensor: LogicalTensor) ->
     """On an axis of one rank a conversion does nothing, if it can run."""
     dims = [given[name] for name in ("dim", "from_dim", "to_dim") if name in given]
     wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
-    plain = given["reduction"] == "sum" and not given["sections"]
+    plain = given["reduction"] == "sum" and not any(given[name] for name in _TUPLES)
     outers = (given["outer"], given["from_outer"], given["to_outer"])
     known = all(type(d) is int and 0 <= d < len(tensor.shape) for d in dims) and len(set(dims)) == len(dims) == wanted
     if not plain or outers != (1, 1, 1) or not known:
@@ -130,14 +135,14 @@ def _check_source(
         return
     exchange = line.function == "comm.all_to_all"
     dim, outer = (given.get("from_dim"), given["from_outer"]) if exchange else (given.get("dim"), given["outer"])
-    sections = () if exchange else tuple(given["sections"])
+    sections, sizes = ((), given["from_sizes"]) if exchange else (given["sections"], given["sizes"])
     right = local_outer(held.layout, axes.sizes, axis)
-    if (dim, outer, sections) != (have.dim, right, have.sections):
-        told = _cut_text(dim, outer, sections)
+    if (dim, outer, sections, sizes) != (have.dim, right, have.sections, have.sizes):
+        told = _cut_text(dim, outer, sections, sizes)
         raise Mistake(
             "layouts_disagree",
             f"`{line.function}` of `{tensor.name}` over {axes.names[axis]} is told {told}, and it lies "
-            f"{_cut_text(have.dim, right, have.sections)} (of what one rank has)",
+            f"{_cut_text(have.dim, right, have.sections, have.sizes)} (of what one rank has)",
             "the pieces are joined in the wrong order or along the wrong dim: a permutation of the elements",
             tensor.name,
         )
@@ -160,12 +165,12 @@ def _target(
         return Partial()
     exchange = line.function == "comm.all_to_all"
     dim, outer = (given.get("to_dim"), given["to_outer"]) if exchange else (given.get("dim"), given["outer"])
-    sections = () if exchange else tuple(given["sections"])
+    sections, sizes = ((), given["to_sizes"]) if exchange else (given["sections"], given["sizes"])
     if not isinstance(dim, int) or not isinstance(outer, int) or not 0 <= dim < len(tensor.shape) or outer < 1:
         raise Mistake("layouts_disagree", f"`{line.text}`: `{tensor.name}` has {len(tensor.shape)} dims")
     if sections:
-        if outer != 1:
-            raise Mistake("layouts_disagree", f"`{line.text}` cuts by sections and by an outer size")
+        if outer != 1 or sizes:
+            raise Mistake("layouts_disagree", f"`{line.text}` cuts by sections and by an outer size, or sizes")
         return Sharded(dim, 1, sections)
     found = logical_outer(held.layout, axes.sizes, axis, dim, outer)
     if found is None:
@@ -176,10 +181,11 @@ def _target(
         )
     if exchange and dim == given["from_dim"]:
         parts, from_outer = axes.sizes[axis], given["from_outer"]
-        if outer % (from_outer * parts) and from_outer % (outer * parts):
+        digits = not (sizes or given["from_sizes"])
+        if not digits or (outer % (from_outer * parts) and from_outer % (outer * parts)):
             message = f"`{line.text}` exchanges two digits of dim {dim} that overlap"
             raise Mistake("layouts_disagree", message, tensor=tensor.name)
-    return Sharded(dim, found)
+    return Sharded(dim, found, (), sizes)
 
 
 def logical_outer(layout: Layout, sizes: tuple[int, ...], axis: int, dim: int, outer: int) -> int | None:
@@ -199,8 +205,9 @@ def logical_outer(layout: Layout, sizes: tuple[int, ...], axis: int, dim: int, o
     return None
 
 
-def _cut_text(dim: Any, outer: Any, sections: Any) -> str:
-    return f"dim={dim}" + (f", sections={sections}" if sections else f", outer={outer}")
+def _cut_text(dim: Any, outer: Any, sections: Any, sizes: Any) -> str:
+    cut = f"dim={dim}" + (f", sections={sections}" if sections else f", outer={outer}")
+    return cut + (f", sizes={sizes}" if sizes else "")
 
 
 def _word(state: State) -> str:

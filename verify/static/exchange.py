@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 import numpy.typing as npt
 
-from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, State, explain_illegal, local_shape
+from op_registry.expression import Expression
+
+from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, State, explain_illegal, shape_of_rank
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.runtime.shards import unravel
+from verify.static.arguments import same_shape, shape_text
 from verify.static.held import Axes, Held, Mistake, axes_of
 from verify.static.text import ExchangeText, Piece, StageText
 
@@ -49,9 +52,10 @@ def exchanged(
             f"`{tensor.name}` is sent as {[str(s) for s in held.layout]}, and only whole or sharded tensors can be"
         )
         raise Mistake("layouts_disagree", message, "a sum has to be taken before it is sent", tensor.name)
-    given = local_shape(held.layout, there.sizes, tensor.shape)
-    if tuple(send.shape) != given:
-        raise Mistake("communication_mismatch", f"`{tensor.name}` is sent as {send.shape} and is {given}")
+    given = shape_of_rank(held.layout, there.pairs, tensor.shape)
+    if not same_shape(given, send.shape, there):
+        told = f"is sent as {shape_text(send.shape)} and is {shape_text(given)}"
+        raise Mistake("communication_mismatch", f"`{tensor.name}` {told}")
     for layout in _candidates(held, here, receive.shape, tensor):
         if _carries(receive.messages, source, held.layout, stage, layout, tensor.shape):
             if _carries(receive.backward, stage, layout, source, held.layout, tensor.shape):
@@ -70,23 +74,34 @@ def exchanged(
     )
 
 
-def _candidates(held: Held, here: Axes, shape: Sequence[int], tensor: LogicalTensor) -> Iterator[Layout]:
+def _candidates(held: Held, here: Axes, shape: Sequence[int | Expression], tensor: LogicalTensor) -> Iterator[Layout]:
     """Layouts on the consumer's mesh with that local shape. Micro-batches stay as they are."""
     micro = held.layout[-1]
     options: list[list[State]] = []
-    mesh = here.sizes[:-1]
     outers = sorted({prod(o) for r in range(len(here.sizes) + 1) for o in product(here.sizes, repeat=min(r, 2))})
-    for parts in mesh:
+    if len(shape) != len(tensor.shape):
+        return
+    for name, parts in here.pairs[:-1]:
         states: list[State] = [INVARIANT]
         if parts > 1:
+            states += _uneven(name, shape)
             states += [Sharded(d, o) for d, n in enumerate(tensor.shape) for o in outers if n % (o * parts) == 0]
         options.append(states)
     for states_of in product(*options):
         layout = (*states_of, micro)
-        if local_shape(layout, here.sizes, tensor.shape) != tuple(shape):
-            continue
-        if explain_illegal(layout, here.sizes, tensor.shape) is None:
+        legal = explain_illegal(layout, here.sizes, tensor.shape) is None
+        if legal and same_shape(shape_of_rank(layout, here.pairs, tensor.shape), shape, here):
             yield layout
+
+
+def _uneven(axis: str, shape: Sequence[int | Expression]) -> Iterator[Sharded]:
+    """Cuts over an axis that give the sizes which a local shape lists for it."""
+    for dim, size in enumerate(shape):
+        table = dict(size.terms).get(axis) if isinstance(size, Expression) else None
+        if isinstance(table, tuple):
+            common = gcd(*table)
+            for outer in (n for n in range(1, common + 1) if common % n == 0):
+                yield Sharded(dim, outer, (), tuple(part // outer for part in table))
 
 
 def _carries(
@@ -161,6 +176,9 @@ def owned_indices(size: int, digits: Sequence[tuple[Sharded, int, int]]) -> Indi
             which = np.searchsorted(starts, index, side="right") - 1
             width = np.array(state.sections)[which] // parts
             keep &= (index - starts[which]) // width == coordinate
+        elif state.sizes:
+            ends = np.cumsum(state.sizes)
+            keep &= np.searchsorted(ends, index % (size // state.outer), side="right") == coordinate
         else:
             inner = size // (state.outer * parts)
             keep &= (index // inner) % parts == coordinate

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import local_shape
+from nnscaler.ir.layout import shape_of_rank
+from verify.static.arguments import same_shape, shape_text
 from verify.static.exchange import exchanged
 from verify.static.held import Held, Mistake, axes_of
 from verify.static.stage import Noted, Reading
@@ -86,11 +87,12 @@ def _to_same_position(
             f"`{held.tensor}` goes rank to rank between meshes of the shapes {source.axes} and {stage.axes}",
             tensor=held.tensor,
         )
-    local = local_shape(held.layout, here.sizes, shape)
-    if tuple(receive.shape) != local:
+    local = shape_of_rank(held.layout, here.pairs, shape)
+    if not same_shape(local, receive.shape, here):
         raise Mistake(
             "communication_mismatch",
-            f"stage {stage.index} receives `{held.tensor}` as {receive.shape}, and what is sent has shape {local}",
+            f"stage {stage.index} receives `{held.tensor}` as {shape_text(receive.shape)}, and what is sent has shape "
+            f"{shape_text(local)}",
             "the shapes of the two sides differ",
             held.tensor,
         )

@@ -29,7 +29,7 @@ from nnscaler.ir.layout import (
     Sharded,
     State,
     explain_illegal,
-    local_shape,
+    shape_of_rank,
 )
 from nnscaler.ir.mesh import Axis
 from nnscaler.ir.operation import Operation
@@ -37,8 +37,17 @@ from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.transform.signature import Signature
 from verify.static.arguments import calls, difference, variables
 from verify.static.causes import disagreement
-from verify.static.choices import every_split, input_states, legal_choices, matches, output_states, whole_choices
+from verify.static.choices import (
+    every_split,
+    input_states,
+    legal_choices,
+    matches,
+    output_states,
+    told_by,
+    whole_choices,
+)
 from verify.static.held import Axes, Held, Mistake, normal
+from verify.static.hints import as_told
 from verify.static.random_numbers import draws_numbers, explain_draw
 from verify.static.text import Line, Mark, Variable
 
@@ -138,7 +147,7 @@ class Typer:
         yield from found
 
     def _all_typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
-        per_axis = [self._fitting(op, layouts, axes, axis) for axis in range(len(axes.names))]
+        per_axis = [self._fitting(op, line, layouts, axes, axis) for axis in range(len(axes.names))]
         for number, choices in enumerate(product(*per_axis)):
             if number >= _MANY:
                 return
@@ -147,18 +156,21 @@ class Typer:
             except Mistake:
                 continue
 
-    def _fitting(self, op: Operation, layouts: Sequence[Layout], axes: Axes, axis: int) -> list[Choice]:
+    def _fitting(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes, axis: int) -> list[Choice]:
         """The choices for one axis under which every operand is as it has to be."""
         parts, signature = axes.sizes[axis], self.signatures[op.name]
         if parts == 1:
             return [RunInvariant()]
         states = [layout[axis] for layout in layouts]
         grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
-        return [
+        name = axes.names[axis]
+        fitting = [
             choice
-            for choice in legal_choices(signature, states, parts, _outers(axes, axis))
+            for choice in legal_choices(signature, states, parts, told_by(line, name, _outers(axes, axis)))
             if all(map(matches, input_states(signature, choice), states, grads))
         ]
+        made = {choice: output_states(signature, choice, len(op.outputs)) for choice in fitting}
+        return sorted(fitting, key=lambda choice: not as_told(made[choice], name, line.hint))
 
     def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
         """The typing with these choices. Raises Mistake when they do not go together or the line calls otherwise."""
@@ -181,7 +193,7 @@ class Typer:
         if not calls(line.function, expected.operator, self.user):
             message = f"`{line.function}` is called where one shard's call is `{expected.operator}`"
             raise Mistake("operation_differs", message, tensor=op.outputs[0])
-        told = _unpacked(expected, line) or difference(expected, line, self._arguments(line))
+        told = _unpacked(expected, line) or difference(expected, line, self._arguments(line), dict(axes.pairs))
         if told:
             raise Mistake("operation_differs", told, tensor=op.outputs[0])
         if draws_numbers(line.function):
@@ -202,9 +214,14 @@ class Typer:
         for choice, (axis, parts) in zip(choices, axes.pairs, strict=True):
             if isinstance(choice, Split):
                 for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
-                    shards[identifier] = (*shards.get(identifier, ()), AxisShard(axis, parts, choice.outer))
+                    shards[identifier] = (
+                        *shards.get(identifier, ()),
+                        AxisShard(axis, parts, choice.outer, choice.sizes),
+                    )
         shapes = [
-            None if name is None or layout is None else local_shape(layout, axes.sizes, self.graph.tensors[name].shape)
+            None
+            if name is None or layout is None
+            else shape_of_rank(layout, axes.pairs, self.graph.tensors[name].shape)
             for name, layout in zip(op.outputs, outputs, strict=True)
         ]
         try:
@@ -234,7 +251,7 @@ class Typer:
         chosen: list[Choice] = []
         wrong: list[tuple[int, int, State, State]] = []
         for axis, parts in enumerate(axes.sizes):
-            fitting = self._fitting(op, layouts, axes, axis)
+            fitting = self._fitting(op, line, layouts, axes, axis)
             if fitting or parts == 1:
                 chosen.append((fitting or [RunInvariant()])[0])
                 continue
@@ -256,7 +273,7 @@ class Typer:
     def _combined(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
         """Each axis fits by itself: what is wrong with all of them together, or with the arguments."""
         problems: list[Mistake] = []
-        per_axis = [self._fitting(op, layouts, axes, axis) for axis in range(len(axes.names))]
+        per_axis = [self._fitting(op, line, layouts, axes, axis) for axis in range(len(axes.names))]
         for choices in product(*per_axis):
             try:
                 self.check_choices(op, line, choices, axes)
@@ -275,7 +292,7 @@ class Typer:
         signature, parts = self.signatures[op.name], axes.sizes[axis]
         states = [layout[axis] for layout in layouts]
         outers = _outers(axes, axis)
-        legal = legal_choices(signature, states, parts, outers)
+        legal = legal_choices(signature, states, parts, told_by(line, axes.names[axis], outers))
         options = dict.fromkeys((*legal, *whole_choices(signature), *every_split(signature, outers)))
         name = axes.names[axis]
         ranked: list[tuple[tuple[bool, int, bool, bool], int, Choice, list[tuple[int, State, State]]]] = []

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from op_registry.expression import Expression
+
 from nnscaler.ir.layout import State
 from verify.static.bodies import read_body
 from verify.static.header import names_of_file, user_operators
@@ -204,7 +206,7 @@ def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
         needs_grad = given.get("needs_grad", True)
         dtype = given.get("dtype", "float32")
         sides = (tuple(given["messages"]), tuple(given["backward"]))
-        shape = tuple(given["shape"])
+        shape = _shape(call, given["shape"])
         return ExchangeText(call.lineno, given["key"], given["stage"], *sides, shape, dtype, needs_grad, variable)
     if kind == "Receive" and variable:
         _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"))
@@ -219,9 +221,21 @@ def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
         tuple(given["peers"]),
         given.get("needs_grad", True),
         variable,
-        tuple(given.get("shape", ())),
+        _shape(call, given.get("shape", ())),
         given.get("dtype", ""),
     )
+
+
+def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
+    """A local shape, in which `{"dp": (3, 2)}` is a size by the index on an axis."""
+    sizes: list[int | Expression] = []
+    for size in value:
+        if isinstance(size, dict):
+            if not all(isinstance(t, tuple) and t and all(type(n) is int for n in t) for t in size.values()):
+                raise Unreadable(call, f"`{ast.unparse(call)}`: {size} is no size by the index on an axis")
+            size = Expression(0, tuple(size.items()))
+        sizes.append(size)
+    return tuple(sizes)
 
 
 def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from op_registry.expression import Expression
+
 from nnscaler.ir.layout import State
 from nnscaler.ir.operation import Region
 
@@ -115,7 +117,7 @@ class MessageText:
     peers: tuple[int, ...]
     needs_grad: bool
     variable: str = ""  # of a Receive
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | Expression, ...] = ()
     dtype: str = ""
 
 
@@ -131,7 +133,7 @@ class ExchangeText:
     stage: int
     messages: tuple[Piece, ...]
     backward: tuple[Piece, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int | Expression, ...]
     dtype: str
     needs_grad: bool
     variable: str = ""  # of the receiving side

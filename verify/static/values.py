@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 from op_registry.call import DType
-from op_registry.expression import Expression, index
+from op_registry.expression import Expression, by_index, index
 
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from verify.static.text import Mark, Variable
@@ -48,9 +48,19 @@ def read_value(node: ast.expr) -> Any:
             return _arithmetic(node, operator.add, read_value(left), read_value(right))
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _arithmetic(node, operator.mul, read_value(left), read_value(right))
+        case ast.Subscript(value=ast.Tuple() as table, slice=place):
+            return _entry(node, read_value(table), read_value(place))
         case ast.IfExp() | ast.Compare() | ast.BoolOp():
             raise Unreadable(node, f"`{ast.unparse(node)}` makes ranks or runs do different things")
     raise Unreadable(node, f"`{ast.unparse(node)}` is no argument that a rank program has")
+
+
+def _entry(node: ast.Subscript, table: Any, place: Any) -> Any:
+    """`(7, 7, 6)[self.tp.index]`."""
+    axes = [axis for axis, times in place.terms if times == 1] if isinstance(place, Expression) else []
+    if len(axes) != 1 or place != index(axes[0]) or not all(type(value) is int for value in table):
+        raise Unreadable(node, f"`{ast.unparse(node)}` is no table of whole numbers by the index of an axis")
+    return by_index(axes[0], table)
 
 
 def _attribute(node: ast.Attribute) -> Any:
@@ -93,9 +103,10 @@ def _is_state(state: Any) -> bool:
         return state.reduction in ("sum", "max")
     if not isinstance(state, Sharded):
         return True
-    numbers = (state.dim, state.outer, *state.sections) if isinstance(state.sections, tuple) else (None,)
-    whole = all(type(n) is int and n >= 0 for n in numbers)
-    return whole and state.outer >= 1 and (state.outer == 1 or not state.sections)
+    if not isinstance(state.sections, tuple) or not isinstance(state.sizes, tuple):
+        return False
+    whole = all(type(n) is int and n >= 0 for n in (state.dim, state.outer, *state.sections, *state.sizes))
+    return whole and state.outer >= 1 and not (state.sections and (state.outer > 1 or state.sizes))
 
 
 def _arithmetic(node: ast.expr, function: Any, left: Any, right: Any) -> Any:

@@ -25,14 +25,19 @@ from nnscaler.runtime.shards import assemble, shard
 
 SHAPE = (24, 36)
 NAMES = ("a", "b", "c")
+UNEVEN = (  # dim, outer, sizes of two and of three parts
+    *((0, 1, (11, 13)), (0, 1, (7, 9, 8)), (0, 2, (7, 5)), (0, 2, (1, 8, 3))),
+    *((1, 1, (17, 19)), (1, 1, (2, 30, 4)), (1, 3, (5, 7)), (1, 3, (5, 1, 6))),
+)
 SECTIONS = {0: (12, 6, 6), 1: (24, 12)}
 
 
 def states() -> st.SearchStrategy[State]:
     sharded = st.builds(Sharded, st.sampled_from([0, 1]), st.sampled_from([1, 2, 3, 4, 6, 12]))
     sectioned = st.sampled_from([Sharded(dim, sections=sections) for dim, sections in SECTIONS.items()])
+    uneven = st.sampled_from([Sharded(dim, outer, (), sizes) for dim, outer, sizes in UNEVEN])
     whole = st.sampled_from([INVARIANT, REPLICATED, PARTIAL])
-    return st.one_of(whole, sharded, sharded, sectioned)
+    return st.one_of(whole, sharded, sharded, sectioned, uneven)
 
 
 @st.composite
@@ -88,7 +93,7 @@ def runtime_states(layout: Layout) -> dict[str, runtime_layout.State]:
     return {name: eval(text, classes) for name, text in zip(NAMES, texts, strict=False)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(conversions())
 def test_a_path_keeps_the_value_and_its_backward_is_the_adjoint(case: tuple[tuple[int, ...], Layout, Layout]) -> None:
     sizes, source, target = case

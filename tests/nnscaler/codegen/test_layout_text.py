@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from op_registry.call import DType
-from op_registry.expression import Expression
+from op_registry.expression import Expression, by_index
 
 from nnscaler.codegen.expressions import expression, literal
 from nnscaler.codegen.layout_text import layout_text
@@ -25,6 +25,8 @@ AXES = (Axis("dp", 2), Axis("tp", 3), Axis("micro", 4))
         ((Sharded(0), INVARIANT, Sharded(0, 6)), "(48/dp/3*micro, 36)"),
         ((INVARIANT, Sharded(1, 4), INVARIANT), "(48, 36/4*tp)"),
         ((INVARIANT, Sharded(1, sections=(24, 6, 6)), INVARIANT), "(48, 36/tp[24 6 6])"),
+        ((INVARIANT, Sharded(1, sizes=(11, 12, 13)), INVARIANT), "(48, 36/tp{11 12 13})"),
+        ((Sharded(0, 3, sizes=(9, 7)), INVARIANT, INVARIANT), "(48/3*dp{9 7}, 36)"),
         ((PARTIAL, REPLICATED, PARTIAL), "(48, 36), sum over dp micro, gradient: sum over tp"),
         ((INVARIANT, Partial("max"), INVARIANT), "(48, 36), max over tp"),
     ],
@@ -53,6 +55,7 @@ def test_arguments() -> None:
     assert literal(value, []) == "[1, 2.5, True, None, 'tanh', dtypes.float32, (3,), float(\"-inf\")]"
     assert expression(Expression(5, (("tp", 20), ("dp", 1)))) == "5 + 20 * self.tp.index + self.dp.index"
     assert expression(Expression(0, ())) == "0"
+    assert expression(by_index("tp", (7, 7, 6)) + 5) == "5 + (7, 7, 6)[self.tp.index]"
 
 
 def test_names_that_programs_use_are_not_free() -> None:

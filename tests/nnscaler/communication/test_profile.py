@@ -76,10 +76,20 @@ def counted(program: Program, folder: Path) -> Counter[Made]:
     for rank, calls in enumerate(Simulator(int(program.manifest["ranks"])).run(run)):
         for call in calls:
             assert call.dtype is not None
-            elements = sum(torch.Size(shape).numel() for shape in call.shapes)
+            elements = handed_over(call)
             key = (rank, call.kind, call.ranks, elements * call.dtype.itemsize, str(call.dtype)[6:], phase_of(call))
             found[key] += 1
     return found
+
+
+def handed_over(call: CommunicationCall) -> int:
+    """Elements of what a rank gives; of the rank that gives most, where the call lists those of the whole group."""
+    elements, ranks = [torch.Size(shape).numel() for shape in call.shapes], len(call.ranks)
+    if call.kind == "all_gather" and len(elements) == ranks:
+        return max(elements)
+    if call.kind == "all_to_all" and len(elements) == ranks * ranks:
+        return max(sum(elements[i * ranks : (i + 1) * ranks]) for i in range(ranks))
+    return sum(elements)
 
 
 def phase_of(call: CommunicationCall) -> str:

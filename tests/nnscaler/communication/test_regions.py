@@ -35,7 +35,7 @@ def shard(tensor: Integers, layout: Layout, on: DeviceMesh, rank: int) -> Intege
             continue
         size = tensor.shape[state.dim]
         sections = state.sections or (size // state.outer,) * state.outer
-        digit = np.concatenate([np.repeat(np.arange(axis.size), s // axis.size) for s in sections])
+        digit = np.concatenate([np.repeat(np.arange(axis.size), state.sizes or s // axis.size) for s in sections])
         keep[state.dim] = keep[state.dim][digit[keep[state.dim]] == on.coordinates(rank)[axis.name]]
     return tensor[np.ix_(*keep)]
 
@@ -95,6 +95,9 @@ def sides(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
             options += [Sharded(dim, outer) for outer in OUTERS]
             if n % size == 0 and n >= 2 * size:
                 options.append(Sharded(dim, 1, (size, n - size)))
+            for outer in (o for o in (1, 2) if n % o == 0 and n // o > size > 1):
+                unequal = (n // outer - (size - 1), *[1] * (size - 1))
+                options += [Sharded(dim, outer, (), unequal), Sharded(dim, outer, (), unequal[::-1])]
         states.append(draw(st.sampled_from(options)))
         if explain_illegal(tuple(states), sizes[: len(states)], shape):
             states[-1] = INVARIANT
@@ -102,7 +105,7 @@ def sides(draw: st.DrawFn, shape: tuple[int, ...]) -> Side:
     return DeviceMesh(axes, tuple(ranks)), tuple(states)
 
 
-@given(st.data(), st.lists(st.sampled_from([1, 2, 4, 6, 12, 24]), max_size=3).map(tuple))
+@given(st.data(), st.lists(st.sampled_from([1, 2, 4, 5, 6, 7, 12, 24]), max_size=3).map(tuple))
 @settings(max_examples=250, deadline=None)
 def test_every_cell_arrives_once_in_both_directions(data: st.DataObject, shape: tuple[int, ...]) -> None:
     assume(prod(shape) <= 600)

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from op_registry.expression import Expression
+
 from nnscaler.ir.layout import (
     INVARIANT,
     PARTIAL,
@@ -16,11 +18,13 @@ from nnscaler.ir.layout import (
     State,
     explain_illegal,
     format_layout,
+    full_along,
     intervals_nest,
     letter,
     local_outer,
     local_shape,
     parse_state,
+    shape_of_rank,
     without_gradient,
 )
 from nnscaler.ir.mesh import Axis, DeviceMesh
@@ -32,6 +36,8 @@ LEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...]]] = [
     ((Sharded(0, 4), Sharded(0)), (3, 2), (12,)),  # a gap between the intervals
     ((Sharded(0, sections=(4, 2, 2)), Sharded(1)), (2, 5), (8, 5)),
     ((PARTIAL, REPLICATED, INVARIANT), (2, 2, 2), ()),
+    ((Sharded(0, sizes=(3, 1, 3)), Sharded(1)), (3, 2), (7, 4)),
+    ((Sharded(0, 2, sizes=(3, 2)), Sharded(1, sizes=(1, 2, 2))), (2, 3), (10, 5)),
 ]
 ILLEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...], str]] = [
     ((Sharded(1),), (2,), (4,), "dim 1 of a tensor with 1 dims"),
@@ -41,6 +47,12 @@ ILLEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...], str]] = [
     ((Sharded(0, 2), Sharded(0)), (2, 3), (24,), "two axes overlap on dim 0"),
     ((Sharded(0, sections=(4, 3)),), (2,), (7,), "sections (4, 3) of dim 0 (size 7) do not divide by 2"),
     ((Sharded(0, sections=(4, 4)), Sharded(0, 2)), (2, 2), (8,), "a second axis on the sectioned dim 0"),
+    ((Sharded(0, sizes=(4, 3)),), (3,), (7,), "dim 0: 2 sizes for 3 parts"),
+    ((Sharded(0, sizes=(4, 3)),), (2,), (8,), "dim 0: the sizes (4, 3) do not add up to 8"),
+    ((Sharded(0, 2, sizes=(4, 3)),), (2,), (7,), "dim 0: the sizes (4, 3) in 2 blocks do not add up to 7"),
+    ((Sharded(0, sizes=(4, 4)),), (2,), (8,), "dim 0: the sizes (4, 4) are equal, which is said without sizes"),
+    ((Sharded(0, sizes=(7, 0)),), (2,), (7,), "dim 0: the sizes (7, 0) leave a rank without elements"),
+    ((Sharded(0, sizes=(5, 3)), Sharded(0, 4)), (2, 2), (8,), "a second axis on the unevenly cut dim 0"),
 ]
 
 
@@ -64,6 +76,16 @@ def test_local_shape_divides_by_every_axis_of_a_dim() -> None:
     assert local_shape(layout, (2, 3, 4), (5, 12)) == (5, 2)
 
 
+def test_unequal_shards_have_a_shape_on_each_rank() -> None:
+    layout, axes = (Sharded(0, 2, sizes=(2, 4)), Sharded(1)), (("dp", 2), ("tp", 3))
+    assert local_shape(layout, (2, 3), (12, 6)) == (8, 2)  # of the largest
+    assert [local_shape(layout, (2, 3), (12, 6), (dp, 0)) for dp in (0, 1)] == [(4, 2), (8, 2)]
+    rows, columns = shape_of_rank(layout, axes, (12, 6))
+    assert isinstance(rows, Expression) and columns == 2
+    assert [rows.evaluate({"dp": dp}) for dp in (0, 1)] == [4, 8]
+    assert full_along(layout, (2, 3), (12, 6), 0) == (12, 2)
+
+
 def test_local_outer_leaves_out_the_axes_with_smaller_outer() -> None:
     layout = (Sharded(0), Sharded(0, 6), Sharded(0, 2))
     assert [local_outer(layout, (2, 2, 3), axis) for axis in range(3)] == [1, 1, 1]
@@ -76,7 +98,17 @@ def test_without_gradient_replicated_is_invariant() -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [INVARIANT, REPLICATED, PARTIAL, Partial("max"), Sharded(2), Sharded(0, 6), Sharded(1, sections=(48, 24, 24))],
+    [
+        INVARIANT,
+        REPLICATED,
+        PARTIAL,
+        Partial("max"),
+        Sharded(2),
+        Sharded(0, 6),
+        Sharded(1, sections=(48, 24, 24)),
+        Sharded(0, sizes=(5, 4)),
+        Sharded(2, 3, sizes=(1, 2, 1)),
+    ],
 )
 def test_text_reads_back(state: State) -> None:
     assert parse_state(str(state)) == state

@@ -73,6 +73,22 @@ def collectives(communicator: Communicator, ranks: tuple[int, ...], generator: t
     return results
 
 
+def unequal(communicator: Communicator) -> list[Tensor]:
+    """Collectives in which ranks give and get tensors of unequal sizes, in two orders of the group."""
+    results = []
+    for ranks in (tuple(range(communicator.world_size)), tuple(reversed(range(communicator.world_size)))):
+        here, count = ranks.index(communicator.rank), len(ranks)
+        generator = torch.Generator().manual_seed(communicator.rank)
+        rows = [(4 + 3 * i, 2) for i in range(count)]
+        table = [[(1 + i, 2, 3 + j) for j in range(count)] for i in range(count)]
+        results += communicator.all_gather(torch.randn(rows[here], generator=generator), ranks, rows)
+        pieces = [torch.randn(shape, generator=generator) for shape in rows]
+        results.append(communicator.reduce_scatter(pieces, ranks))
+        pieces = [torch.randn(shape, generator=generator) for shape in table[here]]
+        results += communicator.all_to_all(pieces, ranks, table)
+    return results
+
+
 def without_tags(communicator: TorchCommunicator, pairs: list[tuple[int, int]]) -> list[Tensor]:
     """`every_call` on the communicator for NCCL, its groups made by gloo."""
     inner = NcclCommunicator(

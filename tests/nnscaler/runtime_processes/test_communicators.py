@@ -23,6 +23,15 @@ def test_gloo_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_unequal_tensors_give_the_bits_of_the_simulator(server: ForkServer, rank_functions: str) -> None:
+    expected = Simulator(3).run(load_user_module(rank_functions).unequal)
+    assert len({tuple(t.shape) for t in expected[0]}) > 6
+    outcome = launch(3, f"{rank_functions}:unequal", timeout=60, server=server)
+    for found, wanted in zip(outcome.results(), expected, strict=True):
+        assert [t.shape for t in found] == [t.shape for t in wanted]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("pairs", [[], [(0, 1), (1, 0), (1, 2), (2, 0), (0, 2), (2, 1)], [(0, 1), (2, 0)]])
 def test_messages_without_tags_are_matched_by_announcement(
     server: ForkServer, rank_functions: str, pairs: list[tuple[int, int]]

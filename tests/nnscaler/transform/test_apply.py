@@ -51,9 +51,13 @@ def test_the_batch_reaches_everything_but_parameters(transformer: Any) -> None:
     assert Split("n") not in found[named(transformer.graph, "up")]
 
 
-def test_candidates_divide(transformer: Any) -> None:
+def test_candidates_are_uneven_only_where_sizes_do_not_divide(transformer: Any) -> None:
     found = all_candidates(transformer.graph, transformer.signatures, 5)
-    assert found[named(transformer.graph, "up")] == (Split("*1"),)  # only the sequence of 5
+    sizes = transformer.signatures[named(transformer.graph, "up")].bound.sizes
+    for split in found[named(transformer.graph, "up")]:
+        assert split == (Split("*1") if split.identifier == "*1" else Split(split.identifier, sizes=split.sizes))
+        assert sum(split.sizes) in (0, sizes[split.identifier]) and len(split.sizes) in (0, 5)
+    assert Split("*1") in found[named(transformer.graph, "up")]  # the sequence of 5
 
 
 # -- following ----------------------------------------------------------------------------------------------------
@@ -181,8 +185,10 @@ def test_select_by_name_module_parameter_and_glob(transformer: Any) -> None:
             "split of layer_norm over tp=2",
             "identifiers that 2 parts may split",
         ),
-        (Plan((("tp", 4),), (SplitStep(("up",), "tp", "n"),)), "18", "identifiers that 4 parts may split: *0, k"),
-        (Plan(TP, (SplitStep(("up",), "tp", "z"),)), "has no identifier 'z'", "*0, k, n"),
+        (Plan((("tp", 19),), (SplitStep(("up",), "tp", "n"),)), "18", "identifiers that 19 parts may split: none"),
+        (Plan(TP, (SplitStep(("up",), "tp", "n", sizes=(9, 9)),)), "are equal", "*0, *1, k, n"),
+        (Plan(TP, (SplitStep(("up",), "tp", "n", sizes=(10, 9)),)), "do not add up to 18", "*0, *1, k, n"),
+        (Plan(TP, (SplitStep(("up",), "tp", "z"),)), "has no identifier 'z'", "*0, *1, k, n"),
         (
             Plan(TP, (SplitStep(("mlp*",), "tp", "n"),)),
             "pattern 'mlp*' matches no module and no operation",
@@ -193,7 +199,11 @@ def test_select_by_name_module_parameter_and_glob(transformer: Any) -> None:
             "a split step names axis 'tensor'",
             "axes of this plan: ['tp']",
         ),
-        (Plan((("dp", 3),)), "the batch of 8 (input x) does not divide by dp=3", "legal: dp in [1, 2, 4, 8]"),
+        (
+            Plan((("dp", 9),)),
+            "the batch of 8 (input x) does not divide by dp=9",
+            "legal: dp in [1, 2, 3, 4, 5, 6, 7, 8]",
+        ),
         (Plan((("dp", 2),), (), 3), "does not divide by micro-batches=3 after 2 data-parallel parts", "[1, 2, 4]"),
         (Plan((("pp", 2),), (AssignStep(("up",), (2,)),)), "stages [2] are assigned", "this plan has stages 0..1"),
         (

@@ -31,6 +31,7 @@ def test_every_row_is_looked_at(function: str) -> None:
     assert cases and all(case.function == function for case in cases)
     if any("outer" in str(case) for case in cases) and function != "all_to_all":
         assert any("sections" in str(case) for case in cases)
+        assert any("sizes" in str(case) for case in cases)
 
 
 def test_no_row_is_no_proof() -> None:
@@ -44,6 +45,21 @@ def test_a_row_that_the_table_does_not_have_is_refuted() -> None:
 
 def _reversed(tensor: Tensor, axis: AxisGroup) -> Tensor:
     return torch.cat(list(reversed(axis.connected().all_gather(tensor, axis.ranks))), 1)
+
+
+def _begins_elsewhere(
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: tuple[int, ...] = (), sizes: tuple[int, ...] = ()
+) -> Tensor:
+    """Pieces of the right sizes that begin where equal ones would."""
+    cut = Cut(dim, outer, sections, sizes)
+
+    def kernel(tensor: Tensor, axis: AxisGroup) -> Tensor:
+        if not sizes or outer > 1:
+            return comm._slice(cut)(tensor, axis)
+        total, size = tensor.shape[dim], sizes[axis.index]
+        return tensor.narrow(dim, min(axis.index * total // axis.size, total - size), size).clone()
+
+    return comm._convert(x, axis, kernel, comm._gather(cut))
 
 
 def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
@@ -66,8 +82,15 @@ def _wrong_rows() -> dict[str, tuple[str, Callable[..., Tensor]]]:
         "the gradient of all ranks": ("keep_first_replicated", lambda x, a: convert(x, a, comm._first, same)),
         "shards in reverse": (
             "all_gather",
-            lambda x, a, d, o=1, s=(): convert(x, a, _reversed, comm._slice(Cut(d, o, s))),
+            lambda x, a, d, o=1, s=(), z=(): convert(x, a, _reversed, comm._slice(Cut(d, o, s, z))),
         ),
+        "the sizes of other ranks": (
+            "place",
+            lambda x, a, d, o=1, s=(), z=(): convert(
+                x, a, comm._place(Cut(d, o, s, z)), comm._slice(Cut(d, o, s, z[::-1]))
+            ),
+        ),
+        "unequal pieces begin where equal ones do": ("shard", _begins_elsewhere),
         "outer is forgotten": ("all_gather", flat),
     }
 

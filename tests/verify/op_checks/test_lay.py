@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, explain_illegal
 from nnscaler.runtime import shards
-from verify.op_checks.cases import uneven_bounds
+from verify.op_checks.cases import uneven_sizes
 from verify.op_checks.lay import gather, lay_of, local_shape, spread
 from verify.op_checks.random_calls import runtime_state
 
@@ -75,8 +76,7 @@ def test_unequal_copies_are_no_value() -> None:
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("length", [5, 6, 7, 12])
 def test_uneven_ranges_cover_and_differ(length: int, parts: int) -> None:
-    ends = uneven_bounds(length, parts)
-    spans = [b - a for a, b in zip((0, *ends), ends, strict=False)]
+    spans = uneven_sizes(length, parts)
     assert sum(spans) == length
     assert len(spans) == parts
     assert min(spans) >= 1
@@ -85,10 +85,9 @@ def test_uneven_ranges_cover_and_differ(length: int, parts: int) -> None:
 
 @pytest.mark.parametrize("state", [Sharded(0), Sharded(1, 3)])
 def test_uneven_shards(state: Sharded) -> None:
-    """Boundaries are in units of the identifier: the second of three factors of a dim, say."""
     whole = tensor()
-    length = 12 if state.dim == 0 else 4  # 36 = 3 x 4 x 3
-    lay = lay_of((state,), (3,), uneven_bounds(length, 3))
+    sizes = uneven_sizes(whole.shape[state.dim] // state.outer, 3)
+    lay = lay_of((replace(state, sizes=sizes),), (3,))
     pieces = spread(whole, lay, torch.Generator())
     assert len({tuple(p.shape) for p in pieces}) > 1
     value = gather(pieces, lay, torch.equal)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_registry.builtin.embedding import block_start
 from op_registry.call import Call
 from op_registry.expression import Expression, index
+from op_registry.local_size import block_start
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.layout import Partial, State
