@@ -11,6 +11,13 @@ from torch import Tensor, nn
 _TORCH = frozenset(vars(nn.Module()))  # what every module has
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 _KINDS = (bool, int, float, str, list, tuple, dict, set, Tensor, type(None), type(_MISSING))  # what a forward counts in
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 _SHOWN = 60  # characters of a value
 
 
@@ -19,13 +26,20 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
     """What is changed while this is open is put back when it closes; `changed`, filled then, says what it was, by name.
 
     Attributes of the module and of its parts (not those of torch), and what their lists, dicts and sets hold; not what
-    lies deeper.
+    lies deeper. Hooks that a first forward registers go with the attribute that says that they are there.
     """
+    hooks = [(part, {name: dict(getattr(part, name)) for name in _HOOKS}) for part in module.modules()]
     parts = {path: part for path, part in module.named_modules() if not type(part).__module__.startswith("torch.")}
     before = {path: {k: (v, _copied(v)) for k, v in _plain(part).items()} for path, part in parts.items()}
     try:
         yield
     finally:
+        for part, registered in hooks:
+            for name, kept in registered.items():
+                found = getattr(part, name)
+                if dict(found) != kept:
+                    found.clear()  # in place: handles of hooks refer to it
+                    found.update(kept)
         for path, part in parts.items():
             for name, text in _restore(part, before[path]):
                 changed[f"{path}.{name}" if path else name] = text

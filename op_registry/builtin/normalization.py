@@ -133,7 +133,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.rms_norm.default", _over_last, linear=_weight_linear),
     OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm, uneven=True),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
-    OperatorSpec("aten._weight_norm.default", _weight_norm, linear=(frozenset({1}),)),
+    OperatorSpec("aten._weight_norm.default", _weight_norm),
     OperatorSpec("aten._weight_norm_interface.default", _weight_norm_interface),
     OperatorSpec("aten.instance_norm.default", _instance_norm),
     OperatorSpec("aten.renorm.default", _kept_dim(2)),

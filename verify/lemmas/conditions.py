@@ -96,8 +96,7 @@ def _strides(size: Size, outer: int, parts: Sequence[int], samples: Mapping[str,
 
 def of_factors(identifiers: Mapping[str, Size], unifier: Unifier, place: str) -> Iterator[Divides]:
     """Sizes of identifiers are whole numbers."""
-    for size in identifiers.values():
-        found = unifier.known(size)
+    for found in (reading for size in identifiers.values() for reading in _readings(unifier, size)):
         scale = lcm(*(c.denominator for _, c in found.terms)) if found.terms else 1
         if scale > 1:
             yield Divides(found * of_terms({(): Fraction(scale)}), scale, (), place)
@@ -119,7 +118,7 @@ def simplify(conditions: Iterable[Divides], symbols: Iterable[str]) -> Simplifie
     rest: dict[tuple[Size, int], Divides] = {}
     for condition in conditions:
         alone = _alone(condition)
-        if alone is None:
+        if alone is None or alone[0] not in divisors:
             rest.setdefault((condition.size, condition.modulus), condition)
             continue
         name, divisor = alone
@@ -145,7 +144,10 @@ def _alone(condition: Divides) -> tuple[str, int] | None:
 
 
 def follows(condition: Divides, divisors: Mapping[str, int], others: Sequence[Divides]) -> bool:
-    """Whether Z3 shows that it follows from the divisors and the other conditions. Unknown is no."""
+    """Whether Z3 shows that it follows from the divisors and the other conditions. Unknown is no, and so is a size of
+    which it is not known what it depends on."""
+    if not condition.size.names <= set(divisors):
+        return False
     solver = z3.Solver()
     solver.set("rlimit", LIMIT)
     variables: dict[str, z3.ArithRef] = {}
@@ -154,6 +156,8 @@ def follows(condition: Divides, divisors: Mapping[str, int], others: Sequence[Di
         solver.add(times >= 1)
         variables[name] = divisor * times
     for other in others:
+        if not other.size.names <= set(divisors):
+            continue
         solver.add(_expression(other.size, variables) % other.modulus == 0)
     solver.add(_expression(condition.size, variables) % condition.modulus != 0)
     return bool(solver.check() == z3.unsat)

@@ -74,6 +74,8 @@ def sizes_result(graph: Graph, obligations: Sequence[Obligation]) -> SizesResult
         try:
             return _attempt(graph, known, relied_on, every, samples, blocked)
         except Conflict as conflict:
+            if not samples:  # nothing is left that could vary
+                return SizesResult(tuple(Symbol(n, size, blocker=blocked[n]) for n, (size, _) in every.items()))
             new = [name for name in conflict.symbols if name in samples] or list(samples)
             blocked.update(dict.fromkeys(new, str(conflict)))
 

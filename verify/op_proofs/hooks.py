@@ -39,6 +39,17 @@ _SAME_ON_THE_WHOLE = frozenset(
         ("aten.slice_scatter.default", "aten.slice_scatter.default"),
         ("aten.repeat_interleave.self_int", "aten.repeat_interleave.self_int"),
         ("aten.unflatten.int", "aten.unflatten.int"),
+        *(
+            (f"aten.{name}", "aten.split_with_sizes.default")
+            for name in (
+                "tensor_split.sections",
+                "tensor_split.indices",
+                "unsafe_split.Tensor",
+                "unsafe_split_with_sizes.default",
+                "unsafe_chunk.default",
+            )
+        ),
+        *((f"aten.adaptive_avg_pool{n}d.default", "nnscaler.mean_over") for n in (1, 2, 3)),
         ("aten.mean.default", "nnscaler.mean_over"),
         ("aten.mean.dim", "nnscaler.mean_over"),
     }

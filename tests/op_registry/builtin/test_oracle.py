@@ -39,7 +39,7 @@ _LINEAR_ANYWAY = """
     dropout feature_dropout alpha_dropout feature_alpha_dropout scatter_reduce.two index_reduce
     isneginf isposinf isreal nansum nanmean xlogy.Scalar_Other special_xlogy special_xlogy.other_scalar
     special_xlog1py special_xlog1py.other_scalar nll_loss nll_loss2d instance_norm native_batch_norm
-    _native_batch_norm_legit_no_training
+    _native_batch_norm_legit_no_training ormqr _weight_norm
 """.split()
 
 
