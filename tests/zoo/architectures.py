@@ -63,7 +63,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "longt5": {"decoder_start_token_id": 0, "local_radius": 5},
     "switch_transformers": {"decoder_start_token_id": 0},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 6},
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 6, "first_k_dense_replace": 1},
+    "deepseek_v3": {"n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 6, "first_k_dense_replace": 1},
     "ernie4_5_moe": {"moe_k": 2},
     "paligemma": {"projection_dim": 48, "vision_config.projection_dim": 48},
     "dots1": {"n_shared_experts": 1},

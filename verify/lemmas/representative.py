@@ -341,13 +341,16 @@ def _resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, i
 
 def _concrete(call: Call, seed: int) -> Iterator[ConcreteCall]:
     """The call with tensors. Whole numbers: labels, some of them ignored; below each size of the call, the largest
-    first, since the first that does not reach beyond a table is the table's own; 0 and 1."""
+    first, since the first that does not reach beyond a table is the table's own; 0 and 1. Masks: of which two of five
+    entries are true; of which one is, for an operator that asks for an element for each."""
     tensors = call.tensors()
     integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
     if not integers:
         yield _filled(call, tensors, 2, None, seed)
+        if any(t.dtype == "bool" and t.shape for t in tensors):
+            yield _filled(call, tensors, 2, None, seed, rare=True)
         return
-    sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {2}, reverse=True)
+    sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {1, 2}, reverse=True)
     labels = [
         v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and not isinstance(v, bool) and v < 0
     ]
@@ -356,7 +359,9 @@ def _concrete(call: Call, seed: int) -> Iterator[ConcreteCall]:
             yield _filled(call, tensors, below, ignored, seed)
 
 
-def _filled(call: Call, tensors: Sequence[TensorArgument], below: int, ignored: int | None, seed: int) -> ConcreteCall:
+def _filled(
+    call: Call, tensors: Sequence[TensorArgument], below: int, ignored: int | None, seed: int, rare: bool = False
+) -> ConcreteCall:
     generator = torch.Generator().manual_seed(seed)
 
     def make(argument: TensorArgument) -> Tensor:
@@ -366,6 +371,9 @@ def _filled(call: Call, tensors: Sequence[TensorArgument], below: int, ignored: 
             return torch.complex(fill(argument.shape, "normal", generator), fill(argument.shape, "normal", generator))
         if argument.dtype == "bool" and not argument.shape:
             return torch.tensor(True)
+        if argument.dtype == "bool" and rare:
+            numbers = torch.arange(prod(argument.shape)).reshape(argument.shape)
+            return numbers == int(torch.randint(0, numbers.numel(), (), generator=generator))
         if argument.dtype == "bool":
             return fill_whole_numbers(argument.shape, 0, "integers", generator)
         found = fill_whole_numbers(argument.shape, below, "integers", generator).to(getattr(torch, argument.dtype))

@@ -90,7 +90,7 @@ SAID: tuple[Reason, ...] = (
     ),
 )
 
-# Of some: what DTensor allows is wrong. `verify-op --annotation` refutes each.
+# Of some: what DTensor allows is wrong, for the reason that is given.
 WRONG: tuple[Reason, ...] = (
     Reason("cumsum", "along dim -1, which theirs does not count from the front", _exactly("S(1) -> S(1)")),
     Reason("nansum linalg__powsum", "not linear: a nan, and a power, of parts", _exactly("P -> P")),
