@@ -187,11 +187,17 @@ def flat(result: Any) -> list[Any]:
     return [result]
 
 
+# Packed sequences: their lengths are read from memory that a fake tensor does not have.
+_CRASHING = frozenset(f"aten.{name}.data" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+
+
 def record(function: Callable[..., Any], call: SymbolicCall, seconds: float) -> Trace:
     """Runs the operator and its backward pass on fake tensors.
 
     Raises NotTraceable, and whatever the operator raises.
     """
+    if str(function) in _CRASHING:
+        raise NotTraceable(f"torch's own {function} crashes the process on fake tensors")
     inputs = call.inputs
     trace = Trace()
     recorder = Recorder(trace, time.thread_time() + seconds)
