@@ -70,7 +70,7 @@ def test_a_view_names_every_factor_that_both_sides_share() -> None:
         (S("add.Tensor", F(6, 1, 12), F(18, 12)), "a 1 c, b c -> a b c"),
         (
             S("conv2d", F(6, 4, 8, 8), F(8, 2, 3, 3), F(8), groups=2),
-            "b (g c+) x0^ x1^, (g o) c+ u0^ u1^, +(g o) -> b (g o) y0^ y1^",
+            "b (g c+) x0^ x1^, (g o) c+ u0^ u1^, +(g o) -> b (g o) y0 y1",
         ),
         (S("squeeze", F(2, 1, 6)), "a 1 c -> a c"),
     ],
