@@ -14,10 +14,12 @@ from op_registry.call import Call, TensorArgument
 from op_registry.local_size import block_start
 from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec, Shards
 
+_ROWS = "nnscaler.causal_rows"  # what a block of rows runs
+
 
 def _drops(call: Call) -> bool:
     """Its dropout draws from torch's generator, which knows nothing of logical positions."""
-    return bool(call.get(4, "dropout_p", 0.0) > 0.0)
+    return call.operator != _ROWS and bool(call.get(4, "dropout_p", 0.0) > 0.0)
 
 
 def _grouped(call: Call) -> int:
@@ -64,7 +66,7 @@ def _localize(call: Call, shards: Shards) -> Call:
     query, key, value = (tensor(call, i, name) for i, name in enumerate(("query", "key", "value")))
     first = block_start("q", query.shape[-2], shards["q"])
     options = (call.get(6, "scale"), bool(call.get(7, "enable_gqa", False)))
-    return Call("nnscaler.causal_rows", (query, key, value, first, *options), {}, call.outputs)
+    return Call(_ROWS, (query, key, value, first, *options), {}, call.outputs)
 
 
 def _linear(call: Call) -> LinearSets:

@@ -293,4 +293,4 @@ def test_no_proof_is_vacuous(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     proofs = {key: proof for key, proof in proofs_of(name).items() if isinstance(key[1], str)}
     assert proofs
     assert not [key for key, proof in proofs.items() if proof.proved]
-    assert all(proof.counter_example for proof in proofs.values())
+    assert all(proof.counter_example for proof in proofs.values() if proof.reason != "shards are too small")
