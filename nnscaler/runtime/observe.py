@@ -7,15 +7,22 @@ file. A role that is not observed runs exactly the text on disk.
 from __future__ import annotations
 
 import ast
+import threading
 from pathlib import Path
 from types import CodeType, ModuleType
 
 from nnscaler.runtime.communicator import ProgramError
 
+# Before Python 3.13 the depth of a tree under construction is one counter for all threads: two that parse at once, as
+# the simulator's ranks do, get "SystemError: AST constructor recursion depth mismatch".
+_PARSING = threading.Lock()
+
 
 def instrument(source: str, filename: str) -> CodeType:
     """The code of a role module in which each assignment inside a method reports the names that it assigns."""
-    tree = _Instrument().visit(ast.parse(source, filename))
+    with _PARSING:
+        tree = ast.parse(source, filename)
+    tree = _Instrument().visit(tree)
     return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
 
 

@@ -174,7 +174,11 @@ class WritesStridedView(Model):
     ("kind", "message", "line"),
     [
         (WritesParameter, "the parameter proj.weight is changed", "self.proj.weight.clamp_(-1, 1)"),
-        (WritesStridedView, "reads memory in a way that depends on how the tensor lies", "h.as_strided((4,), (9,)).zero_()"),
+        (
+            WritesStridedView,
+            "reads memory in a way that depends on how the tensor lies",
+            "h.as_strided((4,), (9,)).zero_()",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(kind: type[nn.Module], message: str, line: str) -> None:
