@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.call import Call, TensorArgument
@@ -25,13 +24,13 @@ from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.errors import NnscalerError
 from nnscaler.transform.signature import Signature
+from verify.lemmas.filled import with_tensors_for
 from verify.lemmas.stand_in import Unrepresented, only_whole, with_finite_numbers
 from verify.op_checks.cases import Inputs
 from verify.op_checks.concrete import ConcreteCall
 from verify.op_checks.draw import builtin_call, sample_calls
 from verify.op_checks.options import OpOptions
 from verify.op_checks.runner import Runner, WholeRaised
-from verify.op_checks.values import fill, fill_whole_numbers
 from verify.op_proofs.bounded.shrink import same_kind, variants
 from verify.op_proofs.symbolic import operand_sizes, with_symbols
 
@@ -68,16 +67,39 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
     split (none: all of them). Whole numbers are drawn again where the result is not finite, or only zeros: a count of
     labels that happens to be 0 shows nothing. Raises Unrepresented."""
     first: Representative | None = None
+    constant: Representative | None = None
     for number in range(SEEDS):
         found = _represent(signature, seed + number, large)
         first = first or found
-        if _shows_something(found):
+        if not _shows_something(found):
+            continue
+        if _varies(found):
             return found
+        constant = constant or found
     finite = with_finite_numbers(signature)
-    if finite is not signature and _shows_something(found := _represent(finite, seed, large)):
+    if constant is None and finite is not signature and _shows_something(found := _represent(finite, seed, large)):
         return replace(found, other_numbers=True)
     assert first is not None
-    return first
+    return _larger(signature, seed, large) or constant or first
+
+
+def _larger(signature: Signature, seed: int, large: Sequence[str]) -> Representative | None:
+    """A call with dims of other sizes than 1, which tells more: an index into 1 entry is always 0."""
+    bound = signature.bound
+    if bound is None or 1 not in bound.sizes.values():
+        return None
+    larger = replace(signature, bound=replace(bound, sizes={n: max(s, 2) for n, s in bound.sizes.items()}))
+    try:
+        found = _represent(larger, seed, large)
+    except Unrepresented:
+        return None
+    return replace(found, other_numbers=True) if _shows_something(found) and _varies(found) else None
+
+
+def _varies(small: Representative) -> bool:
+    """Whether the entries of a result differ: a cut at the wrong place shows nowhere in a constant."""
+    outputs = small.runner.prepare(small.inputs).whole.outputs
+    return any(bool((o != o.flatten()[0]).any()) for o in outputs if o is not None and o.numel())
 
 
 def _shows_something(small: Representative) -> bool:
@@ -104,7 +126,7 @@ def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Represe
                 return found
     attempt.reason = ""
     for call, small in _clipped(spec, signature, bound, large):
-        for concrete in _concrete(call, seed):
+        for concrete in with_tensors_for(call, seed):
             found = attempt.on(concrete, wanted=small)
             if found is not None:
                 return replace(found, other_numbers=True)
@@ -186,7 +208,7 @@ def _resized_call(
             computed = ()
         if any(prod(t.shape) > LARGEST for t in call.tensors()):
             continue
-        for concrete in _concrete(call, attempt.seed):
+        for concrete in with_tensors_for(call, attempt.seed):
             found = attempt.on(concrete, follows=follows, wanted=wanted)
             if found is not None:
                 return found
@@ -300,7 +322,7 @@ def _searched(
     frozen = [n for n in bound.sizes if bound.marks.get(n) == "^" and bound.sizes[n] > LARGEST_KERNEL]
     for size in TRIED:
         call = _resized(signature, bound, table | dict.fromkeys(frozen, size))
-        for concrete in _concrete(call, attempt.seed):
+        for concrete in with_tensors_for(call, attempt.seed):
             found = attempt.on(concrete)
             if found is None or found.signature.bound is None:
                 continue
@@ -337,49 +359,3 @@ def _resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, i
         return value
 
     return Call(call.operator, tuple(map(convert, call.args)), {k: convert(v) for k, v in call.kwargs.items()})
-
-
-def _concrete(call: Call, seed: int) -> Iterator[ConcreteCall]:
-    """The call with tensors. Whole numbers: labels, some of them ignored; below each size of the call, the largest
-    first, since the first that does not reach beyond a table is the table's own; 0 and 1. Masks: of which two of five
-    entries are true; of which one is, for an operator that asks for an element for each."""
-    tensors = call.tensors()
-    integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
-    if not integers:
-        yield _filled(call, tensors, 2, None, seed)
-        if any(t.dtype == "bool" and t.shape for t in tensors):
-            yield _filled(call, tensors, 2, None, seed, rare=True)
-        return
-    sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {1, 2}, reverse=True)
-    labels = [
-        v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and not isinstance(v, bool) and v < 0
-    ]
-    for ignored in (*labels, None):
-        for below in sizes:
-            yield _filled(call, tensors, below, ignored, seed)
-
-
-def _filled(
-    call: Call, tensors: Sequence[TensorArgument], below: int, ignored: int | None, seed: int, rare: bool = False
-) -> ConcreteCall:
-    generator = torch.Generator().manual_seed(seed)
-
-    def make(argument: TensorArgument) -> Tensor:
-        if argument.dtype.startswith(("float", "bfloat")):
-            return fill(argument.shape, "integers", generator)
-        if argument.dtype.startswith("complex"):
-            return torch.complex(fill(argument.shape, "normal", generator), fill(argument.shape, "normal", generator))
-        if argument.dtype == "bool" and not argument.shape:
-            return torch.tensor(True)
-        if argument.dtype == "bool" and rare:
-            numbers = torch.arange(prod(argument.shape)).reshape(argument.shape)
-            return numbers == int(torch.randint(0, numbers.numel(), (), generator=generator))
-        if argument.dtype == "bool":
-            return fill_whole_numbers(argument.shape, 0, "integers", generator)
-        found = fill_whole_numbers(argument.shape, below, "integers", generator).to(getattr(torch, argument.dtype))
-        if ignored is not None:
-            found[torch.rand(argument.shape, generator=generator) < 0.25] = ignored
-        return found
-
-    defined = all(row.compare for row in samples_of(call.operator))  # not of `empty`
-    return ConcreteCall(call, tuple(map(make, tensors)), compare=defined)

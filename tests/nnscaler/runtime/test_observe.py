@@ -41,7 +41,7 @@ class Cycle:
 
 
 def test_threads_may_instrument_at_once() -> None:
-    """Before Python 3.13 the trees of all threads share one depth, and the collector may switch threads inside of one."""
+    """Before Python 3.13 the trees of all threads share one depth, and the collector may switch threads."""
     source = SOURCE.format(terms=" + ".join(f"f({'(' * 20}-x{')' * 20}[{n}])" for n in range(150)))
 
     def work(_: int) -> None:

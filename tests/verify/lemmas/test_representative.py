@@ -45,6 +45,15 @@ def test_a_dim_of_size_1_stays_one() -> None:
     assert shapes[0][1] == 1 and shapes[1][0] == 1 and 1 not in (shapes[0][0], shapes[1][1])
 
 
+def test_a_dim_of_size_1_that_makes_the_result_constant_grows() -> None:
+    """A model whose experts are one group: the only index is 0, and all that is scattered is the number."""
+    scatter = "aten.scatter.value"
+    obligation = stated(scatter, called(scatter, [(8, 1)], floats(8, 1), 1, integers(8, 1), 1), Split("a"))
+    found = represent(obligation.signature, 0)
+    assert found.other_numbers and found.signature.call.tensors()[0].shape[1] > 1
+    assert proved(obligation).verdict.passes
+
+
 def test_declared_sizes_follow() -> None:
     obligation = stated(
         "aten.reshape.default",

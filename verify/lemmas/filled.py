@@ -1,0 +1,61 @@
+"""Tensors for a small call: numbers, labels, positions and masks that its operator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from op_registry.call import Call, TensorArgument
+from op_registry.samples import samples_of
+
+from verify.op_checks.concrete import ConcreteCall
+from verify.op_checks.values import fill, fill_whole_numbers
+
+
+def with_tensors_for(call: Call, seed: int) -> Iterator[ConcreteCall]:
+    """The call with tensors. Whole numbers: labels, some of them ignored; below each size of the call, the largest
+    first, since the first that does not reach beyond a table is the table's own; 0 and 1. Masks: of which two of five
+    entries are true; of which one is, for an operator that asks for an element for each."""
+    tensors = call.tensors()
+    integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
+    if not integers:
+        yield _filled(call, tensors, 2, None, seed)
+        if any(t.dtype == "bool" and t.shape for t in tensors):
+            yield _filled(call, tensors, 2, None, seed, rare=True)
+        return
+    sizes = sorted({size for t in tensors for size in t.shape if size > 1} | {1, 2}, reverse=True)
+    labels = [
+        v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and not isinstance(v, bool) and v < 0
+    ]
+    for ignored in (*labels, None):
+        for below in sizes:
+            yield _filled(call, tensors, below, ignored, seed)
+
+
+def _filled(
+    call: Call, tensors: Sequence[TensorArgument], below: int, ignored: int | None, seed: int, rare: bool = False
+) -> ConcreteCall:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(argument: TensorArgument) -> Tensor:
+        if argument.dtype.startswith(("float", "bfloat")):
+            return fill(argument.shape, "integers", generator)
+        if argument.dtype.startswith("complex"):
+            return torch.complex(fill(argument.shape, "normal", generator), fill(argument.shape, "normal", generator))
+        if argument.dtype == "bool" and not argument.shape:
+            return torch.tensor(True)
+        if argument.dtype == "bool" and rare:
+            numbers = torch.arange(prod(argument.shape)).reshape(argument.shape)
+            return numbers == int(torch.randint(0, numbers.numel(), (), generator=generator))
+        if argument.dtype == "bool":
+            return fill_whole_numbers(argument.shape, 0, "integers", generator)
+        found = fill_whole_numbers(argument.shape, below, "integers", generator).to(getattr(torch, argument.dtype))
+        if ignored is not None:
+            found[torch.rand(argument.shape, generator=generator) < 0.25] = ignored
+        return found
+
+    defined = all(row.compare for row in samples_of(call.operator))  # not of `empty`
+    return ConcreteCall(call, tuple(map(make, tensors)), compare=defined)
