@@ -1,0 +1,87 @@
+"""One way to run a graph on ranks, for which the choices of operations are searched: the question, not the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Layout, Sharded, State, local_shape
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice
+from nnscaler.planning.cost.model import AxisPlace
+from nnscaler.transform.choose import follow_batch
+from nnscaler.transform.plan import Axes, Plan
+from nnscaler.transform.rules import output_states
+from nnscaler.transform.signature import Signature
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    searched       axes whose choices are searched
+    given          other mesh axes, which follow the batch
+    made           the choices on `given`, then on micro-batches, by operation
+    places         by axis, where its groups of ranks lie in the cluster
+    """
+
+    searched: Axes
+    given: Axes
+    micro_batches: int
+    made: Mapping[str, tuple[Choice, ...]]
+    places: Mapping[str, AxisPlace]
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The axes of layouts here: searched, given, micro-batches."""
+        return (*self.searched, *self.given, (MICRO, self.micro_batches))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def ranks(self) -> int:
+        return prod(size for _, size in (*self.searched, *self.given))
+
+    def full(self, states: Layout, rest: Layout) -> Layout:
+        """A layout on all axes from its states on the searched ones and on the others."""
+        return (*states, *rest)
+
+    def local(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The largest shard of a rank in one micro-batch."""
+        return local_shape(layout, self.sizes, shape)
+
+
+def make_setting(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    mesh: Axes,
+    searched: tuple[str, ...],
+    micro_batches: int,
+    places: Mapping[str, AxisPlace],
+) -> Setting:
+    """The setting of a mesh (rank order, without pp). The batch goes to the axis `dp` where it is not searched.
+
+    Raises NnscalerError: plan_illegal where the batch does not divide, micro_batches_coupled.
+    """
+    free = tuple(a for a in mesh if a[0] in searched)
+    given = tuple(a for a in mesh if a[0] not in searched)
+    plan = Plan(mesh, (), micro_batches, data_axes=tuple(name for name, _ in given))
+    made, axes = follow_batch(graph, signatures, plan, given)
+    order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in given), MICRO)]
+    return Setting(free, given, micro_batches, {n: tuple(c[i] for i in order) for n, c in made.items()}, dict(places))
+
+
+def made_states(op: Operation, signature: Signature, choices: tuple[Choice, ...]) -> tuple[tuple[State, ...], ...]:
+    """Of each output, its states on the axes of these choices."""
+    per_axis = [output_states(signature, choice, len(op.outputs)) for choice in choices]
+    return tuple(tuple(states[i] for states in per_axis) for i in range(len(op.outputs)))
+
+
+def divided(layout: Layout) -> bool:
+    """Whether ranks hold less than the whole."""
+    return any(isinstance(state, Sharded) for state in layout)
