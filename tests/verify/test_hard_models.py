@@ -219,7 +219,7 @@ class Averaging(nn.Module):
 
 
 def test_what_is_recomputed_reads_the_old_buffer() -> None:
-    names = ("linear", "sub", "pow", "linear_1")
+    names = ("linear", "sub", "pow_1", "linear_1")
     plan = Plan((("dp", 2),), (RecomputeStep(names),))
     report = verify.verify_plan(Averaging, {"x": X, "y": Y}, ranks=2, plan=plan)
     assert report.verdict.passes, report.to_json()

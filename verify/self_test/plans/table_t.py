@@ -286,8 +286,8 @@ ROWS: tuple[Row, ...] = (
         27,
         "all_reduce in place overwrites the local sum that backward reads",
         "experts",
-        ("gradient", "sum"),
-        (_backward("mul_1", "sum_v1 * sum_v1"),),
+        ("gradient", "sum_1"),
+        (_backward("mul_1", "sum_1_v1 * sum_1_v1"),),
         instead="backward of the product reads what the all_reduce left in the place of the local sum",
     ),
     Row(
