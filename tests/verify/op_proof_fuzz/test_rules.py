@@ -46,7 +46,7 @@ def _calls() -> dict[str, list[DrawnCall]]:
 def test_samples_lead_to_every_rule() -> None:
     reached = set(_calls())
     assert not set(RULES) - reached
-    assert sum(rule_of(found[0].overload) is not None for found in _calls().values()) > 350
+    assert sum(rule_of(found[0].overload) is not None for found in _calls().values()) > 330
     assert sum("backward" in name for name in reached) > 50
     assert not COVER - {str(s).partition("(")[0] for s in _all()}
     assert {text.partition("(")[0] for text in _drawn().untraced} <= UNTRACED, _drawn().untraced
