@@ -9,8 +9,8 @@ COVER = frozenset(
     """
     _log_softmax _native_batch_norm_legit_no_training _safe_softmax _softmax _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm_interface adaptive_avg_pool1d
-    adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d addcdiv addcmul addmv addr all all.dim all.dims amax amin
-    angle any any.dim any.dims arange arange.start arange.start_step arcsin argmax argmin argsort.stable avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d addcdiv addcmul addmv addr all all.dim all.dims amin
+    amax angle any any.dim any.dims arange arange.start arange.start_step arcsin argmax argmin argsort.stable avg_pool2d
     avg_pool3d baddbmm binary_cross_entropy binary_cross_entropy_with_logits bitwise_and.Scalar bucketize.Tensor
     chunk col2im complex conj_physical conv1d conv3d.padding copy count_nonzero count_nonzero.dim_IntList
     cross_entropy_loss cummax cummin cumsum cumulative_trapezoid.x deg2rad diagonal diagonal_scatter diff dot einsum
