@@ -50,8 +50,8 @@ class ProgramDirectory:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the global batch that the program is for, by input."""
-        return {entry["name"]: tuple(entry["shape"]) for entry in self.manifest["inputs"]}
+        """The shapes of the global batch that the program is for, by input; none where the manifest does not say."""
+        return {entry["name"]: tuple(entry["shape"]) for entry in self.manifest.get("inputs", ())}
 
     def inputs(self) -> dict[str, Tensor]:
         """The sample batch. Raises ProgramError."""

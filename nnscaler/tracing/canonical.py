@@ -5,6 +5,7 @@ Export takes numbers for operations that it drops again, so its names depend on 
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -112,7 +113,7 @@ class _Naming:
 
     def _fresh(self, base: str) -> str:
         name, number = base, self._next.get(base, 0)
-        while name in self.taken:
+        while name in self.taken or hasattr(builtins, name):  # a program that says `sum` should mean Python's
             number += 1
             name = f"{base}_{number}"
         self._next[base] = number

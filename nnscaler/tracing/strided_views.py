@@ -34,7 +34,6 @@ def name_windows(program: ExportedProgram) -> None:
             for node in list(module.graph.nodes):
                 if node.op == "call_function" and node.target is torch.ops.aten.as_strided.default:
                     _rewrite(module, node)
-            module.graph.eliminate_dead_code()
 
 
 def _rewrite(module: GraphModule, node: Node) -> None:

@@ -91,3 +91,13 @@ def equal(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return bool(a == b or sympy.expand(a - b) == 0)
+
+
+@lru_cache(maxsize=65536)
+def is_linear(size: Size, split: Symbols) -> bool:
+    """Whether the sizes of disjoint parts add up to the whole's: every term has one split symbol, once. Of k - 1
+    entries, parts of k have fewer in all."""
+    if not mentions(size, split):
+        return False
+    polynomial = sympy.sympify(size).as_poly(*sorted(symbols_of(size) & split, key=str))
+    return polynomial is not None and all(sum(degrees) == 1 for degrees in polynomial.monoms())

@@ -111,31 +111,44 @@ UNPROVED = {_named(name): reason for reason, names in _UNPROVED.items() for name
 TESTED = frozenset(spec.name for family in (diagonal, distance, linear_algebra, special) for spec in family.SPECS)
 
 
+ALWAYS = ("aten.linear.default", "aten.scaled_dot_product_attention.default", "aten.matmul.default")
+SLOW = ("aten.grid_sampler.default", "nnscaler.grouped_mm")
+
+
 @cache
-def _rows() -> tuple[Row, ...]:
+def _rows(full: bool) -> tuple[Row, ...]:
+    """A third of the operators, or all of them."""
     registry = default_registry()
-    names = dict.fromkeys(sample.operator for sample in SAMPLES if sample.operator not in TESTED)
-    return survey(spec for spec in map(registry.lookup, names) if spec is not None)
+    names = list(dict.fromkeys(sample.operator for sample in SAMPLES if sample.operator not in TESTED))
+    chosen = names if full else [n for i, n in enumerate(names) if n in ALWAYS or (i % 3 == 0 and n not in SLOW)]
+    return survey(spec for spec in map(registry.lookup, chosen) if spec is not None)
 
 
-def test_most_is_proved() -> None:
+ALL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a third", "all"])
+
+
+@ALL
+def test_most_is_proved(full: bool) -> None:
     """Every claim about three of four operators, and four of five claims: a block that has to know its place, and what
     has no rule, are tested only."""
-    assert sum(row.complete for row in _rows()) >= 0.75 * len(_rows())
-    assert sum(row.proved for row in _rows()) >= 0.8 * sum(row.targets for row in _rows())
-    assert sum(row.targets for row in _rows()) > 1500
+    rows = _rows(full)
+    assert sum(row.complete for row in rows) >= 0.75 * len(rows)
+    assert sum(row.proved for row in rows) >= 0.8 * sum(row.targets for row in rows)
+    assert sum(row.targets for row in rows) > (3000 if full else 1000)
 
 
-def test_the_others_are_known_and_say_why() -> None:
-    incomplete = {row.operator: row.blockers for row in _rows() if not row.complete}
-    assert set(incomplete) == set(UNPROVED)
-    for name, reason in UNPROVED.items():
-        assert any(reason in blocker for blocker in incomplete[name]), (name, incomplete[name])
+@ALL
+def test_the_others_are_known_and_say_why(full: bool) -> None:
+    incomplete = {row.operator: row.blockers for row in _rows(full) if not row.complete}
+    assert set(incomplete) == set(UNPROVED) & {row.operator for row in _rows(full)}
+    assert not full or set(incomplete) == set(UNPROVED)
+    for name, blockers in incomplete.items():
+        assert any(UNPROVED[name] in blocker for blocker in blockers), (name, blockers)
 
 
 @pytest.mark.parametrize("name", ["aten.linear.default", "aten.scaled_dot_product_attention.default"])
 def test_a_row_counts_what_there_is_to_prove(name: str) -> None:
-    (row,) = (row for row in _rows() if row.operator == name)
+    (row,) = (row for row in _rows(False) if row.operator == name)
     unproved = row.blockers.get("its call is rewritten for shards, by the rank's place", 0)
     assert row.proved == row.targets - unproved > 5
     assert unproved == (4 if name.startswith("aten.scaled") else 0)  # blocks of rows of causal calls

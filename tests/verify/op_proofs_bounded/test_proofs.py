@@ -59,6 +59,15 @@ OPEN = {
         for kind in ("avg", "max", "adaptive_avg")
         for n in (1, 2, 3)
     },
+    "aten.cross.default": (_UNKNOWN,),
+    "aten.vander.default": (_UNKNOWN,),
+    "aten.kl_div.default": (_UNKNOWN,),
+    "aten.triplet_margin_loss.default": (_UNKNOWN,),
+    "aten.multi_margin_loss.default": (_UNKNOWN,),
+    "aten.multilabel_margin_loss.default": (_UNKNOWN,),
+    "aten.cross_entropy_loss.default": (_UNKNOWN,),
+    "aten.ctc_loss.Tensor": (_SIZES,),
+    "aten.new_empty_strided.default": ("the values of its outputs are not defined",),
     **{f"aten.{name}_cell.default": ("first dim must be",) for name in ("lstm", "rnn_tanh", "rnn_relu")},
 }
 

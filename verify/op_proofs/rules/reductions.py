@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from verify.op_proofs.rules.call import Rule, RuleCall, everywhere
 from verify.op_proofs.rules.labelled import Labelled, labelled, letters
-from verify.op_proofs.sizes import product
+from verify.op_proofs.sizes import is_linear, product
 from verify.op_proofs.states import (
     CONSTANT,
     PARTIAL_MAX,
@@ -16,6 +16,7 @@ from verify.op_proofs.states import (
     Constant,
     Shard,
     State,
+    Unknown,
     Zero,
 )
 
@@ -50,6 +51,8 @@ def _sum(of: Dims) -> Rule:
         dims = of(call, x.ndim)
         if isinstance(x.state, Constant):
             count = product(x.sizes[d] for d in dims)
+            if call.is_split(count) and not is_linear(count, call.split):
+                return everywhere(call, Unknown(f"{call.overload}: the counts of ranks do not add up to {count}"))
             return everywhere(call, PARTIAL_SUM if call.is_split(count) else CONSTANT)
         exact = call.output.dtype == x.dtype or not (x.dtype.is_floating_point or x.dtype.is_complex)
         return labelled(call, reduced(call, dims, True, exact))
