@@ -94,6 +94,11 @@ class Cluster:
         levels = [{"name": v.name, "size": v.size, "bandwidth": v.bandwidth, "latency": v.latency} for v in self.levels]
         return {"name": self.name, "device": device, "levels": levels}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
+        """The inverse of `as_dict`. Raises KeyError and TypeError for anything else."""
+        return cls(values["name"], Device(**values["device"]), tuple(Level(**level) for level in values["levels"]))
+
     @property
     def identity(self) -> str:
         """A hash of the description."""
