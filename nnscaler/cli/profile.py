@@ -11,7 +11,6 @@ from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from nnscaler.planning.cluster.description import Cluster
     from nnscaler.planning.cost.shards import ShardCall
     from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Profile
     from nnscaler.tracing import Traced
@@ -68,8 +67,9 @@ def summary(profile: Profile) -> list[str]:
     """The machine's figures and the calibration errors, a line each."""
     device, level = profile.cluster.device, profile.cluster.levels[0]
     peaks = ", ".join(f"{dtype} {peak / 1e9:.3g} GFLOP/s" for dtype, peak in sorted(device.peak.items()))
+    memory = f"memory {device.bandwidth / 1e9:.3g} GB/s; launch {device.launch * 1e6:.3g} us"
     return [
-        f"{profile.cluster.name}: {peaks}; memory {device.bandwidth / 1e9:.3g} GB/s; launch {device.launch * 1e6:.3g} us",
+        f"{profile.cluster.name}: {peaks}; {memory}",
         f"links ({level.name}): {level.bandwidth / 1e9:.3g} GB/s, latency {level.latency * 1e6:.3g} us",
         _error("operators", profile.operators_error, "with a factor per operator"),
         _error("collectives", profile.collectives_error, "with a line per kind and group size"),
@@ -109,12 +109,14 @@ def _profile(traced: Traced, ranks: int, console: Console) -> Profile:
     on_gpu = torch.cuda.is_available()
     cluster = found_cluster(ranks)
     crowding = 1.0 if on_gpu else max(1.0, ranks / available_cores())
-    collectives = () if ranks == 1 else _collectives(ranks, cluster, console)
+    if on_gpu and ranks > 1:
+        console.warning("links between GPUs are not measured: the cluster's description says what they do")
+    collectives = () if on_gpu or ranks == 1 else _collectives(ranks, console)
     start = time.perf_counter()
-    steps = max(1, 10 * (console.verbosity < 2))
+    steps = 10 if console.verbosity >= 2 else 100
 
-    def said(number: int, count: int, call: ShardCall) -> None:
-        if number % (steps * 10) == 0 or number == count:
+    def said(number: int, count: int) -> None:
+        if number % steps == 0 or number == count:
             console.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
 
     threads = torch.get_num_threads()
@@ -137,7 +139,7 @@ def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _collectives(ranks: int, cluster: Cluster, console: Console) -> tuple[CollectiveEntry, ...]:
+def _collectives(ranks: int, console: Console) -> tuple[CollectiveEntry, ...]:
     """What collectives take between processes of this machine; nothing, with a warning, where these fail."""
     from nnscaler.planning.cost.measure import collective_calls
     from nnscaler.planning.cost.table import CollectiveEntry
@@ -145,13 +147,13 @@ def _collectives(ranks: int, cluster: Cluster, console: Console) -> tuple[Collec
 
     calls = collective_calls(ranks)
     start = time.perf_counter()
-    groups = [list(range(first, first + n)) for n in {n for _, n, _ in calls} for first in range(0, ranks, n)]
+    groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
     outcome = launch(
         ranks,
         "nnscaler.runtime.collective_times:time_collectives",
         {"calls": calls},
         timeout=_LIMIT,
-        groups=sorted(groups),
+        groups=groups,
     )
     if not outcome.ok:
         console.warning(f"collectives were not measured: {outcome.describe()}")

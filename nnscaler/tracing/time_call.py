@@ -18,12 +18,14 @@ from nnscaler.tracing.interpret import callable_of
 
 AT_LEAST, AT_MOST = 5, 50  # repetitions
 ENOUGH = 0.02  # seconds of forward and backward together, after which no more are made
+SMALLEST = 1e-6  # seconds of a backward that is lost in the noise
 
 
 def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tuple[float, float]:
     """Seconds of forward and of backward, each the median of some repetitions after one that does not count.
 
-    `needs_grad`: of each tensor. Raises what the operator raises.
+    Of backward, what it takes to start autograd is left out: a step does it once, not for each operator. `needs_grad`:
+    of each tensor. Raises what the operator raises.
     """
     place = torch.device(device)
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +46,14 @@ def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tu
     names = tuple(str(i) for i in range(len(tensors)))
     function = callable_of(Operation("timed", call.operator, names, (), (), ()), True, place)
     with torch.set_grad_enabled(bool(leaves)):
-        return _repeat(lambda: function(*args, **kwargs), leaves, place)
+        forward, backward = _repeat(lambda: function(*args, **kwargs), leaves, place)
+        return forward, max(SMALLEST, backward - _start_of_autograd(place)) if backward else 0.0
+
+
+def _start_of_autograd(device: torch.device) -> float:
+    """Seconds of a backward pass that does nothing."""
+    leaf = torch.ones((), device=device, requires_grad=True)
+    return _repeat(lambda: leaf.view(()), [leaf], device)[1]
 
 
 def _repeat(function: Callable[[], Any], leaves: list[Tensor], device: torch.device) -> tuple[float, float]:

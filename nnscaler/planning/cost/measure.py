@@ -22,7 +22,7 @@ from nnscaler.transform.signature import Signature
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
 CollectiveCall = tuple[Collective, int, int]  # kind, ranks of a group, bytes
-Progress = Callable[[int, int, ShardCall], None]  # number, of how many, which
+Progress = Callable[[int, int], None]  # number, of how many
 
 
 def collective_calls(ranks: int) -> tuple[CollectiveCall, ...]:
@@ -50,7 +50,7 @@ def measure(
     skipped: dict[str, str] = {}
     for number, call in enumerate(calls):
         if progress is not None:
-            progress(number + 1, len(calls), call)
+            progress(number + 1, len(calls))
         found = timer(call)
         if isinstance(found, str):
             skipped.setdefault(call.key[0], found)
