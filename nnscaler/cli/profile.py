@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
+    from nnscaler.cli.model_file import ModelFile
     from nnscaler.planning.cost.shards import ShardCall
     from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Profile
+    from nnscaler.runtime.launcher import ForkServer
     from nnscaler.tracing import Traced
 
 EPILOG = """examples:
@@ -45,12 +48,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
+    from nnscaler.cli.model_file import load_model_file
     from nnscaler.cli.outputs import cannot_write, check_writable
+    from nnscaler.runtime.launcher import ForkServer
 
     console: Console = options.console
     check_writable(options.out)
-    traced = _traced(options, console)
-    profile = _profile(traced, options.ranks, console)
+    model = load_model_file(options.model, options.seed, options.loss_fn)
+    console.progress(f"load         {model.name}")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
+        profile = _profile(_traced(model, console), options.ranks, server, console)
     try:
         profile.save(options.out)
     except OSError as error:
@@ -86,12 +94,9 @@ def _error(what: str, found: Calibration, better: str) -> str:
     )
 
 
-def _traced(options: argparse.Namespace, console: Console) -> Traced:
-    from nnscaler.cli.model_file import load_model_file
+def _traced(model: ModelFile, console: Console) -> Traced:
     from nnscaler.tracing import trace
 
-    model = load_model_file(options.model, options.seed, options.loss_fn)
-    console.progress(f"load         {model.name}")
     start = time.perf_counter()
     traced = trace(model.build(), model.inputs)
     taken = time.perf_counter() - start
@@ -99,7 +104,7 @@ def _traced(options: argparse.Namespace, console: Console) -> Traced:
     return traced
 
 
-def _profile(traced: Traced, ranks: int, console: Console) -> Profile:
+def _profile(traced: Traced, ranks: int, server: ForkServer | None, console: Console) -> Profile:
     import torch
 
     from nnscaler.planning.cluster.found import available_cores, found_cluster
@@ -111,7 +116,7 @@ def _profile(traced: Traced, ranks: int, console: Console) -> Profile:
     crowding = 1.0 if on_gpu else max(1.0, ranks / available_cores())
     if on_gpu and ranks > 1:
         console.warning("links between GPUs are not measured: the cluster's description says what they do")
-    collectives = () if on_gpu or ranks == 1 else _collectives(ranks, console)
+    collectives = () if on_gpu or server is None else _collectives(ranks, server, console)
     start = time.perf_counter()
     steps = 10 if console.verbosity >= 2 else 100
 
@@ -139,7 +144,7 @@ def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _collectives(ranks: int, console: Console) -> tuple[CollectiveEntry, ...]:
+def _collectives(ranks: int, server: ForkServer, console: Console) -> tuple[CollectiveEntry, ...]:
     """What collectives take between processes of this machine; nothing, with a warning, where these fail."""
     from nnscaler.planning.cost.measure import collective_calls
     from nnscaler.planning.cost.table import CollectiveEntry
@@ -154,6 +159,7 @@ def _collectives(ranks: int, console: Console) -> tuple[CollectiveEntry, ...]:
         {"calls": calls},
         timeout=_LIMIT,
         groups=groups,
+        server=server,
     )
     if not outcome.ok:
         console.warning(f"collectives were not measured: {outcome.describe()}")

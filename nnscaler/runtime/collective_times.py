@@ -9,7 +9,7 @@ import torch
 
 from nnscaler.runtime.communicator import Communicator
 
-REPEATS = 8
+REPEATS = 6
 TOGETHER = 3  # calls between two barriers, which ranks leave at different times
 
 
