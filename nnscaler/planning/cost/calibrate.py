@@ -19,21 +19,23 @@ from nnscaler.planning.cost.work import Work
 
 Factors = Mapping[str, tuple[float, float]]
 Line = tuple[float, float]  # seconds, and seconds per byte
-_WORTH_FLOPS, _WORTH_BYTES = 1e6, 1e5  # below, a launch is most of the time
+_SMALL = Work(1e5, 2e4)  # passes below both are a launch and little else
+_LARGE = Work(1e6, 1e5)  # passes above one of them are worth a look at their rate
 
 
 def fit_device(device: Device, measured: Sequence[tuple[Work, float, str]]) -> Device:
-    """The device with the rates that the measured passes (work, seconds, dtype) reach: the 90th percentile of FLOP/s
-    and of bytes/s over the larger ones, and the 10th of their time as that of a launch."""
+    """The device that fits the measured passes (work, seconds, dtype): its launch is the median time of small ones, its
+    FLOP/s and bytes/s the median rates of large ones after a launch."""
+    small = [t for w, t, _ in measured if not w.nothing and w.flops < _SMALL.flops and w.bytes < _SMALL.bytes]
+    launch = median(small) if small else device.launch
+    left = [(w, t - launch, d) for w, t, d in measured if t > 2 * launch]
     peaks = dict(device.peak)
-    for dtype in sorted({name for _, _, name in measured}):
-        rates = [w.flops / t for w, t, d in measured if d == dtype and w.flops > _WORTH_FLOPS]
+    for dtype in sorted({name for _, _, name in left}):
+        rates = [w.flops / t for w, t, d in left if d == dtype and w.flops > _LARGE.flops]
         if rates:
-            peaks[dtype] = float(np.percentile(rates, 90)) / EFFICIENCY
-    streams = [w.bytes / t for w, t, _ in measured if w.flops == 0 and w.bytes > _WORTH_BYTES]
-    bandwidth = float(np.percentile(streams, 90)) / EFFICIENCY if streams else device.bandwidth
-    times = [t for w, t, _ in measured if not w.nothing]
-    launch = float(np.percentile(times, 10)) if times else device.launch
+            peaks[dtype] = median(rates) / EFFICIENCY
+    streams = [w.bytes / t for w, t, _ in left if w.flops == 0 and w.bytes > _LARGE.bytes]
+    bandwidth = median(streams) / EFFICIENCY if streams else device.bandwidth
     return replace(device, peak=peaks, bandwidth=bandwidth, launch=launch)
 
 

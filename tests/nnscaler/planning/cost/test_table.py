@@ -112,8 +112,8 @@ def test_lines_are_not_negative() -> None:
 
 
 def test_a_device_is_found_again(cluster: Cluster) -> None:
-    products = [(Work(2e9 * n, 1e6), 1e-2 * n, "float32") for n in range(1, 9)]
-    copies = [(Work(0.0, 1e8 * n), 1e-2 * n, "float32") for n in range(1, 9)]
+    products = [(Work(2e9 * n, 1e6), 1e-2 * n + 3e-6, "float32") for n in range(1, 9)]
+    copies = [(Work(0.0, 1e8 * n), 1e-2 * n + 3e-6, "float32") for n in range(1, 9)]
     small = [(Work(10.0, 40.0), 3e-6, "float32")] * 4
     device = fit_device(cluster.device, [*products, *copies, *small])
     assert isclose(device.flops("float32"), 2e11 / EFFICIENCY) and isclose(device.bandwidth, 1e10 / EFFICIENCY)
