@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   nnscaler profile gpt.py --ranks 4 --out profile.json      every shard that a plan over 4 ranks may run
+  nnscaler profile gpt.py --ranks 4 --micro-batches 4       of pipelines too
 """
 _LIMIT = 600.0  # seconds for the collectives
 
@@ -37,6 +38,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (default: 2)")
+    parser.add_argument(
+        "--micro-batches",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="measure shards of a batch that is cut into M, or a divisor of it, as well (default: 1)",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to write (default: profile.json)"
     )
@@ -58,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     console.progress(f"load         {model.name}")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
-        profile = _profile(_traced(model, console), options.ranks, server, console)
+        profile = _profile(_traced(model, console), options, server)
     try:
         profile.save(options.out)
     except OSError as error:
@@ -104,13 +112,15 @@ def _traced(model: ModelFile, console: Console) -> Traced:
     return traced
 
 
-def _profile(traced: Traced, ranks: int, server: ForkServer | None, console: Console) -> Profile:
+def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None) -> Profile:
     import torch
 
     from nnscaler.planning.cluster.found import available_cores, found_cluster
     from nnscaler.planning.cost.measure import measure
     from nnscaler.transform.signature import signatures
 
+    console: Console = options.console
+    ranks: int = options.ranks
     on_gpu = torch.cuda.is_available()
     cluster = found_cluster(ranks)
     crowding = 1.0 if on_gpu else max(1.0, ranks / available_cores())
@@ -129,7 +139,14 @@ def _profile(traced: Traced, ranks: int, server: ForkServer | None, console: Con
     try:
         device = "cuda" if on_gpu else "cpu"
         return measure(
-            traced.graph, signatures(traced.graph), cluster, lambda c: _timed(c, device), collectives, crowding, said
+            traced.graph,
+            signatures(traced.graph),
+            cluster,
+            lambda call: _timed(call, device),
+            collectives,
+            crowding,
+            options.micro_batches,
+            said,
         )
     finally:
         torch.set_num_threads(threads)

@@ -38,6 +38,7 @@ def measure(
     timer: Timer,
     collectives: Sequence[CollectiveEntry] = (),
     crowding: float = 1.0,
+    micro_batches: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
     """The profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
@@ -45,7 +46,7 @@ def measure(
     `cluster`: the machine as it was found; the profile's is that with the figures that were measured. `crowding`: how
     many ranks share a core: the times of operators, which run alone here, are multiplied by it.
     """
-    calls = shard_calls(graph, signatures, cluster.devices)
+    calls = shard_calls(graph, signatures, cluster.devices, micro_batches)
     timed: list[tuple[ShardCall, float, float]] = []
     skipped: dict[str, str] = {}
     for number, call in enumerate(calls):

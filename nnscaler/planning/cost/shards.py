@@ -60,9 +60,11 @@ def signature_text(call: Call) -> str:
     return f"{call.operator}({', '.join(arguments)})"
 
 
-def shard_calls(graph: Graph, signatures: Mapping[str, Signature], ranks: int) -> tuple[ShardCall, ...]:
-    """Every different shard of every operation but views, whole or split by one or two axes whose sizes divide
-    `ranks`, in the order of the graph."""
+def shard_calls(
+    graph: Graph, signatures: Mapping[str, Signature], ranks: int, micro_batches: int = 1
+) -> tuple[ShardCall, ...]:
+    """Every different shard of every operation but views, in the order of the graph: whole, or split by one or two axes
+    whose sizes divide `ranks` times `micro_batches`, which cut the batch as an axis would."""
     found: dict[Key, ShardCall] = {}
     done: set[tuple[int, tuple[bool, ...]]] = set()
     for op in graph.operations:
@@ -71,7 +73,7 @@ def shard_calls(graph: Graph, signatures: Mapping[str, Signature], ranks: int) -
         if op.operator in VIEWS or (id(signature), grads) in done:
             continue
         done.add((id(signature), grads))
-        for mesh in meshes(ranks):
+        for mesh in meshes(ranks * micro_batches):
             for shard in _shards(graph, op, signature, mesh, grads):
                 found.setdefault(shard.key, shard)
     return tuple(found.values())

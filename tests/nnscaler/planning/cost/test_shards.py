@@ -8,10 +8,17 @@ import torch
 from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import local_shape
+from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cost.measure import measure
 from nnscaler.planning.cost.shards import meshes, shard_calls, signature_text
+from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import shard_work
+from nnscaler.planning.policies import make_plan
 from nnscaler.tracing import trace
 from nnscaler.tracing.time_call import time_call
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.rules import input_layouts, output_layouts
 from nnscaler.transform.signature import signatures
 
 
@@ -79,3 +86,30 @@ def test_texts_of_signatures() -> None:
         "aten.softmax.int(float32, -1, dtype=float64)"
     )
     assert signature_text(Call("aten.cat.default", ([x, x],))) == "aten.cat.default([float32, float32])"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batches"),
+    [({"dp": 2, "tp": 2}, 1), ({"tp": 4}, 1), ({"dp": 2}, 1), ({"dp": 2, "tp": 2}, 3), ({"tp": 2}, 2)],
+)
+def test_a_profile_has_every_shard_of_a_plan(graph: Graph, sizes: dict[str, int], micro_batches: int) -> None:
+    found = dict(signatures(graph))
+    cluster = load_cluster("cpu").scaled(4)
+    profile = measure(graph, found, cluster, lambda c: (1e-3, 1e-3 * any(c.needs_grad)), micro_batches=micro_batches)
+    cost = TableCost(profile)
+    plan = make_plan(graph, found, sizes, micro_batches=micro_batches)
+    partitioned = apply_plan(graph, found, plan)
+    of = partitioned.graph  # what is done once a step was taken out of micro-batches
+    for op in of.operations:
+        placement = partitioned.placements[op.name]
+        stage, choices = partitioned.stages[placement.stages[0]], placement.choices[placement.stages[0]]
+        needed = input_layouts(of, op, found[op.name], choices)
+        made = output_layouts(of, op, found[op.name], choices)
+        shapes_in = [local_shape(v, stage.sizes, of.tensors[n].shape) for v, n in zip(needed, op.inputs, strict=True)]
+        shapes_out = [
+            None if n is None else local_shape(v, stage.sizes, of.tensors[n].shape)
+            for v, n in zip(made, op.outputs, strict=True)
+        ]
+        seconds = cost.compute(found[op.name], shapes_in, shapes_out, "float32")
+        assert seconds[0] in (0.0, 1e-3)
+    assert cost.coverage().asked > 5 and not cost.coverage().missing
