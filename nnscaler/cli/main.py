@@ -78,7 +78,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:
     """The parser with all its commands. `options.command` is the function that runs the chosen one. `defaults`: of
     verify-op and verify-plan, as the project sets them; each takes those that it has."""
-    from nnscaler.cli import compile_command, explain, gate, list_things, reproduce, self_test, verify_op, verify_plan
+    from nnscaler.cli import (
+        compile_command,
+        explain,
+        gate,
+        list_things,
+        profile,
+        reproduce,
+        self_test,
+        verify_op,
+        verify_plan,
+    )
 
     parser = argparse.ArgumentParser(
         prog="nnscaler",
@@ -89,7 +99,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (verify_plan, compile_command, verify_op, gate, explain, reproduce, self_test, list_things):
+    for command in (verify_plan, compile_command, profile, verify_op, gate, explain, reproduce, self_test, list_things):
         command.add_parser(commands, EXIT_CODES)
     for name in ("verify-op", "verify-plan"):
         commands.choices[name].set_defaults(**(defaults or {}))

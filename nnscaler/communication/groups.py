@@ -7,21 +7,12 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
+from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.mesh import DeviceMesh
 from nnscaler.ir.placement import Stage
 
 Ranks = tuple[int, ...]
-
-_BYTES = {"bool": 1, "complex32": 4, "complex64": 8, "complex128": 16, "bfloat16": 2}
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of one element: `float32` -> 4."""
-    if dtype in _BYTES:
-        return _BYTES[dtype]
-    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())  # float8_e4m3fn
-    return int(digits) // 8
 
 
 @lru_cache(maxsize=1024)

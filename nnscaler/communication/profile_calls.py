@@ -18,10 +18,11 @@ from nnscaler.communication.communicated import (
     reads,
     writes,
 )
-from nnscaler.communication.groups import Ranks, by_bytes, element_bytes, groups_over
+from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
+from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Partial
 from nnscaler.ir.operation import Operation

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from nnscaler.communication.communicated import CommunicatedGraph, StageProgram, Stored
 from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.profile_calls import Call, layer_pattern
+from nnscaler.ir.dtype import gradient_dtype
 from nnscaler.ir.graph import Graph
 
 BUCKET_BYTES = 25 * 2**20
-HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,6 @@ class _Gradient:
     @property
     def bytes(self) -> int:
         return self.sizes[0]
-
-
-def gradient_dtype(dtype: str) -> str:
-    """Gradients of half precision are accumulated in float32."""
-    return "float32" if dtype in HALF else dtype
 
 
 def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]]:

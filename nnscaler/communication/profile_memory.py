@@ -21,24 +21,16 @@ from math import prod
 from typing import Any
 
 from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Version
-from nnscaler.communication.groups import element_bytes, ranks_text
-from nnscaler.communication.profile_gradients import gradient_dtype
+from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.recomputed import group_of, kept_inputs
+from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.placement import Split
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
+from nnscaler.transform.kept import VIEWS
 from nnscaler.transform.signature import Signature
-
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "reshape.default view.default transpose.int permute.default unsqueeze.default squeeze.dim expand.default "
-        "t.default slice.Tensor select.int split.Tensor split_with_sizes.default chunk.default unbind.int "
-        "flatten.using_ints"
-    ).split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
         group = group_of(program.forward, i)
         made = statement.outputs if isinstance(statement, Compute) else (statement.target,)
         if isinstance(statement, Compute):
-            if statement.operation.operator in _VIEWS:
+            if statement.operation.operator in VIEWS:
                 shown = base.get(statement.inputs[0].variable, statement.inputs[0])
                 base.update((v.variable, shown) for v in made if v is not None)
             read = kept_inputs(graph, statement) if group is None else statement.inputs

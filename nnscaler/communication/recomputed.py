@@ -9,31 +9,21 @@ from op_registry.registry import default_registry
 
 from nnscaler.communication.communicated import Compute, Convert, Statement, Version
 from nnscaler.ir.graph import Graph
-
-# not linear to the registry (casts round, a constant is added), and their derivatives need no values
-_KEEPS_NOTHING = frozenset(
-    "aten.to.dtype aten._to_copy.default aten.add.Tensor aten.add.Scalar aten.sub.Tensor aten.sub.Scalar "
-    "aten.rsub.Scalar aten.clone.default aten.contiguous.default nnscaler.ce_tail".split()
-)
+from nnscaler.transform.kept import kept_slots
 
 
 def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
-    """The inputs whose values backward reads: those in which, together with an input that has a gradient, the operator
-    is not linear. What an operator keeps of its outputs instead is of the same size."""
+    """The inputs whose values backward reads."""
     recorded = statement.operation.region.grad_enabled and any(
         v is not None and graph.tensors[v.tensor].needs_grad for v in statement.outputs
     )
-    operator = statement.operation.operator
-    if not recorded or operator in _KEEPS_NOTHING:
+    if not recorded:
         return ()
+    operator = statement.operation.operator
     spec = default_registry().lookup(operator)
-    sets = tuple(frozenset(s) for s in linear_sets(spec, statement.call)) if spec is not None else ()
+    sets = linear_sets(spec, statement.call) if spec is not None else ()
     grads = [graph.tensors[v.tensor].needs_grad for v in statement.inputs]
-    return tuple(
-        version
-        for i, version in enumerate(statement.inputs)
-        if any(wants and not any(i in s and j in s for s in sets) for j, wants in enumerate(grads))
-    )
+    return tuple(statement.inputs[slot] for slot in kept_slots(operator, sets, grads))
 
 
 def group_of(statements: Sequence[Statement], position: int) -> str | None:

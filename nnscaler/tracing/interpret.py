@@ -94,7 +94,7 @@ def _run(
         if operation.region.autocast not in (None, "off") and floating is None:
             dtype = dtype_of(str(operation.region.autocast))
             stack.enter_context(torch.autocast(device.type if device.type != "meta" else "cpu", dtype))
-        result = _callable(operation, dropout, device)(*args, **kwargs)
+        result = callable_of(operation, dropout, device)(*args, **kwargs)
     outputs = result if isinstance(result, list | tuple) else (result,)
     pairs = zip(operation.outputs, outputs, strict=True)
     values.update({name: output for name, output in pairs if name is not None})
@@ -109,7 +109,7 @@ class _Given:
         self.tensor = tensor
 
 
-def _callable(operation: Operation, dropout: bool, device: torch.device) -> Callable[..., Any]:
+def callable_of(operation: Operation, dropout: bool, device: torch.device) -> Callable[..., Any]:
     """What runs the operation's operator: one of ours, a user's function, or torch's."""
     name = operation.operator
     if name in _DROPOUTS:

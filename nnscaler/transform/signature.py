@@ -50,11 +50,16 @@ class Signature:
 
     @cached_property
     def flops(self) -> int:
-        """Multiply-adds times two when the operator contracts an identifier (matmul-like), else 0."""
+        """`flops_of` the whole call."""
+        return self.flops_of(self.bound.sizes) if self.bound is not None else 0
+
+    def flops_of(self, sizes: Mapping[str, int]) -> int:
+        """Multiply-adds times two when the operator contracts an identifier (matmul-like), else 0. `sizes`: of every
+        identifier, those of the call or of a shard."""
         if self.bound is None or self.spec is None:
             return 0
         if self.spec.flops is not None:
-            return self.spec.flops(self.bound.sizes)
+            return self.spec.flops(sizes)
         used = [
             {f.identifier for dim in operand.dims for f in dim.factors if f.identifier}
             for operand in self.bound.inputs
@@ -62,7 +67,7 @@ class Signature:
         ]
         kept = {f.identifier for o in self.bound.outputs if o is not None for dim in o.dims for f in dim.factors}
         contracted = [i for i in self.bound.sizes if i not in kept and sum(i in u for u in used) >= 2]
-        return 2 * prod(self.bound.sizes.values()) if contracted else 0
+        return 2 * prod(sizes.values()) if contracted else 0
 
 
 def signatures(graph: Graph, registry: Registry | None = None) -> Mapping[str, Signature]:

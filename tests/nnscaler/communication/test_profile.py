@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from nnscaler.codegen.program import Program
 from nnscaler.communication import profile_gradients
-from nnscaler.communication.groups import element_bytes, ranks_text
+from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.compile import compile_traced
+from nnscaler.ir.dtype import element_bytes
 from nnscaler.planning.random_plan import random_plan
 from nnscaler.runtime import reducer
 from nnscaler.runtime.communicator import CommunicationCall, Communicator

@@ -1,0 +1,186 @@
+"""`nnscaler profile`: measure a model's operators and this machine's collectives, for the planner's cost model."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
+
+if TYPE_CHECKING:
+    from nnscaler.cli.console import Console
+    from nnscaler.cli.model_file import ModelFile
+    from nnscaler.planning.cost.shards import ShardCall
+    from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Profile
+    from nnscaler.runtime.launcher import ForkServer
+    from nnscaler.tracing import Traced
+
+EPILOG = """examples:
+  nnscaler profile gpt.py --ranks 4 --out profile.json      every shard that a plan over 4 ranks may run
+  nnscaler profile gpt.py --ranks 4 --micro-batches 4       of pipelines too
+"""
+_LIMIT = 600.0  # seconds for the collectives
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure what a model's operators and collectives take on this machine",
+        description="Run the operators of a model, whole and in shards, on random tensors, and collectives between "
+        "local processes, and write what they take. The calibration error says how far the analytic model is off.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many ranks (default: 2)")
+    parser.add_argument(
+        "--micro-batches",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="measure shards of a batch that is cut into M, or a divisor of it, as well (default: 1)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to write (default: profile.json)"
+    )
+    parser.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    add_verbosity(parser.add_argument_group("output"))
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, writes, and says how far the analytic model is off."""
+    from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.outputs import cannot_write, check_writable
+    from nnscaler.runtime.launcher import ForkServer
+
+    console: Console = options.console
+    check_writable(options.out)
+    model = load_model_file(options.model, options.seed, options.loss_fn)
+    console.progress(f"load         {model.name}")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
+        profile = _profile(_traced(model, console), options, server)
+    try:
+        profile.save(options.out)
+    except OSError as error:
+        raise cannot_write(options.out, error) from None
+    for name, reason in profile.skipped:
+        console.warning(f"not measured: {name}: {reason}")
+    for line in summary(profile):
+        console.result(line)
+    console.result(f"wrote {options.out}: {len(profile.entries)} shards, {len(profile.collectives)} collectives")
+    return 0
+
+
+def summary(profile: Profile) -> list[str]:
+    """The machine's figures and the calibration errors, a line each."""
+    device, level = profile.cluster.device, profile.cluster.levels[0]
+    peaks = ", ".join(f"{dtype} {peak / 1e9:.3g} GFLOP/s" for dtype, peak in sorted(device.peak.items()))
+    memory = f"memory {device.bandwidth / 1e9:.3g} GB/s; launch {device.launch * 1e6:.3g} us"
+    return [
+        f"{profile.cluster.name}: {peaks}; {memory}",
+        f"links ({level.name}): {level.bandwidth / 1e9:.3g} GB/s, latency {level.latency * 1e6:.3g} us",
+        _error("operators", profile.operators_error, "with a factor per operator"),
+        _error("collectives", profile.collectives_error, "with a line per kind and group size"),
+    ]
+
+
+def _error(what: str, found: Calibration, better: str) -> str:
+    if not found.count:
+        return f"calibration error of {what}: nothing was measured"
+    return (
+        f"calibration error of {what} (|predicted / measured - 1| of {found.count}): "
+        f"median {found.analytic_median:.0%}, p95 {found.analytic_p95:.0%}; "
+        f"{better}: median {found.calibrated_median:.0%}, p95 {found.calibrated_p95:.0%}"
+    )
+
+
+def _traced(model: ModelFile, console: Console) -> Traced:
+    from nnscaler.tracing import trace
+
+    start = time.perf_counter()
+    traced = trace(model.build(), model.inputs)
+    taken = time.perf_counter() - start
+    console.progress(f"trace        {taken:5.1f} s  {len(traced.graph.operations)} operations")
+    return traced
+
+
+def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None) -> Profile:
+    import torch
+
+    from nnscaler.planning.cluster.found import available_cores, found_cluster
+    from nnscaler.planning.cost.measure import measure
+    from nnscaler.transform.signature import signatures
+
+    console: Console = options.console
+    ranks: int = options.ranks
+    on_gpu = torch.cuda.is_available()
+    cluster = found_cluster(ranks)
+    crowding = 1.0 if on_gpu else max(1.0, ranks / available_cores())
+    if on_gpu and ranks > 1:
+        console.warning("links between GPUs are not measured: the cluster's description says what they do")
+    collectives = () if on_gpu or server is None else _collectives(ranks, server, console)
+    start = time.perf_counter()
+    steps = 10 if console.verbosity >= 2 else 100
+
+    def said(number: int, count: int) -> None:
+        if number % steps == 0 or number == count:
+            console.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks run
+    try:
+        device = "cuda" if on_gpu else "cpu"
+        return measure(
+            traced.graph,
+            signatures(traced.graph),
+            cluster,
+            lambda call: _timed(call, device),
+            collectives,
+            crowding,
+            options.micro_batches,
+            said,
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
+    from nnscaler.tracing.time_call import time_call
+
+    try:
+        return time_call(call.call, call.needs_grad, device)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _collectives(ranks: int, server: ForkServer, console: Console) -> tuple[CollectiveEntry, ...]:
+    """What collectives take between processes of this machine; nothing, with a warning, where these fail."""
+    from nnscaler.planning.cost.measure import collective_calls
+    from nnscaler.planning.cost.table import CollectiveEntry
+    from nnscaler.runtime.launcher import launch
+
+    calls = collective_calls(ranks)
+    start = time.perf_counter()
+    groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
+    outcome = launch(
+        ranks,
+        "nnscaler.runtime.collective_times:time_collectives",
+        {"calls": calls},
+        timeout=_LIMIT,
+        groups=groups,
+        server=server,
+    )
+    if not outcome.ok:
+        console.warning(f"collectives were not measured: {outcome.describe()}")
+        return ()
+    console.progress(f"collectives  {time.perf_counter() - start:5.1f} s  {len(calls)} between {ranks} processes")
+    slowest = [max(times) for times in zip(*outcome.results(), strict=True)]
+    return tuple(CollectiveEntry(*call, taken) for call, taken in zip(calls, slowest, strict=True))

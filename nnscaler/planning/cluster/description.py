@@ -1,0 +1,105 @@
+"""A cluster as data: equal devices, and levels of links from the innermost outwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate
+from math import prod
+from operator import mul
+from types import MappingProxyType
+from typing import Any
+
+LAUNCH = 7e-6  # seconds: what starting a kernel of a GPU takes
+
+
+@dataclass(frozen=True)
+class Device:
+    """`memory` in bytes; `peak`: dtype -> FLOP/s of a matrix product; `bandwidth` of its memory in bytes/s; `launch`:
+    seconds that starting an operator or a collective takes."""
+
+    name: str
+    memory: int
+    peak: Mapping[str, float] = field(hash=False)
+    bandwidth: float
+    launch: float = LAUNCH
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peak", MappingProxyType(dict(self.peak)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "peak": dict(self.peak)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            object.__setattr__(self, key, value)
+        self.__post_init__()
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s in this dtype. One that is not described runs as the other half precision, else as float32."""
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "float32")
+        for name in (dtype, other, "float32"):
+            if name in self.peak:
+                return self.peak[name]
+        return min(self.peak.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """`size` members of the level below (of devices, on the first level) that reach each other at `bandwidth` bytes/s
+    per device and direction, with `latency` seconds a message."""
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`levels` from the innermost outwards; consecutive ranks lie close together."""
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+
+    @property
+    def devices(self) -> int:
+        return prod(level.size for level in self.levels)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """How many devices a unit of each level holds, innermost first."""
+        return tuple(accumulate((level.size for level in self.levels), mul))
+
+    def scaled(self, ranks: int) -> Cluster:
+        """The same cluster with `ranks` devices: inner levels as full as `ranks` divides, the outermost takes the rest.
+
+        Twelve ranks on hosts of eight are two hosts of six.
+        """
+        assert ranks >= 1, ranks
+        left, levels = ranks, []
+        for level in self.levels[:-1]:
+            size = next(n for n in range(min(level.size, left), 0, -1) if left % n == 0)
+            levels.append(replace(level, size=size))
+            left //= size
+        return replace(self, levels=(*levels, replace(self.levels[-1], size=left)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as in the TOML file, in bytes, FLOP/s and seconds."""
+        device = {**self.device.__dict__, "peak": dict(sorted(self.device.peak.items()))}
+        levels = [{"name": v.name, "size": v.size, "bandwidth": v.bandwidth, "latency": v.latency} for v in self.levels]
+        return {"name": self.name, "device": device, "levels": levels}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
+        """The inverse of `as_dict`. Raises KeyError and TypeError for anything else."""
+        return cls(values["name"], Device(**values["device"]), tuple(Level(**level) for level in values["levels"]))
+
+    @property
+    def identity(self) -> str:
+        """A hash of the description."""
+        return sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,127 @@
+"""From measurements to figures: the device and links that fit them, factors of operators, and how far off it all is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnscaler.planning.cluster.description import Cluster, Device, Level
+from nnscaler.planning.cost.analytic import EFFICIENCY
+from nnscaler.planning.cost.collectives import seconds
+from nnscaler.planning.cost.model import AxisPlace, Collective
+from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Entry
+from nnscaler.planning.cost.work import Work
+
+Factors = Mapping[str, tuple[float, float]]
+Line = tuple[float, float]  # seconds, and seconds per byte
+_SMALL = Work(1e5, 2e4)  # passes below both are a launch and little else
+_LARGE = Work(1e6, 1e5)  # passes above one of them are worth a look at their rate
+
+
+def fit_device(device: Device, measured: Sequence[tuple[Work, float, str]]) -> Device:
+    """The device that fits the measured passes (work, seconds, dtype): its launch is the median time of small ones, its
+    FLOP/s and bytes/s the median rates of large ones after a launch."""
+    small = [t for w, t, _ in measured if not w.nothing and w.flops < _SMALL.flops and w.bytes < _SMALL.bytes]
+    launch = median(small) if small else device.launch
+    left = [(w, t - launch, d) for w, t, d in measured if t > 2 * launch]
+    peaks = dict(device.peak)
+    for dtype in sorted({name for _, _, name in left}):
+        rates = [w.flops / t for w, t, d in left if d == dtype and w.flops > _LARGE.flops]
+        if rates:
+            peaks[dtype] = median(rates) / EFFICIENCY
+    streams = [w.bytes / t for w, t, _ in left if w.flops == 0 and w.bytes > _LARGE.bytes]
+    bandwidth = median(streams) / EFFICIENCY if streams else device.bandwidth
+    return replace(device, peak=peaks, bandwidth=bandwidth, launch=launch)
+
+
+def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
+    """The innermost level with the latency and bandwidth that fit the measured collectives best, by relative error."""
+    level = cluster.levels[0]
+    if not measured:
+        return level
+    # seconds() is launch + latency * steps + size * share / bandwidth, apart from the choice of a tree: linear in both
+    slow = replace(cluster, device=replace(cluster.device, launch=0.0), levels=(replace(level, latency=1.0),))
+    rows = []
+    for entry in measured:
+        place = AxisPlace(entry.ranks)
+        steps = seconds(slow, entry.kind, 0.0, place)
+        fast = replace(slow, levels=(replace(level, latency=1e-18, bandwidth=1.0),))
+        rows.append((steps, seconds(fast, entry.kind, float(entry.size), place)))
+    times = np.array([max(e.seconds - cluster.device.launch, 1e-9) for e in measured])
+    latency, per_byte = _least(np.array(rows), times)
+    return replace(level, latency=max(latency, 1e-9), bandwidth=1 / max(per_byte, 1e-15))
+
+
+def fit_line(measured: Iterable[CollectiveEntry]) -> Line:
+    """Seconds as a + b * bytes, by relative error, neither negative."""
+    entries = list(measured)
+    rows = np.array([(1.0, float(e.size)) for e in entries])
+    return _least(rows, np.array([e.seconds for e in entries]))
+
+
+def fit_lines(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int], Line]:
+    """A line for each kind and number of ranks."""
+    keys = dict.fromkeys((e.kind, e.ranks) for e in measured)
+    return {key: fit_line(e for e in measured if (e.kind, e.ranks) == key) for key in keys}
+
+
+def operator_factors(entries: Sequence[Entry]) -> Factors:
+    """operator -> (forward, backward): the median of measured through predicted; 1 where nothing is predicted."""
+    names = dict.fromkeys(e.operator for e in entries)
+    return {name: _factor([e for e in entries if e.operator == name]) for name in names}
+
+
+def operators_error(entries: Sequence[Entry]) -> Calibration:
+    """How far the analytic model is from the measurements, as it is and with the operators' factors."""
+    factors = operator_factors(entries)
+    worth = [e for e in entries if e.forward + e.backward > 0]
+    measured = [e.forward + e.backward for e in worth]
+    plain = [sum(e.predicted) for e in worth]
+    better = [sum(p * f for p, f in zip(e.predicted, factors[e.operator], strict=True)) for e in worth]
+    return _calibration(measured, plain, better)
+
+
+def collectives_error(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Calibration:
+    """The same for collectives; `calibrated` are the lines of each kind and number of ranks."""
+    lines = fit_lines(measured)
+    plain = [seconds(cluster, e.kind, e.size, AxisPlace(e.ranks)) for e in measured]
+    better = [lines[e.kind, e.ranks][0] + lines[e.kind, e.ranks][1] * e.size for e in measured]
+    return _calibration([e.seconds for e in measured], plain, better)
+
+
+def _factor(entries: Sequence[Entry]) -> tuple[float, float]:
+    forward = [e.forward / e.predicted[0] for e in entries if e.predicted[0] > 0]
+    backward = [e.backward / e.predicted[1] for e in entries if e.predicted[1] > 0 and e.backward > 0]
+    return median(forward) if forward else 1.0, median(backward) if backward else 1.0
+
+
+def _calibration(measured: Sequence[float], plain: Sequence[float], better: Sequence[float]) -> Calibration:
+    if not measured:
+        return Calibration(0, 0.0, 0.0, 0.0, 0.0)
+    found = []
+    for predicted in (plain, better):
+        errors = np.abs(np.array(predicted) / np.array(measured) - 1)
+        found += [round(float(np.percentile(errors, p)), 4) for p in (50, 95)]
+    return Calibration(len(measured), *found)
+
+
+def _least(rows: NDArray[Any], times: NDArray[Any]) -> Line:
+    """Least squares of the relative error in two unknowns, each at least 0: the best of the corners and the middle."""
+    scaled, ones = rows / times[:, None], np.ones(len(times))
+    both = np.linalg.lstsq(scaled, ones, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    best: tuple[float, Line] | None = None
+    for column in (0, 1):
+        norm = float(scaled[:, column] @ scaled[:, column])
+        value = max(0.0, float(scaled[:, column] @ ones) / norm) if norm else 0.0
+        error = float(((scaled[:, column] * value - 1) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, (value, 0.0) if column == 0 else (0.0, value)
+    assert best is not None
+    return best[1]

@@ -1,0 +1,92 @@
+"""Seconds of collectives on a cluster: alpha-beta, over each level of links that a group spans.
+
+A group of n ranks on one level takes, for a tensor of S bytes,
+
+    all_gather, reduce_scatter   (n - 1) alpha + (n - 1) / n * S / bandwidth                 ring
+    all_reduce                   twice that, or 2 ceil(log2 n) alpha + 2 S / bandwidth       ring or double tree
+    all_to_all                   (n - 1) alpha + (n - 1) / n * (S / n) / bandwidth           a rank holds S / n
+    send                         alpha + S / bandwidth
+
+and over several levels an all_reduce is a reduce_scatter inside, an all_reduce across of what is left, and an
+all_gather inside; the other kinds likewise. Each call takes the time of a launch too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil, gcd, log2
+
+from nnscaler.planning.cluster.description import Cluster, Level
+from nnscaler.planning.cost.model import AxisPlace, Collective
+
+Spanned = tuple[tuple[int, Level], ...]
+
+
+def seconds(cluster: Cluster, kind: Collective, size: float, ranks: AxisPlace) -> float:
+    """One call over the axis. A group that is larger than the cluster spans its outermost level."""
+    if ranks.size == 1:
+        return 0.0
+    levels = spanned(cluster.spans, cluster.levels, ranks)
+    return cluster.device.launch + _over(kind, size, ranks.size, levels)
+
+
+@lru_cache(maxsize=4096)
+def spanned(spans: tuple[int, ...], levels: tuple[Level, ...], ranks: AxisPlace) -> Spanned:
+    """(members, level), innermost first: how many units of the level below the group joins on each level.
+
+    Members that share a unit are counted by the largest aligned part of the axis, so that a group which straddles
+    units irregularly is never taken to be closer than it is.
+    """
+    found: list[tuple[int, Level]] = []
+    inside = 1
+    for number, (span, level) in enumerate(zip(spans, levels, strict=True)):
+        last = number == len(levels) - 1
+        together = ranks.size if last else gcd(ranks.size, span // ranks.inner) if span % ranks.inner == 0 else 1
+        if together > inside:
+            found.append((together // inside, level))
+            inside = together
+    return tuple(found)
+
+
+def _over(kind: Collective, size: float, members: int, levels: Spanned) -> float:
+    match kind:
+        case "all_gather" | "reduce_scatter":
+            return _scatter(size, levels)
+        case "all_reduce":
+            *inner, (across, level) = levels
+            left = size
+            for count, _ in inner:
+                left /= count
+            return 2 * _scatter(size, inner) + _reduce(left, across, level)
+        case "all_to_all":
+            return _exchange(size, members, levels)
+        case "send":
+            level = levels[-1][1]
+            return level.latency + size / level.bandwidth
+    raise AssertionError(kind)
+
+
+def _scatter(size: float, levels: Sequence[tuple[int, Level]]) -> float:
+    """A reduce_scatter or all_gather by rings, level by level; each level handles what the ones inside leave."""
+    total, left = 0.0, size
+    for members, level in levels:
+        total += (members - 1) * level.latency + (members - 1) / members * left / level.bandwidth
+        left /= members
+    return total
+
+
+def _reduce(size: float, members: int, level: Level) -> float:
+    ring = 2 * ((members - 1) * level.latency + (members - 1) / members * size / level.bandwidth)
+    tree = 2 * (ceil(log2(members)) * level.latency + size / level.bandwidth)
+    return min(ring, tree)
+
+
+def _exchange(size: float, members: int, levels: Spanned) -> float:
+    """Every rank sends size / members**2 bytes to each other rank, over the level that separates the two."""
+    total, inside = 0.0, 1
+    for units, level in levels:
+        peers = inside * (units - 1)
+        total += peers * (level.latency + size / members**2 / level.bandwidth)
+        inside *= units
+    return total

@@ -1,0 +1,86 @@
+"""Makes a profile of this machine: which shards and collectives to time, and what follows from the times.
+
+The timing itself is handed in, since nothing on this floor runs programs: `nnscaler.tracing.time_call` and
+`nnscaler.runtime.collective_times` are what the command line hands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from nnscaler.ir.graph import Graph
+from nnscaler.planning.cluster.description import Cluster
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
+from nnscaler.planning.cost.model import KINDS, Collective
+from nnscaler.planning.cost.shards import ShardCall, shard_calls
+from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile
+from nnscaler.planning.cost.work import Work, shard_work
+from nnscaler.transform.signature import Signature
+
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
+Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
+CollectiveCall = tuple[Collective, int, int]  # kind, ranks of a group, bytes
+Progress = Callable[[int, int], None]  # number, of how many
+
+
+def collective_calls(ranks: int) -> tuple[CollectiveCall, ...]:
+    """What to time between `ranks` processes: every kind in groups of each size that divides them."""
+    groups = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    return tuple((kind, group, size) for group in groups for kind in KINDS for size in SIZES)
+
+
+def measure(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    cluster: Cluster,
+    timer: Timer,
+    collectives: Sequence[CollectiveEntry] = (),
+    crowding: float = 1.0,
+    micro_batches: int = 1,
+    progress: Progress | None = None,
+) -> Profile:
+    """The profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
+
+    `cluster`: the machine as it was found; the profile's is that with the figures that were measured. `crowding`: how
+    many ranks share a core: the times of operators, which run alone here, are multiplied by it.
+    """
+    calls = shard_calls(graph, signatures, cluster.devices, micro_batches)
+    timed: list[tuple[ShardCall, float, float]] = []
+    skipped: dict[str, str] = {}
+    for number, call in enumerate(calls):
+        if progress is not None:
+            progress(number + 1, len(calls))
+        found = timer(call)
+        if isinstance(found, str):
+            skipped.setdefault(call.key[0], found)
+        else:
+            timed.append((call, found[0] * crowding, found[1] * crowding))
+    fitted = replace(cluster, device=fit_device(cluster.device, _passes(timed)))
+    fitted = replace(fitted, levels=(fit_level(fitted, collectives), *fitted.levels[1:]))
+    entries = tuple(_entry(AnalyticCost(fitted), *one) for one in timed)
+    return Profile(
+        fitted,
+        crowding,
+        entries,
+        tuple(collectives),
+        operators_error(entries),
+        collectives_error(fitted, collectives),
+        tuple(skipped.items()),
+    )
+
+
+def _passes(timed: Sequence[tuple[ShardCall, float, float]]) -> list[tuple[Work, float, str]]:
+    found: list[tuple[Work, float, str]] = []
+    for call, forward, backward in timed:
+        works = shard_work(call.signature, call.shapes_in, call.shapes_out, call.dtype)
+        found += [(w, t, call.dtype) for w, t in zip(works, (forward, backward), strict=True) if t > 0]
+    return found
+
+
+def _entry(cost: AnalyticCost, call: ShardCall, forward: float, backward: float) -> Entry:
+    predicted = cost.compute(call.signature, call.shapes_in, call.shapes_out, call.dtype)
+    if backward == 0:
+        predicted = predicted[0], 0.0  # nothing that needs a gradient goes in
+    return Entry(*call.key, forward, backward, predicted)

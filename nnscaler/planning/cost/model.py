@@ -1,0 +1,41 @@
+"""What the planner asks of a cost model: seconds of one shard of an operator, and of one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from nnscaler.transform.signature import Signature
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Shape = tuple[int, ...]
+Shapes = Sequence[Shape | None]
+KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlace:
+    """Where a mesh axis lies among consecutive ranks: its `size` ranks are `inner` apart."""
+
+    size: int
+    inner: int = 1
+
+
+class CostModel(Protocol):
+    """Seconds. Pure: the same question has the same answer."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of what the answers depend on."""
+
+    def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
+        """Forward and backward of one shard of an operation.
+
+        `shapes_in`, `shapes_out`: of the shard's operands, None for an output that is not used; `dtype`: in which the
+        operation computes, which its floating operands have.
+        """
+
+    def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
+        """One call by every rank of the axis. `size`: bytes of the tensor whole along the axis, as in
+        `nnscaler.ir.conversion.volume`; of the message, for `send` to the next rank of the axis."""

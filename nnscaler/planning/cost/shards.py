@@ -1,0 +1,156 @@
+"""The shards of a graph's operations that a plan over some ranks may run, as calls that can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from op_registry.call import Call, TensorArgument
+from op_registry.expression import Expression
+from op_registry.localize import localise
+from op_registry.spec import Refusal
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import local_shape, shape_of_rank
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.planning.cost.model import Shape
+from nnscaler.planning.cost.work import is_floating
+from nnscaler.transform.kept import VIEWS
+from nnscaler.transform.rules import explain_illegal_choices, input_layouts, output_layouts, shards_of
+from nnscaler.transform.signature import Signature
+
+Meshes = tuple[tuple[int, ...], ...]
+Key = tuple[str, tuple[Shape | None, ...], tuple[Shape | None, ...], str]
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """One rank's call of an operation (of the first rank, where ranks differ), with the shapes of its operands.
+    `needs_grad`: of each input. `dtype`: of its floating operands."""
+
+    signature: Signature
+    call: Call
+    shapes_in: tuple[Shape, ...]
+    shapes_out: tuple[Shape | None, ...]
+    dtype: str
+    needs_grad: tuple[bool, ...]
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.signature, self.shapes_in, self.shapes_out, self.dtype)
+
+
+def key_of(
+    signature: Signature, shapes_in: tuple[Shape | None, ...], shapes_out: tuple[Shape | None, ...], dtype: str
+) -> Key:
+    """What a measurement is filed under: the operator's signature and the shard's shapes."""
+    found: str | None = signature.memo.get(("text",))
+    if found is None:
+        found = signature.memo["text",] = signature_text(signature.call)
+    return found, shapes_in, shapes_out, dtype
+
+
+def signature_text(call: Call) -> str:
+    """`aten.softmax.int(float32, -1)`: the operator, its tensors' dtypes and its other arguments."""
+    arguments = [_text(a) for a in call.args] + [f"{name}={_text(a)}" for name, a in sorted(call.kwargs.items())]
+    return f"{call.operator}({', '.join(arguments)})"
+
+
+def shard_calls(
+    graph: Graph, signatures: Mapping[str, Signature], ranks: int, micro_batches: int = 1
+) -> tuple[ShardCall, ...]:
+    """Every different shard of every operation but views, in the order of the graph: whole, or split by one or two axes
+    whose sizes divide `ranks` times `micro_batches`, which cut the batch as an axis would."""
+    found: dict[Key, ShardCall] = {}
+    done: set[tuple[int, tuple[bool, ...]]] = set()
+    for op in graph.operations:
+        signature = signatures[op.name]
+        grads = _grads(graph, op)
+        if op.operator in VIEWS or (id(signature), grads) in done:
+            continue
+        done.add((id(signature), grads))
+        for mesh in meshes(ranks * micro_batches):
+            for shard in _shards(graph, op, signature, mesh, grads):
+                found.setdefault(shard.key, shard)
+    return tuple(found.values())
+
+
+def meshes(ranks: int) -> Meshes:
+    """() for the whole, then the sizes of one and of two axes whose product divides `ranks`."""
+    sizes = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    pairs = [(a, b) for a in sizes for b in sizes if ranks % (a * b) == 0]
+    return ((), *((n,) for n in sizes), *pairs)
+
+
+def _grads(graph: Graph, op: Operation) -> tuple[bool, ...]:
+    recorded = op.region.grad_enabled and any(n is not None and graph.tensors[n].needs_grad for n in op.outputs)
+    return tuple(recorded and graph.tensors[name].needs_grad for name in op.inputs)
+
+
+def _shards(
+    graph: Graph, op: Operation, signature: Signature, mesh: tuple[int, ...], grads: tuple[bool, ...]
+) -> Iterator[ShardCall]:
+    axes = [(f"axis{i}", size) for i, size in enumerate(mesh)]
+    splits: list[Choice] = [Split(name) for name in signature.identifiers]
+    for choices in product(splits, repeat=len(mesh)):
+        if explain_illegal_choices(graph, op, signature, choices, axes) is None:
+            shard = _shard(graph, op, signature, choices or (RunInvariant(),), axes or [("whole", 1)], grads)
+            if shard is not None:
+                yield shard
+
+
+def _shard(
+    graph: Graph,
+    op: Operation,
+    signature: Signature,
+    choices: tuple[Choice, ...],
+    axes: list[tuple[str, int]],
+    grads: tuple[bool, ...],
+) -> ShardCall | None:
+    sizes = [size for _, size in axes]
+    needed = input_layouts(graph, op, signature, choices)
+    made = output_layouts(graph, op, signature, choices)
+    shapes_in = tuple(local_shape(v, sizes, graph.tensors[n].shape) for v, n in zip(needed, op.inputs, strict=True))
+    pairs = list(zip(made, op.outputs, strict=True))
+    shapes_out = tuple(None if n is None else local_shape(v, sizes, graph.tensors[n].shape) for v, n in pairs)
+    if any(not prod(shape) for shape in shapes_in):
+        return None
+    call = signature.call
+    if signature.spec is not None:
+        local = [None if n is None else shape_of_rank(v, axes, graph.tensors[n].shape) for v, n in pairs]
+        try:
+            call = localise(signature.spec, call, shards_of(signature, choices, axes), local)
+        except Refusal:
+            return None
+    first = dict.fromkeys((name for name, _ in axes), 0)
+    outputs = tuple(
+        None if t is None or s is None else TensorArgument(t.index, s, t.dtype)
+        for t, s in zip(signature.call.outputs, shapes_out, strict=True)
+    )
+    args = tuple(_of_first_rank(a, shapes_in, first) for a in call.args)
+    kwargs = {name: _of_first_rank(a, shapes_in, first) for name, a in call.kwargs.items()}
+    dtypes = [t.dtype for t in (*signature.call.tensors(), *outputs) if t is not None and is_floating(t.dtype)]
+    own = Call(call.operator, args, kwargs, outputs)
+    return ShardCall(signature, own, shapes_in, shapes_out, dtypes[0] if dtypes else "float32", grads)
+
+
+def _of_first_rank(value: Any, shapes: tuple[Shape, ...], place: Mapping[str, int]) -> Any:
+    if isinstance(value, TensorArgument):
+        return TensorArgument(value.index, shapes[value.index], value.dtype)
+    if isinstance(value, Expression):
+        return value.evaluate(place)
+    if isinstance(value, list | tuple):
+        return type(value)(_of_first_rank(v, shapes, place) for v in value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, TensorArgument):
+        return value.dtype
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(getattr(value, "name", value))

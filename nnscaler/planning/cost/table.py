@@ -1,0 +1,144 @@
+"""A profile: measured seconds of shards of operators and of collectives, as a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from nnscaler.errors import NnscalerError
+from nnscaler.planning.cluster.description import Cluster
+from nnscaler.planning.cost.model import KINDS, Collective, Shape
+from nnscaler.planning.cost.shards import Key
+
+VERSION = 1
+_HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Seconds of one shard of an operator: `signature` is its text, see `shards.signature_text`. `predicted`: what the
+    analytic model says of forward and backward, by which the table is calibrated."""
+
+    signature: str
+    shapes_in: tuple[Shape | None, ...]
+    shapes_out: tuple[Shape | None, ...]
+    dtype: str
+    forward: float
+    backward: float
+    predicted: tuple[float, float]
+
+    @property
+    def key(self) -> Key:
+        return self.signature, self.shapes_in, self.shapes_out, self.dtype
+
+    @property
+    def operator(self) -> str:
+        return self.signature.partition("(")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveEntry:
+    """Seconds of one collective of `ranks` ranks of one host on a tensor of `size` bytes, whole along the group."""
+
+    kind: Collective
+    ranks: int
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Of |predicted / measured - 1|: the median and the 95th percentile, of the analytic model (`analytic`) and of it
+    times the operator's factor (`calibrated`), over `count` shards or calls."""
+
+    count: int
+    analytic_median: float
+    analytic_p95: float
+    calibrated_median: float
+    calibrated_p95: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`cluster`: the machine, with the figures that fit the measurements best. `crowding`: how many ranks share a core;
+    times of operators are those of a rank while the others compute too. `skipped`: (signature, why) of what could
+    not be measured."""
+
+    cluster: Cluster
+    crowding: float
+    entries: tuple[Entry, ...]
+    collectives: tuple[CollectiveEntry, ...]
+    operators_error: Calibration
+    collectives_error: Calibration
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "version": VERSION,
+            "cluster": self.cluster.as_dict(),
+            "crowding": self.crowding,
+            "calibration": {"operators": asdict(self.operators_error), "collectives": asdict(self.collectives_error)},
+            "operators": [asdict(entry) for entry in self.entries],
+            "collectives": [asdict(entry) for entry in self.collectives],
+            "skipped": [{"signature": name, "reason": reason} for name, reason in self.skipped],
+        }
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of the contents."""
+        return sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def save(self, path: Path) -> None:
+        """Writes the file. Raises OSError."""
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """The profile of a file. Raises NnscalerError `no_such_file`, and `profile_invalid` with what is wrong."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NnscalerError("no_such_file", f"cannot read {path}: {error.strerror}", help=_HELP) from None
+    except ValueError as error:
+        raise NnscalerError("profile_invalid", f"{path} is not JSON: {error}", help=_HELP) from None
+    if not isinstance(values, dict) or values.get("version") != VERSION:
+        found = values.get("version") if isinstance(values, dict) else None
+        message = f"{path} is not a profile of version {VERSION}, but of {found!r}"
+        raise NnscalerError("profile_invalid", message, help=_HELP)
+    try:
+        return _profile(values)
+    except KeyError as error:
+        raise NnscalerError("profile_invalid", f"{path} lacks {error}", help=_HELP) from None
+    except (TypeError, ValueError) as error:
+        raise NnscalerError("profile_invalid", f"{path} is not a profile: {error}", help=_HELP) from None
+
+
+def _profile(values: Mapping[str, Any]) -> Profile:
+    collectives = tuple(CollectiveEntry(**entry) for entry in values["collectives"])
+    unknown = sorted({c.kind for c in collectives} - set(KINDS))
+    if unknown:
+        raise ValueError(f"no collective {unknown[0]!r}")
+    return Profile(
+        Cluster.from_dict(values["cluster"]),
+        float(values["crowding"]),
+        tuple(_entry(entry) for entry in values["operators"]),
+        collectives,
+        Calibration(**values["calibration"]["operators"]),
+        Calibration(**values["calibration"]["collectives"]),
+        tuple((s["signature"], s["reason"]) for s in values["skipped"]),
+    )
+
+
+def _entry(values: Mapping[str, Any]) -> Entry:
+    def shapes(name: str) -> tuple[Shape | None, ...]:
+        return tuple(None if shape is None else tuple(shape) for shape in values[name])
+
+    forward, backward = values["predicted"]
+    changed = {"shapes_in": shapes("shapes_in"), "shapes_out": shapes("shapes_out"), "predicted": (forward, backward)}
+    return Entry(**{**values, **changed})

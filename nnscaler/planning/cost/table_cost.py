@@ -1,0 +1,102 @@
+"""Costs from a profile; where it has no entry, the analytic model times what it is off by for that operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from statistics import median
+
+from nnscaler.planning.cluster.description import Cluster
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.calibrate import Factors, Line, fit_lines, operator_factors
+from nnscaler.planning.cost.model import AxisPlace, Collective, Shapes
+from nnscaler.planning.cost.shards import Key, key_of
+from nnscaler.planning.cost.table import Entry, Profile
+from nnscaler.transform.kept import VIEWS
+from nnscaler.transform.signature import Signature
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many different shards were asked for, and which of them the table lacks (by the operator's signature)."""
+
+    asked: int
+    missing: tuple[Key, ...]
+
+    def describe(self) -> str:
+        return f"{len(self.missing)} of {self.asked} shards are not in the profile"
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """Nothing is interpolated: a shard is in the table, or it is predicted by the analytic model on the profile's
+    machine times the operator's factor. Collectives inside of a host are lines through the measured ones.
+
+    `cluster`: where the plan runs, the profile's machine if not given. Its answers never change; that it remembers
+    what it was asked serves `coverage` alone.
+    """
+
+    profile: Profile
+    cluster: Cluster | None = None
+    _asked: dict[Key, bool] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def identity(self) -> str:
+        text = f"{self.profile.identity} {self._links.identity}"
+        return f"table:{sha256(text.encode()).hexdigest()[:16]}"
+
+    def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
+        if signature.call.operator in VIEWS:
+            return 0.0, 0.0
+        key = key_of(signature, tuple(shapes_in), tuple(shapes_out), dtype)
+        entry = self._entries.get(key)
+        self._asked[key] = entry is not None
+        if entry is not None:
+            return entry.forward, entry.backward
+        forward, backward = self._operators.compute(signature, shapes_in, shapes_out, dtype)
+        factors = self._factors.get(signature.call.operator, self._usual)
+        return forward * factors[0], backward * factors[1]
+
+    def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
+        predicted = self._links.collective(kind, size, ranks)
+        cluster = self._links.cluster
+        if ranks.size == 1 or cluster.spans[0] % (ranks.size * ranks.inner) or not self._is_measured_host:
+            return predicted
+        line = self._lines.get((kind, ranks.size))
+        return predicted if line is None else line[0] + line[1] * size
+
+    def coverage(self) -> Coverage:
+        """What was asked for so far."""
+        return Coverage(len(self._asked), tuple(key for key, found in self._asked.items() if not found))
+
+    @cached_property
+    def _entries(self) -> dict[Key, Entry]:
+        return {entry.key: entry for entry in self.profile.entries}
+
+    @cached_property
+    def _operators(self) -> AnalyticCost:
+        return AnalyticCost(self.profile.cluster)
+
+    @cached_property
+    def _links(self) -> AnalyticCost:
+        return AnalyticCost(self.cluster or self.profile.cluster)
+
+    @cached_property
+    def _is_measured_host(self) -> bool:
+        """Whether the innermost links are those that were measured."""
+        return self._links.cluster.levels[0].name == self.profile.cluster.levels[0].name
+
+    @cached_property
+    def _lines(self) -> dict[tuple[Collective, int], Line]:
+        return fit_lines(self.profile.collectives)
+
+    @cached_property
+    def _factors(self) -> Factors:
+        return operator_factors(self.profile.entries)
+
+    @cached_property
+    def _usual(self) -> tuple[float, float]:
+        """For operators that the table lacks altogether: the median of those that it has."""
+        found = list(self._factors.values())
+        return (median(f for f, _ in found), median(b for _, b in found)) if found else (1.0, 1.0)
