@@ -60,8 +60,8 @@ def relax(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         raise Infeasible(inf, inf if budget is None else budget)
     found = solver.getSolution()
-    duals = np.array(found.row_dual) / scale
-    values = np.array(found.col_value)
+    duals = np.array(found.row_dual) / scale if found.dual_valid else np.zeros(len(program.lower))
+    values = np.array(found.col_value) if found.value_valid else np.zeros(len(program.cost))
     ends = [*program.starts[1:], program.starts[-1] + len(problem.nodes[-1].cost)]
     weights = tuple(values[start:end] for start, end in zip(program.starts, ends, strict=True))
     bound, multiplier = _dual_bound(problem, program, duals, budget)
@@ -115,7 +115,7 @@ def _program(problem: Problem, budget: float | None) -> _Program:
         pairs.append((first, second, column))
         inner = column + np.arange(table.size).reshape(table.shape)
         for node, grid in ((first, inner), (second, inner.T)):
-            count, width = grid.shape
+            count, width = problem.sizes[node], grid.size // problem.sizes[node]
             rows += [np.repeat(np.arange(row, row + count), width), np.arange(row, row + count)]
             columns += [grid.ravel(), starts[node] + np.arange(count)]
             values += [np.ones(grid.size), np.full(count, -1.0)]
