@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nnscaler.planning.solver.flat import Flat, Indices, flatten
 from nnscaler.planning.solver.hull import Point
 from nnscaler.planning.solver.problem import Problem, Table, evaluate, memory_of
 
@@ -23,10 +23,11 @@ def repair(problem: Problem, start: Point, others: Iterable[Point], budget: floa
     """The best point within `budget` that crossings of `start`, which is within, and single changes lead to."""
     best = start
     others = tuple(others)
+    flat = flatten(problem)
     for _ in range(ROUNDS):
         before = best.time
         for other in others:
-            crossed = best_crossing(problem, best, other, budget)
+            crossed = best_crossing(problem, flat, best, other, budget)
             if crossed is not None and crossed.time < best.time:
                 best = crossed
         best = change_single_nodes(problem, best, budget)
@@ -35,25 +36,23 @@ def repair(problem: Problem, start: Point, others: Iterable[Point], budget: floa
     return best
 
 
-def best_crossing(problem: Problem, first: Point, second: Point, budget: float) -> Point | None:
+def best_crossing(problem: Problem, flat: Flat, first: Point, second: Point, budget: float) -> Point | None:
     """The fastest crossing of two points within `budget`; nodes of no layer all follow one of the two."""
     count = len(problem.nodes)
-    index = np.arange(count)
-    loose = np.array([node.group < 0 for node in problem.nodes])
-    variants = [index]
-    if loose.any() and not loose.all():
-        variants = [np.where(loose, side, index) for side in (-1, count)]
-    found: list[tuple[float, int, int]] = []
-    pairs = ((first, second), (second, first))
-    for number, (places, (behind, ahead)) in enumerate((v, pair) for v in variants for pair in pairs):
-        times, memory = _along(problem, places, behind.choices, ahead.choices)
-        times[memory > budget] = np.inf
-        cut = int(times.argmin())
-        found.append((float(times[cut]), number, cut))
-    for _, number, cut in sorted(found):
-        behind, ahead = pairs[number % 2]
-        takes = variants[number // 2] < cut
-        choices = tuple(np.where(takes, ahead.choices, behind.choices).tolist())
+    variants = [np.arange(count)]
+    if flat.loose.any() and not flat.loose.all():
+        variants = [np.where(flat.loose, side, variants[0]) for side in (-1, count)]
+    pairs = [(np.array(a.choices), np.array(b.choices)) for a, b in ((first, second), (second, first))]
+    found: list[tuple[float, int, int, int]] = []
+    for variant, places in enumerate(variants):
+        for direction, (behind, ahead) in enumerate(pairs):
+            times, memory = _along(flat, places, behind, ahead)
+            times[memory > budget] = np.inf
+            cut = int(times.argmin())
+            found.append((float(times[cut]), variant, direction, cut))
+    for _, variant, direction, cut in sorted(found):
+        behind, ahead = pairs[direction]
+        choices = tuple(np.where(variants[variant] < cut, ahead, behind).tolist())
         point = Point(evaluate(problem, choices), memory_of(problem, choices), choices)
         if np.isfinite(point.time) and point.memory <= budget:
             return point
@@ -67,68 +66,76 @@ def change_single_nodes(problem: Problem, start: Point, budget: float) -> Point:
         near[edge.first].append((edge.second, edge.cost))
         near[edge.second].append((edge.first, edge.cost.T))
     choices = list(start.choices)
-    memory = start.memory
+    left = budget - start.memory
     least = LEAST * abs(start.time)
+    waiting: Iterable[int] = range(len(choices))
     for _ in range(ROUNDS):
-        changed = False
-        for index, node in enumerate(problem.nodes):
-            cost = node.cost.copy()
-            for other, table in near[index]:
-                cost += table[:, choices[other]]
-            now = choices[index]
-            if node.memory is not None:
-                cost[memory + node.memory - node.memory[now] > budget] = np.inf
+        touched: set[int] = set()
+        freed = False
+        for index in waiting:
+            cost, more = _changes(problem, near[index], choices, index)
+            cost[more > left] = np.inf
             best = int(cost.argmin())
-            if best != now and cost[best] < cost[now] - least:
-                memory += 0.0 if node.memory is None else float(node.memory[best] - node.memory[now])
+            if best != choices[index] and cost[best] < cost[choices[index]] - least:
+                left -= float(more[best])
+                freed = freed or more[best] < 0.0
                 choices[index] = best
-                changed = True
-        if not changed:
+                touched.update(other for other, _ in near[index])
+        waiting = range(len(choices)) if freed else sorted(touched)
+        if not touched and not freed:
             break
     point = Point(evaluate(problem, choices), memory_of(problem, choices), tuple(choices))
     return point if point.memory <= budget and point.time < start.time else start
 
 
-def _along(
-    problem: Problem, places: NDArray[np.int_], behind: Sequence[int], ahead: Sequence[int]
+def _changes(
+    problem: Problem, near: Sequence[tuple[int, Table]], choices: Sequence[int], index: int
 ) -> tuple[Table, Table]:
+    """The cost of each strategy of a node, its neighbours as they are, and by how much it needs more memory."""
+    node = problem.nodes[index]
+    cost = node.cost.copy()
+    for other, table in near:
+        cost += table[:, choices[other]]
+    if node.memory is None:
+        return cost, np.zeros(len(cost))
+    return cost, node.memory - node.memory[choices[index]]
+
+
+def _along(flat: Flat, places: Indices, behind: Indices, ahead: Indices) -> tuple[Table, Table]:
     """Time and memory of the crossings at 0, 1, ... n: nodes with a place before the crossing choose `ahead`."""
-    count = len(problem.nodes)
-    steps, memory, closed = (np.zeros(count + 2) for _ in range(3))
+    count = len(places)
+    swap = places[flat.first] > places[flat.second]
+    near = np.where(swap, places[flat.second], places[flat.first])
+    far = np.where(swap, places[flat.first], places[flat.second])
 
-    def add(total: Table, values: Table, first: NDArray[np.int_], last: NDArray[np.int_]) -> None:
-        """Adds each value to the crossings `first` to `last`, which may be none."""
-        some = first <= last
-        np.add.at(total, first[some], values[some])
-        np.add.at(total, last[some] + 1, -values[some])
+    def edges(of_near: Indices, of_far: Indices) -> Table:
+        first = np.where(swap, of_far[flat.first], of_near[flat.first])
+        second = np.where(swap, of_near[flat.second], of_far[flat.second])
+        return flat.edge_cost_of(first, second)
 
-    def count_in(values: Table, first: NDArray[np.int_], last: NDArray[np.int_]) -> None:
+    zero, last = np.zeros(1, np.int_), np.full(1, count)
+    parts = (
+        (flat.cost_of(behind), zero, places),
+        (flat.cost_of(ahead), places + 1, last),
+        (edges(behind, behind), zero, near),
+        (edges(ahead, behind), near + 1, far),
+        (edges(ahead, ahead), far + 1, last),
+    )
+    times, closed = np.zeros(count + 1), np.zeros(count + 1)
+    for values, first, end in parts:
         finite = np.isfinite(values)
-        add(steps, np.where(finite, values, 0.0), first, last)
-        add(closed, (~finite).astype(np.float64), first, last)
+        times += _sums(np.where(finite, values, 0.0), first, end, count)
+        closed += _sums((~finite).astype(np.float64), first, end, count)
+    times[closed > 0.5] = np.inf
+    memory = _sums(flat.memory_of(behind), zero, places, count) + _sums(flat.memory_of(ahead), places + 1, last, count)
+    return times, memory
 
-    start, end = np.zeros(count, np.int_), np.full(count, count)
-    for chosen, first, last in ((behind, start, places), (ahead, places + 1, end)):
-        pairs = list(zip(problem.nodes, chosen, strict=True))
-        count_in(np.array([node.cost[choice] for node, choice in pairs]), first, np.minimum(last, count))
-        used = np.array([0.0 if node.memory is None else node.memory[choice] for node, choice in pairs])
-        add(memory, used, first, np.minimum(last, count))
-    swap = [places[edge.first] > places[edge.second] for edge in problem.edges]
-    ends = [(e.second, e.first) if s else (e.first, e.second) for e, s in zip(problem.edges, swap, strict=True)]
-    tables = [edge.cost.T if s else edge.cost for edge, s in zip(problem.edges, swap, strict=True)]
-    if not ends:
-        ends_array = np.zeros((0, 2), np.int_)
-    else:
-        ends_array = np.array(ends)
-    near, far = places[ends_array[:, 0]], places[ends_array[:, 1]]
-    zero, whole = np.zeros_like(near), np.full_like(near, count)
-    for one, two, first, last in (
-        (behind, behind, zero, near),
-        (ahead, behind, near + 1, far),
-        (ahead, ahead, far + 1, whole),
-    ):
-        values = [table[one[a], two[b]] for table, (a, b) in zip(tables, ends, strict=True)]
-        count_in(np.array(values, np.float64), first, np.minimum(last, count))
-    times = np.cumsum(steps)[: count + 1]
-    times[np.cumsum(closed)[: count + 1] > 0.5] = np.inf
-    return times, np.cumsum(memory)[: count + 1]
+
+def _sums(values: Table, first: Indices, last: Indices, count: int) -> Table:
+    """For 0, 1, ... count, the sum of the values whose range `first` to `last`, which may be empty, it lies in."""
+    first, last = (np.broadcast_to(ends, values.shape) for ends in (first, np.minimum(last, count)))
+    some = first <= last
+    begins = np.bincount(first[some], values[some], minlength=count + 2)
+    stops = np.bincount(last[some] + 1, values[some], minlength=count + 2)
+    answer: Table = np.cumsum(begins - stops)[: count + 1]
+    return answer

@@ -12,12 +12,12 @@ SHAPES = ("chain", "tree", "skips", "hub", "layers")
 
 
 def random_problem(seed: int, shape: str, memory: bool = False) -> Problem:
-    """At most about 200,000 joint choices; a few entries are forbidden, but one choice is always legal."""
+    """At most about 60,000 joint choices; a few entries are forbidden, but one choice is always legal."""
     random = np.random.default_rng([seed, SHAPES.index(shape)])
     if shape == "layers":
         return layered(random, layers=int(random.integers(3, 6)), interior=1, most=3, hubs=seed % 2, memory=memory)
     sizes: list[int] = []
-    while np.prod(sizes, initial=1.0) < 30_000:
+    while np.prod(sizes, initial=1.0) < 8_000:
         sizes.append(int(random.integers(2, 7)))
     legal = [int(random.integers(size)) for size in sizes]
     nodes = [_node(random, f"n{i}", size, legal[i], memory) for i, size in enumerate(sizes)]

@@ -11,6 +11,7 @@ import pytest
 from nnscaler.planning.solver import order
 from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.eliminate import eliminate
+from nnscaler.planning.solver.flat import flatten
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.hull import Point, bound_at, hull
 from nnscaler.planning.solver.problem import (
@@ -30,7 +31,7 @@ from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layere
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_answers_are_within_the_budget_and_above_their_bound(shape: str) -> None:
-    for seed in range(8):
+    for seed in range(6):
         problem = random_problem(seed, shape, memory=True)
         value, memory = joint_tables(problem)
         legal = memory[np.isfinite(value)]
@@ -104,7 +105,7 @@ def test_crossings_are_valued_as_they_are() -> None:
                     mixed = [(one, two)[hub if loose[i] else int(i < cut)][i] for i in range(len(problem.nodes))]
                     if memory_of(problem, mixed) <= budget:
                         expected = min(expected, evaluate(problem, mixed))
-        found = best_crossing(problem, first, second, budget)
+        found = best_crossing(problem, flatten(problem), first, second, budget)
         assert (inf if found is None else found.time) == pytest.approx(expected, rel=1e-12)
 
 
