@@ -1,20 +1,22 @@
 """The best choices within one budget of memory, with a proven bound.
 
 The Lagrangian bound comes from exact solves at prices of memory; the choices come from the efficient points next to the
-budget and their crossings. A small problem whose gap stays open is handed to an integer program.
+budget and their crossings. Where a gap stays open, hubs are fixed one by one, and a small problem is handed to an
+integer program.
 """
 
 from __future__ import annotations
 
+from nnscaler.planning.solver.branch import branch
 from nnscaler.planning.solver.highs import columns_of, optimise
-from nnscaler.planning.solver.hull import Hull, Point, hull, line_at
+from nnscaler.planning.solver.hull import Hull, hull, line_at
 from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, evaluate
 from nnscaler.planning.solver.reduce import reduce_problem
-from nnscaler.planning.solver.repair import repair
+from nnscaler.planning.solver.repair import repair_from
 
 CLOSED = 0.005  # a gap that is small enough
 SMALL = 30_000  # columns of an integer program that is worth trying
-NEAR = 4  # efficient points on each side of the budget that are crossed with the best
+BRANCHES = 12  # subproblems with hubs fixed
 POINTS = 64
 
 
@@ -25,22 +27,16 @@ def solve_within(problem: Problem, budget: float, found: Hull | None = None, sec
     program, which 0 leaves out. Raises `TooWide`, and `Infeasible` with the least memory of all choices.
     """
     swept = hull(problem, POINTS, budget) if found is None else found
-    start = swept.fastest_within(budget)
     bound, price = line_at(swept, budget)
-    best = start
-    if start.time > bound and start is not swept.points[0]:
-        best = repair(problem, start, _near(swept, start), budget)
+    start = swept.fastest_within(budget)
+    best = repair_from(problem, swept, budget)
     how = "hull" if best is start else "hull, crossed"
     solution = Solution(best.choices, best.time, min(bound, best.time), how, price)
+    if solution.gap > CLOSED:
+        solution = branch(problem, budget, solution, swept, POINTS, BRANCHES)
     if solution.gap <= CLOSED or columns_of(problem) > SMALL or seconds <= 0.0:
         return solution
     return _closed(problem, budget, solution, seconds)
-
-
-def _near(swept: Hull, start: Point) -> list[Point]:
-    """The points about `start`, which is the fastest one within the budget: faster ones first, the nearest first."""
-    place = swept.points.index(start)
-    return [*swept.points[max(0, place - NEAR) : place][::-1], *swept.points[place + 1 : place + 1 + NEAR]]
 
 
 def _closed(problem: Problem, budget: float, solution: Solution, seconds: float) -> Solution:

@@ -57,7 +57,12 @@ def reduce_problem(problem: Problem, memory: bool = False) -> Reduced:
             alive[index] = left
             waiting.update(dict.fromkeys(other for other, _ in near[index]))
     kept = tuple(np.flatnonzero(mask) for mask in alive)
-    return Reduced(_restrict(problem, pairs, kept), kept)
+    return Reduced(_cut(problem, pairs, kept), kept)
+
+
+def restrict(problem: Problem, kept: Sequence[NDArray[np.intp]]) -> Reduced:
+    """`problem` with only the `kept` strategies of each node."""
+    return Reduced(_cut(problem, merge_edges(problem.edges), kept), tuple(kept))
 
 
 def merge_edges(edges: Iterable[Edge]) -> dict[tuple[int, int], Table]:
@@ -108,7 +113,7 @@ def _undominated(
     return answer
 
 
-def _restrict(problem: Problem, pairs: dict[tuple[int, int], Table], kept: Sequence[NDArray[np.intp]]) -> Problem:
+def _cut(problem: Problem, pairs: dict[tuple[int, int], Table], kept: Sequence[NDArray[np.intp]]) -> Problem:
     """The problem with the kept strategies only; arrays that were shared stay so where what is kept is the same."""
     found: dict[tuple[int, bytes, bytes], Table] = {}
 

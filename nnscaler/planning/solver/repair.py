@@ -12,11 +12,22 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from nnscaler.planning.solver.flat import Flat, Indices, flatten
-from nnscaler.planning.solver.hull import Point
+from nnscaler.planning.solver.hull import Hull, Point, bound_at
 from nnscaler.planning.solver.problem import Problem, Table, evaluate, memory_of
 
 ROUNDS = 8  # of crossings, and of passes over single nodes
+NEAR = 4  # efficient points on each side of the budget that are crossed with the best
 LEAST = 1e-9  # relative: smaller gains are rounding
+
+
+def repair_from(problem: Problem, swept: Hull, budget: float) -> Point:
+    """The best point within `budget` that crossings of the points of a hull lead to. Raises `Infeasible`."""
+    start = swept.fastest_within(budget)
+    place = swept.points.index(start)
+    if place == 0 or start.time <= bound_at(swept, budget):
+        return start
+    near = swept.points[max(0, place - NEAR) : place][::-1] + swept.points[place + 1 : place + 1 + NEAR]
+    return repair(problem, start, near, budget)
 
 
 def repair(problem: Problem, start: Point, others: Iterable[Point], budget: float) -> Point:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.fold import find_structure, solve_folded
 from nnscaler.planning.solver.highs import Relaxation, optimise, relax
 from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, Solution, TooWide, evaluate
-from nnscaler.planning.solver.reduce import Reduced, reduce_problem
+from nnscaler.planning.solver.reduce import Reduced, reduce_problem, restrict
 
 NARROW = 2.0**27  # table entries of all eliminations that look for a start
 
@@ -82,7 +81,7 @@ def _start(problem: Problem, relaxed: Relaxation, budget: float | None) -> Solut
     """The best choices among the strategies of each node that the relaxation prefers: as many as can be eliminated."""
     ranks = [np.lexsort((node.cost, -np.round(w, 9))) for node, w in zip(problem.nodes, relaxed.weights, strict=True)]
     for most in range(max(problem.sizes), 0, -1):
-        narrow = _narrowed(problem, [np.sort(rank[:most]) for rank in ranks])
+        narrow = restrict(problem, [np.sort(rank[:most]) for rank in ranks])
         try:
             if find_structure(narrow.problem).order.work > NARROW:
                 continue
@@ -96,15 +95,6 @@ def _start(problem: Problem, relaxed: Relaxation, budget: float | None) -> Solut
             return None
         return _restored(problem, narrow, found)
     return None
-
-
-def _narrowed(problem: Problem, kept: list[NDArray[np.intp]]) -> Reduced:
-    nodes = tuple(
-        Node(node.name, node.cost[keep], None if node.memory is None else node.memory[keep], node.group)
-        for node, keep in zip(problem.nodes, kept, strict=True)
-    )
-    edges = tuple(Edge(e.first, e.second, e.cost[np.ix_(kept[e.first], kept[e.second])]) for e in problem.edges)
-    return Reduced(Problem(nodes, edges), tuple(kept))
 
 
 def _restored(problem: Problem, smaller: Reduced, found: Solution) -> Solution:

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from nnscaler.planning.solver import order
+from nnscaler.planning.solver.branch import branch
 from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.flat import flatten
 from nnscaler.planning.solver.highs import relax
-from nnscaler.planning.solver.hull import Point, bound_at, hull
+from nnscaler.planning.solver.hull import Point, bound_at, hull, line_at
 from nnscaler.planning.solver.problem import (
     Edge,
     Infeasible,
     Node,
     Problem,
+    Solution,
     evaluate,
     from_json,
     memory_of,
@@ -88,6 +90,26 @@ def test_equal_layers_take_different_choices_where_the_budget_needs_it() -> None
         assert sum(1 for choice in solution.choices if choice == 0) == few
         assert solution.value == pytest.approx(few + 2 * (layers - few) + 0.01 * (0 < few < layers))
         assert solution.gap < 0.005
+
+
+def test_fixing_hubs_closes_gaps() -> None:
+    closed = 0
+    for seed in range(30):
+        problem = layered(np.random.default_rng(seed), 4, interior=1, most=3, hubs=2, memory=True)
+        value, memory = joint_tables(problem)
+        swept = hull(problem)
+        budget = (swept.points[0].memory + swept.least_memory) / 2
+        best = value[memory <= budget].min()
+        start = swept.fastest_within(budget)
+        bound, price = line_at(swept, budget)
+        root = Solution(start.choices, start.time, bound, "hull", price)
+        found = branch(problem, budget, root, swept, points=32, most=20)
+        assert memory_of(problem, found.choices) <= budget
+        assert evaluate(problem, found.choices) == found.value <= root.value
+        assert root.bound <= found.bound <= best * (1 + 1e-12)
+        assert best <= found.value * (1 + 1e-12)
+        closed += found.gap < root.gap / 2
+    assert closed >= 10
 
 
 def test_crossings_are_valued_as_they_are() -> None:
