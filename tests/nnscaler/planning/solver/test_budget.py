@@ -33,16 +33,19 @@ from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layere
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_answers_are_within_the_budget_and_above_their_bound(shape: str) -> None:
-    for seed in range(6):
+    for seed in range(5):
         problem = random_problem(seed, shape, memory=True)
         value, memory = joint_tables(problem)
         legal = memory[np.isfinite(value)]
         found = hull(problem)
-        for budget in (float(legal.min()), *np.quantile(legal, [0.003, 0.05, 0.3]).tolist(), float(legal.max())):
+        quantiles = np.quantile(legal, [0.0, 0.003, 0.05, 0.3, 1.0]).tolist()
+        for number, budget in enumerate(quantiles):
             best = value[memory <= budget].min()
-            answer = solve(problem, budget)
-            assert answer.gap <= 0.005
-            for solution in (answer, solve_within(problem, budget, found, seconds=0.0)):
+            solutions = [solve_within(problem, budget, found, seconds=0.0)]
+            if number == seed % 5:
+                solutions.append(solve(problem, budget))
+                assert solutions[1].gap <= 0.005
+            for solution in solutions:
                 assert memory_of(problem, solution.choices) <= budget
                 assert evaluate(problem, solution.choices) == solution.value
                 assert solution.bound <= best * (1 + 1e-12)
@@ -94,7 +97,7 @@ def test_equal_layers_take_different_choices_where_the_budget_needs_it() -> None
 
 def test_fixing_hubs_closes_gaps() -> None:
     closed = 0
-    for seed in range(30):
+    for seed in range(12):
         problem = layered(np.random.default_rng(seed), 4, interior=1, most=3, hubs=2, memory=True)
         value, memory = joint_tables(problem)
         swept = hull(problem)
@@ -109,7 +112,7 @@ def test_fixing_hubs_closes_gaps() -> None:
         assert root.bound <= found.bound <= best * (1 + 1e-12)
         assert best <= found.value * (1 + 1e-12)
         closed += found.gap < root.gap / 2
-    assert closed >= 10
+    assert closed >= 4
 
 
 def test_crossings_are_valued_as_they_are() -> None:
