@@ -1,0 +1,205 @@
+"""Exact variable elimination over sums of tables, and the min-marginals of all variables by a second pass.
+
+Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; what is left is a message to the
+bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no
+table of arguments is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import inf, prod
+from typing import Any
+
+import numpy as np
+
+from nnscaler.planning.solver.order import Order, find_order
+from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, Table, evaluate
+
+BLOCK = 2**18  # entries of a table that are added at once: they stay in the processor's cache
+MARGINAL_CAP = 2**23  # entries of one table of the second pass, which holds several at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factor:
+    """A table with one axis per variable of `scope`. `source` is the bucket that sent it, or -1."""
+
+    scope: tuple[int, ...]
+    table: Table
+    source: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """The tables that name `variable`, which is the first axis of each, and the variables of its message."""
+
+    variable: int
+    factors: tuple[Factor, ...]
+    scope: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elimination:
+    """The buckets in the order of elimination, and what is left: messages and tables over kept variables only."""
+
+    buckets: tuple[Bucket, ...]
+    rest: tuple[Factor, ...]
+    keep: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def table(self) -> Table:
+        """The best value for each choice of the kept variables, one axis each; a table without axes for none."""
+        shape = tuple(self.sizes[variable] for variable in self.keep)
+        total = np.zeros(shape)
+        for factor in self.rest:
+            total = total + _align(factor, self.keep)
+        return total
+
+
+def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int]) -> Elimination:
+    """Eliminates the variables of `order` from `factors`, which name no variables but those of `order`."""
+    place = {variable: index for index, variable in enumerate((*order.variables, *order.keep))}
+    waiting: list[list[Factor]] = [[] for _ in order.variables]
+    rest: list[Factor] = []
+    last = len(order.variables)
+
+    def put(factor: Factor) -> None:
+        first = place[factor.scope[0]] if factor.scope else last
+        (waiting[first] if first < last else rest).append(factor)
+
+    for factor in factors:
+        put(_sort_axes(factor, place))
+    buckets: list[Bucket] = []
+    for index, variable in enumerate(order.variables):
+        inside = tuple(waiting[index])
+        named = {other for factor in inside for other in factor.scope} - {variable}
+        scope = tuple(sorted(named, key=place.__getitem__))
+        buckets.append(Bucket(variable, inside, scope))
+        if inside:
+            put(Factor(scope, _minimise(inside, (variable, *scope), sizes), index))
+    return Elimination(tuple(buckets), tuple(rest), order.keep, tuple(sizes))
+
+
+def substitute(elimination: Elimination, choices: dict[int, int]) -> None:
+    """Completes `choices`, which has those of the kept variables, by the best of every eliminated variable."""
+    for bucket in reversed(elimination.buckets):
+        total = np.zeros(elimination.sizes[bucket.variable])
+        for factor in bucket.factors:
+            place: tuple[Any, ...] = (slice(None), *(choices[other] for other in factor.scope[1:]))
+            total = total + factor.table[place]
+        choices[bucket.variable] = int(total.argmin())
+
+
+def marginals_of(elimination: Elimination) -> dict[int, Table]:
+    """For each variable and each of its values, the best value of the whole with that choice. Nothing may be kept."""
+    assert not elimination.keep
+    sizes = elimination.sizes
+    answer: dict[int, Table] = {}
+    down: dict[int, Table] = {}  # by bucket: the best value of all that its message does not count
+    for factor, others in zip(elimination.rest, _all_but_one([f.table for f in elimination.rest]), strict=True):
+        down[factor.source] = others
+    for index in range(len(elimination.buckets) - 1, -1, -1):
+        bucket = elimination.buckets[index]
+        scope = (bucket.variable, *bucket.scope)
+        if not bucket.factors:
+            whole = elimination.table()
+            answer[bucket.variable] = np.full(sizes[bucket.variable], float(whole))
+            continue
+        shape = tuple(sizes[variable] for variable in scope)
+        tables = [_align(factor, scope) for factor in bucket.factors]
+        received = np.asarray(down.pop(index))[None]
+        total = reduce(np.add, sorted(tables, key=np.size), received)
+        answer[bucket.variable] = np.broadcast_to(total, shape).reshape(shape[0], -1).min(axis=1)
+        if all(factor.source < 0 for factor in bucket.factors):
+            continue
+        for factor, others in zip(bucket.factors, _all_but_one(tables), strict=True):
+            if factor.source >= 0:
+                axes = tuple(axis for axis, variable in enumerate(scope) if variable not in factor.scope)
+                down[factor.source] = np.broadcast_to(others + received, shape).min(axis=axes)
+    return answer
+
+
+def factors_of(problem: Problem) -> list[Factor]:
+    """The tables of `problem`: one per node and one per edge."""
+    nodes = [Factor((index,), node.cost) for index, node in enumerate(problem.nodes)]
+    return nodes + [Factor((edge.first, edge.second), edge.cost) for edge in problem.edges]
+
+
+def eliminate(problem: Problem) -> Solution:
+    """The optimum of `problem`. Raises `TooWide`, and `Infeasible` where no choice is legal."""
+    factors = factors_of(problem)
+    order = find_order([factor.scope for factor in factors], range(len(problem.nodes)), problem.sizes)
+    elimination = run_elimination(factors, order, problem.sizes)
+    choices: dict[int, int] = {}
+    substitute(elimination, choices)
+    return exact_solution(problem, tuple(choices[index] for index in range(len(problem.nodes))), "elimination")
+
+
+def min_marginals(problem: Problem) -> tuple[Table, ...]:
+    """For each node, the best value with the node fixed to each of its strategies. Raises `TooWide`.
+
+    A marginal less the optimum is a reduced cost: what it costs to insist on the strategy.
+    """
+    factors = factors_of(problem)
+    scopes = [factor.scope for factor in factors]
+    order = find_order(scopes, range(len(problem.nodes)), problem.sizes, cap=MARGINAL_CAP)
+    found = marginals_of(run_elimination(factors, order, problem.sizes))
+    return tuple(found[index] for index in range(len(problem.nodes)))
+
+
+def exact_solution(problem: Problem, choices: tuple[int, ...], how: str) -> Solution:
+    """Optimal `choices` as a solution. Raises `Infeasible` where even they are forbidden."""
+    value = evaluate(problem, choices)
+    if value == inf:
+        raise Infeasible(inf)
+    return Solution(choices, value, value, how)
+
+
+def _sort_axes(factor: Factor, place: dict[int, int]) -> Factor:
+    """The factor with its axes in the order of elimination, so that tables line up without transposition."""
+    positions = [place[variable] for variable in factor.scope]
+    if positions == sorted(positions):
+        return factor
+    axes = sorted(range(len(positions)), key=positions.__getitem__)
+    scope = tuple(factor.scope[axis] for axis in axes)
+    return Factor(scope, np.ascontiguousarray(factor.table.transpose(axes)), factor.source)
+
+
+def _align(factor: Factor, scope: Sequence[int]) -> Table:
+    """The factor's table with one axis per variable of `scope`, of size one where the factor does not name it."""
+    axes = sorted(range(len(factor.scope)), key=lambda axis: scope.index(factor.scope[axis]))
+    table = factor.table if axes == list(range(len(axes))) else factor.table.transpose(axes)
+    named = dict(zip((factor.scope[axis] for axis in axes), table.shape, strict=True))
+    return table.reshape([named.get(variable, 1) for variable in scope])
+
+
+def _minimise(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Table:
+    """The sum of `factors` over `scope`, minimised over its first variable. Small tables are added first."""
+    shape = tuple(sizes[variable] for variable in scope)
+    tables = sorted((_align(factor, scope) for factor in factors), key=np.size)
+    entries = prod(shape)
+    if entries <= BLOCK or len(shape) == 1:
+        answer: Table = reduce(np.add, tables).min(axis=0)
+        return answer
+    answer = np.empty(shape[1:])
+    step = max(1, BLOCK * shape[1] // entries)
+    for start in range(0, shape[1], step):
+        part = [table[:, start : start + step] if table.shape[1] > 1 else table for table in tables]
+        np.min(reduce(np.add, part), axis=0, out=answer[start : start + step])
+    return answer
+
+
+def _all_but_one(tables: Sequence[Table]) -> Iterator[Table]:
+    """For each table, the sum of the others, without subtraction: inf less inf would be no number."""
+
+    def halve(part: Sequence[Table], outside: Table) -> Iterator[Table]:
+        if len(part) == 1:
+            yield outside
+            return
+        middle = len(part) // 2
+        yield from halve(part[:middle], reduce(np.add, part[middle:], outside))
+        yield from halve(part[middle:], reduce(np.add, part[:middle], outside))
+
+    return halve(tables, np.zeros(())) if tables else iter(())

@@ -1,0 +1,153 @@
+"""A choice problem as data: nodes that each take one of their strategies, and edges that price pairs of them.
+
+Solvers know nothing of graphs or of torch. The value of a choice is the sum of its nodes' costs and of its edges'
+costs; its memory is the sum of its nodes' memory. +inf marks what is forbidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+
+
+class TooWide(Exception):
+    """The tables of an exact elimination would have 2**`log2_entries` entries, more than is allowed."""
+
+    def __init__(self, log2_entries: float) -> None:
+        super().__init__(log2_entries)
+        self.log2_entries = log2_entries
+
+
+class Infeasible(Exception):
+    """No choice is legal within `budget`. `least_memory` is the smallest memory of a legal choice, or +inf where no
+    choice is legal at all."""
+
+    def __init__(self, least_memory: float, budget: float = inf) -> None:
+        super().__init__(least_memory, budget)
+        self.least_memory = least_memory
+        self.budget = budget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """What takes one of k strategies. `cost` and `memory` have shape [k]; no memory is none used.
+
+    Nodes with the same `group` >= 0 belong to the same layer, and consecutive layers have consecutive numbers. Layers
+    are equal where their nodes and edges, in the order of their indices, have the same tables: best the same arrays.
+    """
+
+    name: str
+    cost: Table
+    memory: Table | None = None
+    group: int = -1
+
+    def __post_init__(self) -> None:
+        assert self.cost.dtype == np.float64 and self.cost.ndim == 1 and len(self.cost), self.name
+        assert not np.isnan(self.cost).any() and not np.isneginf(self.cost).any(), self.name
+        if self.memory is not None:
+            assert self.memory.dtype == np.float64 and self.memory.shape == self.cost.shape, self.name
+            assert np.isfinite(self.memory).all(), self.name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """What two nodes, given by index, cost together: `cost` has shape [k of first, k of second]."""
+
+    first: int
+    second: int
+    cost: Table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Nodes and the edges between them. Several edges between the same two nodes add."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        checked: set[int] = set()
+        for edge in self.edges:
+            assert edge.first != edge.second and min(edge.first, edge.second) >= 0, (edge.first, edge.second)
+            assert edge.cost.shape == (sizes[edge.first], sizes[edge.second]), (edge.first, edge.second)
+            if id(edge.cost) not in checked:
+                checked.add(id(edge.cost))
+                assert edge.cost.dtype == np.float64, (edge.first, edge.second)
+                assert not np.isnan(edge.cost).any() and not np.isneginf(edge.cost).any(), (edge.first, edge.second)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of strategies of each node."""
+        return tuple(len(node.cost) for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """One strategy per node, its value, a proven lower bound of the optimum, and how they were found.
+
+    `multiplier` is the price of one unit of memory that proves the bound; 0 without a budget.
+    """
+
+    choices: tuple[int, ...]
+    value: float
+    bound: float
+    how: str
+    multiplier: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far above the optimum the value can be, relative to the value."""
+        return 0.0 if self.value <= self.bound else (self.value - self.bound) / max(abs(self.value), 1e-300)
+
+
+def evaluate(problem: Problem, choices: Sequence[int]) -> float:
+    """The cost of `choices`, one strategy per node; +inf where they are forbidden."""
+    assert len(choices) == len(problem.nodes)
+    nodes = sum(float(node.cost[choice]) for node, choice in zip(problem.nodes, choices, strict=True))
+    return nodes + sum(float(edge.cost[choices[edge.first], choices[edge.second]]) for edge in problem.edges)
+
+
+def memory_of(problem: Problem, choices: Sequence[int]) -> float:
+    """The memory of `choices`, one strategy per node."""
+    pairs = zip(problem.nodes, choices, strict=True)
+    return sum(float(node.memory[choice]) for node, choice in pairs if node.memory is not None)
+
+
+def to_json(problem: Problem) -> dict[str, Any]:
+    """`problem` for `json.dumps`. Each array is written once, and null is +inf."""
+    tables: list[Any] = []
+    places: dict[int, int] = {}
+
+    def place(table: Table | None) -> int | None:
+        if table is None:
+            return None
+        if id(table) not in places:
+            places[id(table)] = len(tables)
+            values = [None if value == inf else value for value in table.ravel().tolist()]
+            tables.append({"shape": list(table.shape), "values": values})
+        return places[id(table)]
+
+    nodes = [[node.name, place(node.cost), place(node.memory), node.group] for node in problem.nodes]
+    edges = [[edge.first, edge.second, place(edge.cost)] for edge in problem.edges]
+    return {"tables": tables, "nodes": nodes, "edges": edges}
+
+
+def from_json(data: Mapping[str, Any]) -> Problem:
+    """The problem that `to_json` wrote, with arrays shared as they were."""
+    tables = [
+        np.array([inf if value is None else value for value in table["values"]], np.float64).reshape(table["shape"])
+        for table in data["tables"]
+    ]
+    nodes = tuple(
+        Node(name, tables[cost], None if memory is None else tables[memory], group)
+        for name, cost, memory, group in data["nodes"]
+    )
+    return Problem(nodes, tuple(Edge(first, second, tables[cost]) for first, second, cost in data["edges"]))

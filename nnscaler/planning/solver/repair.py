@@ -1,0 +1,152 @@
+"""Better choices within a budget of memory, from choices at hand.
+
+Equal layers change together at one price of memory, so that hull points lie far apart. Between two points lie their
+crossings: the nodes up to some place take the choices of one, the nodes behind it those of the other. For equal layers
+this is "the last r of L layers take the cheaper neighbour". What memory is then left goes to single nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from nnscaler.planning.solver.flat import Flat, Indices, flatten
+from nnscaler.planning.solver.hull import Hull, Point, bound_at
+from nnscaler.planning.solver.problem import Problem, Table, evaluate, memory_of
+
+ROUNDS = 8  # of crossings, and of passes over single nodes
+NEAR = 4  # efficient points on each side of the budget that are crossed with the best
+LEAST = 1e-9  # relative: smaller gains are rounding
+
+
+def repair_from(problem: Problem, swept: Hull, budget: float) -> Point:
+    """The best point within `budget` that crossings of the points of a hull lead to. Raises `Infeasible`."""
+    start = swept.fastest_within(budget)
+    place = swept.points.index(start)
+    if place == 0 or start.time <= bound_at(swept, budget):
+        return start
+    near = swept.points[max(0, place - NEAR) : place][::-1] + swept.points[place + 1 : place + 1 + NEAR]
+    return repair(problem, start, near, budget)
+
+
+def repair(problem: Problem, start: Point, others: Iterable[Point], budget: float) -> Point:
+    """The best point within `budget` that crossings of `start`, which is within, and single changes lead to."""
+    best = start
+    others = tuple(others)
+    flat = flatten(problem)
+    for _ in range(ROUNDS):
+        before = best.time
+        for other in others:
+            crossed = best_crossing(problem, flat, best, other, budget)
+            if crossed is not None and crossed.time < best.time:
+                best = crossed
+        best = change_single_nodes(problem, best, budget)
+        if best.time >= before - LEAST * abs(before):
+            break
+    return best
+
+
+def best_crossing(problem: Problem, flat: Flat, first: Point, second: Point, budget: float) -> Point | None:
+    """The fastest crossing of two points within `budget`; nodes of no layer all follow one of the two."""
+    count = len(problem.nodes)
+    variants = [np.arange(count)]
+    if flat.loose.any() and not flat.loose.all():
+        variants = [np.where(flat.loose, side, variants[0]) for side in (-1, count)]
+    pairs = [(np.array(a.choices), np.array(b.choices)) for a, b in ((first, second), (second, first))]
+    found: list[tuple[float, int, int, int]] = []
+    for variant, places in enumerate(variants):
+        for direction, (behind, ahead) in enumerate(pairs):
+            times, memory = _along(flat, places, behind, ahead)
+            times[memory > budget] = np.inf
+            cut = int(times.argmin())
+            found.append((float(times[cut]), variant, direction, cut))
+    for _, variant, direction, cut in sorted(found):
+        behind, ahead = pairs[direction]
+        choices = tuple(np.where(variants[variant] < cut, ahead, behind).tolist())
+        point = Point(evaluate(problem, choices), memory_of(problem, choices), choices)
+        if np.isfinite(point.time) and point.memory <= budget:
+            return point
+    return None
+
+
+def change_single_nodes(problem: Problem, start: Point, budget: float) -> Point:
+    """The point after changes of one node at a time that gain time within `budget`, the best of each node first."""
+    near: list[list[tuple[int, Table]]] = [[] for _ in problem.nodes]
+    for edge in problem.edges:
+        near[edge.first].append((edge.second, edge.cost))
+        near[edge.second].append((edge.first, edge.cost.T))
+    choices = list(start.choices)
+    left = budget - start.memory
+    least = LEAST * abs(start.time)
+    waiting: Iterable[int] = range(len(choices))
+    for _ in range(ROUNDS):
+        touched: set[int] = set()
+        freed = False
+        for index in waiting:
+            cost, more = _changes(problem, near[index], choices, index)
+            cost[more > left] = np.inf
+            best = int(cost.argmin())
+            if best != choices[index] and cost[best] < cost[choices[index]] - least:
+                left -= float(more[best])
+                freed = freed or more[best] < 0.0
+                choices[index] = best
+                touched.update(other for other, _ in near[index])
+        waiting = range(len(choices)) if freed else sorted(touched)
+        if not touched and not freed:
+            break
+    point = Point(evaluate(problem, choices), memory_of(problem, choices), tuple(choices))
+    return point if point.memory <= budget and point.time < start.time else start
+
+
+def _changes(
+    problem: Problem, near: Sequence[tuple[int, Table]], choices: Sequence[int], index: int
+) -> tuple[Table, Table]:
+    """The cost of each strategy of a node, its neighbours as they are, and by how much it needs more memory."""
+    node = problem.nodes[index]
+    cost = node.cost.copy()
+    for other, table in near:
+        cost += table[:, choices[other]]
+    if node.memory is None:
+        return cost, np.zeros(len(cost))
+    return cost, node.memory - node.memory[choices[index]]
+
+
+def _along(flat: Flat, places: Indices, behind: Indices, ahead: Indices) -> tuple[Table, Table]:
+    """Time and memory of the crossings at 0, 1, ... n: nodes with a place before the crossing choose `ahead`."""
+    count = len(places)
+    swap = places[flat.first] > places[flat.second]
+    near = np.where(swap, places[flat.second], places[flat.first])
+    far = np.where(swap, places[flat.first], places[flat.second])
+
+    def edges(of_near: Indices, of_far: Indices) -> Table:
+        first = np.where(swap, of_far[flat.first], of_near[flat.first])
+        second = np.where(swap, of_near[flat.second], of_far[flat.second])
+        return flat.edge_cost_of(first, second)
+
+    zero, last = np.zeros(1, np.int_), np.full(1, count)
+    parts = (
+        (flat.cost_of(behind), zero, places),
+        (flat.cost_of(ahead), places + 1, last),
+        (edges(behind, behind), zero, near),
+        (edges(ahead, behind), near + 1, far),
+        (edges(ahead, ahead), far + 1, last),
+    )
+    times, closed = np.zeros(count + 1), np.zeros(count + 1)
+    for values, first, end in parts:
+        finite = np.isfinite(values)
+        times += _sums(np.where(finite, values, 0.0), first, end, count)
+        closed += _sums((~finite).astype(np.float64), first, end, count)
+    times[closed > 0.5] = np.inf
+    memory = _sums(flat.memory_of(behind), zero, places, count) + _sums(flat.memory_of(ahead), places + 1, last, count)
+    return times, memory
+
+
+def _sums(values: Table, first: Indices, last: Indices, count: int) -> Table:
+    """For 0, 1, ... count, the sum of the values whose range `first` to `last`, which may be empty, it lies in."""
+    first, last = (np.broadcast_to(ends, values.shape) for ends in (first, np.minimum(last, count)))
+    some = first <= last
+    begins = np.bincount(first[some], values[some], minlength=count + 2)
+    stops = np.bincount(last[some] + 1, values[some], minlength=count + 2)
+    answer: Table = np.cumsum(begins - stops)[: count + 1]
+    return answer
