@@ -7,17 +7,19 @@ takes the way that `find_path` finds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import inf, prod
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.conversion import ROWS, Move, find_path, move_cost
+from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
 from nnscaler.ir.tensor import LogicalTensor
-from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.model import Collective, CostModel
 from nnscaler.planning.sharding.setting import Setting
 
 Table = NDArray[np.float64]
@@ -27,17 +29,16 @@ Hops = tuple[tuple[str | None, str | None], ...]  # (forward, backward) collecti
 class Conversions:
     """Tables for one setting; equal ones are one array."""
 
-    def __init__(self, setting: Setting, cost: CostModel, itemsize: Mapping[str, int]) -> None:
-        self._setting, self._cost, self._itemsize = setting, cost, itemsize
+    def __init__(self, setting: Setting, cost: CostModel) -> None:
+        self._setting, self._cost = setting, cost
         self._tables: dict[object, Table] = {}
         self._seconds: dict[tuple[str, int, str], float] = {}
 
     def table(self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
-        """[sources, targets]: seconds of all micro-batches of a step, forward and backward; inf: there is no way."""
+        """[sources, targets]: seconds, forward and backward; inf where there is no way."""
         key = (tensor.shape, tensor.dtype, tensor.needs_grad, tuple(sources), tuple(targets))
         if key not in self._tables:
-            table = self._make(tensor, tuple(sources), tuple(targets))
-            self._tables[key] = self._setting.micro_batches * table
+            self._tables[key] = self._make(tensor, tuple(sources), tuple(targets))
         return self._tables[key]
 
     def seconds(self, tensor: LogicalTensor, source: Layout, target: Layout) -> float:
@@ -117,10 +118,10 @@ class Conversions:
     def _of_collective(self, kind: str | None, axis: int, elements: float, dtype: str) -> float:
         if kind is None:
             return 0.0
-        size = round(elements * self._itemsize[dtype])
+        size = round(elements * element_bytes(dtype))
         key = (kind, size, self._setting.axes[axis][0])
         if key not in self._seconds:
-            self._seconds[key] = self._cost.collective(kind, size, self._setting.places[key[2]])
+            self._seconds[key] = self._cost.collective(cast(Collective, kind), size, self._setting.places[key[2]])
         return self._seconds[key]
 
     def _by_path(self, tensor: LogicalTensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> float:
@@ -161,7 +162,11 @@ def hops_between(before: State, after: State, parts: int, shape: tuple[int, ...]
         if (type(a), type(b)) not in ROWS:
             return None
         move = Move(0, (a,), (b,))
-        return None if move_cost(move, (parts,), shape, needs_grad, False) == inf else (move.row.forward, move.row.backward)
+        return (
+            None
+            if move_cost(move, (parts,), shape, needs_grad, False) == inf
+            else (move.row.forward, move.row.backward)
+        )
 
     direct = row(before, after)
     if direct is not None:

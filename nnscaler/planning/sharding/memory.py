@@ -1,4 +1,4 @@
-"""What operations hold: for every operation the inputs that it is the first to keep for backward."""
+"""What operations keep for backward: for every operation the inputs that it is the first to keep."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from nnscaler.ir.graph import Graph
 from nnscaler.transform.kept import VIEWS, kept_slots
 from nnscaler.transform.signature import Signature
-
-HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,9 @@ def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tupl
             shown = base.get(op.inputs[0], op.inputs[0])
             base.update((name, shown) for name in op.outputs if name is not None)
         kept = []
-        for slot in kept_slots(graph, op, signatures[op.name].linear):
+        recorded = op.region.grad_enabled and any(n is not None and graph.tensors[n].needs_grad for n in op.outputs)
+        grads = [graph.tensors[name].needs_grad for name in op.inputs]
+        for slot in kept_slots(op.operator, signatures[op.name].linear, grads) if recorded else ():
             tensor = graph.tensors[op.inputs[slot]]
             whole = graph.tensors[base.get(tensor.name, tensor.name)]
             if whole.role in ("activation", "input") and whole.name not in seen:
@@ -38,11 +38,3 @@ def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tupl
                 kept.append(Kept(slot, whole.elements / max(tensor.elements, 1)))
         found[op.name] = tuple(kept)
     return found
-
-
-def bytes_of_parameter(dtype: str, itemsize: int, needs_grad: bool) -> int:
-    """Of one element at rest: the value, and where it is trained a gradient and two moments in float32, with a copy in
-    float32 of a value of half precision."""
-    if not needs_grad:
-        return itemsize
-    return itemsize + 4 + 8 + 4 if dtype in HALF else itemsize + itemsize + 2 * itemsize

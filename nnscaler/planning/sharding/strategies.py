@@ -17,12 +17,14 @@ from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.rules import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.transform.signature import Signature
 
+SMALL = 1024  # elements of a tensor whose partial sums are always considered
+
 AxisOptions = Mapping[str, tuple[Choice, ...]]  # operation -> choices on one axis
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """`choices`: per searched axis. `needs`, `makes`: layouts on all axes of the setting, of input slots and outputs."""
+    """`choices`: per searched axis. `needs`, `makes`: layouts of input slots and outputs, on all axes."""
 
     choices: tuple[Choice, ...]
     needs: tuple[Layout, ...]
@@ -30,30 +32,42 @@ class Strategy:
 
 
 def axis_options(
-    graph: Graph, signatures: Mapping[str, Signature], parts: int, with_batch: bool
+    graph: Graph, signatures: Mapping[str, Signature], parts: int, with_batch: bool, full: bool
 ) -> dict[str, tuple[Choice, ...]]:
-    """The choices of every operation on an axis of `parts`. `with_batch`: also splits that the dims of the inputs
-    reach; an axis beside one that has the batch leaves them to it."""
+    """The choices of every operation on an axis of `parts` that are searched, what runs whole first.
+
+    `with_batch`: also splits that the batch dim of the inputs reaches; an axis beside one that has the batch leaves
+    them to it. `full`: also splits with an outer, and partial sums of large tensors. What no gradient reaches (masks,
+    positions, labels) is split along the batch or runs whole: to cut a piece out of it costs nothing.
+    """
     candidates = all_candidates(graph, signatures, parts)
-    taken: dict[str, set[Split]] = {op.name: set() for op in graph.operations}
-    if not with_batch:
-        inputs = graph.with_role("input")
-        for dim in range(max((len(tensor.shape) for tensor in inputs), default=0)):
-            carried = [t for t in inputs if dim < len(t.shape) and t.shape[dim] >= parts]
-            states = {t.name: Sharded(dim, 1, (), balanced(t.shape[dim], parts)) for t in carried}
-            for name, found in reach(graph, signatures, parts, states).items():
-                taken[name].update(found)
+    batch = _reached(graph, signatures, parts)
     result: dict[str, tuple[Choice, ...]] = {}
     for op in graph.operations:
-        grads = any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n is not None)
+        signature = signatures[op.name]
         choices: list[Choice] = [RunInvariant()]
-        if grads:
+        if any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n is not None):
             choices.append(RunReplicated())
-        kept = (c for c in candidates[op.name] if c not in taken[op.name])
-        choices += [c for c in kept if not c.sizes or (grads and not with_batch)]
-        choices += [RunPartial(slots) for slots in signatures[op.name].linear]
+            kept = [c for c in candidates[op.name] if with_batch or c not in batch[op.name]]
+            choices += [c for c in kept if _is_plain(c) or (full and not (c.sizes and with_batch))]
+            if full or all(n is None or graph.tensors[n].elements <= SMALL for n in op.outputs):
+                choices += [RunPartial(slots) for slots in signature.linear]
+        elif with_batch:
+            choices += sorted((c for c in batch[op.name] if _is_plain(c)), key=str)
         result[op.name] = tuple(choices)
     return result
+
+
+def _is_plain(choice: Split) -> bool:
+    """Whether it cuts into equal contiguous shards, or equal ones of every section."""
+    return choice.outer == 1 and not choice.sizes
+
+
+def _reached(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Mapping[str, frozenset[Split]]:
+    """The splits that follow from one of the inputs' first dim."""
+    carried = [t for t in graph.with_role("input") if t.shape and t.shape[0] >= parts]
+    states = {t.name: Sharded(0, 1, (), balanced(t.shape[0], parts)) for t in carried}
+    return {name: frozenset(splits) for name, splits in reach(graph, signatures, parts, states).items()}
 
 
 class Strategies:

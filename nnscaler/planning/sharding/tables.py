@@ -5,8 +5,7 @@ read. A tensor's node says in which layout its readers find it: it is converted 
 each reader that needs another. A parameter's says how its leaf lies; gradients that are partial sums there are added
 up once per step.
 
-Costs are seconds of one step: of all micro-batches, forward and backward. Operations of equal layers share their
-arrays, by which the solver knows that they are equal.
+Operations of equal layers share their arrays, by which the solver knows that they are equal.
 """
 
 from __future__ import annotations
@@ -20,49 +19,53 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, without_gradient
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, without_gradient
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.planning.cost.memory import parameter_memory
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.sharding.conversions import Conversions
-from nnscaler.planning.sharding.memory import HALF, Kept, bytes_of_parameter
+from nnscaler.planning.sharding.memory import Kept
 from nnscaler.planning.sharding.setting import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy
-from nnscaler.planning.solver.problem import Edge, Node, Problem
 from nnscaler.transform.signature import Signature
 
-BUCKET = 25 * 2**20  # bytes of one reduction of gradients
 Column = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Per strategy: seconds of all micro-batches forward and backward, seconds once per step, bytes at rest (values,
-    gradients, optimizer), and bytes that one micro-batch keeps from forward to backward."""
+    """Per strategy of a node, on one rank: seconds of one micro-batch, forward and backward; bytes at rest (values,
+    gradients, optimizer); bytes that one micro-batch keeps from forward to backward; bytes handed to another layer.
+    `summed`: by axis, bytes of gradients that are added up over it once per step."""
 
     forward: Column
     backward: Column
-    once: Column
     resting: Column
     kept: Column
+    handed: Column
+    summed: Mapping[str, Column]
 
 
-@dataclass(frozen=True)
-class ShardingProblem:
-    """`strategies`: by operation; `layouts`: by tensor with a node of its own, what its choices mean. The first nodes
-    are the operations, in order."""
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """`names`, `groups`, `columns`: per node, the operations first, in order; `edges`: (node, node, seconds of one
+    micro-batch [k, k]). `strategies`: by operation; `layouts`: by tensor that has a node, what its choices mean."""
 
-    problem: Problem
+    names: tuple[str, ...]
+    groups: tuple[int, ...]
+    columns: tuple[Columns, ...]
+    edges: tuple[tuple[int, int, Column], ...]
     strategies: Mapping[str, tuple[Strategy, ...]]
     layouts: Mapping[str, tuple[Layout, ...]]
-    columns: tuple[Columns, ...]
 
 
 @dataclass
-class Builder:
-    """Poses problems for one graph in one setting. `kept`: what `memory.kept_by` found; `groups`: the number of an
-    operation's layer; `live`: micro-batches between forward and backward at once."""
+class TableBuilder:
+    """Makes the tables of one graph in one setting. `kept`: what `memory.kept_by` found; `groups`: the number of an
+    operation's layer."""
 
     graph: Graph
     signatures: Mapping[str, Signature]
@@ -71,58 +74,46 @@ class Builder:
     strategies: Strategies
     kept: Mapping[str, tuple[Kept, ...]]
     groups: Mapping[str, int]
-    itemsize: Mapping[str, int]
-    live: int = 1
     _columns: dict[Any, Columns] = field(default_factory=dict)
-    _nodes: dict[Any, tuple[Column, Column]] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
+    _made: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.conversions = Conversions(self.setting, self.cost, self.itemsize)
+        self.conversions = Conversions(self.setting, self.cost)
 
-    def build(self) -> ShardingProblem:
-        """The problem of the whole graph."""
+    def build(self) -> Tables:
+        """The tables of the whole graph."""
         graph = self.graph
-        nodes: list[Node] = []
-        columns: list[Columns] = []
-        edges: list[Edge] = []
-        index = {op.name: i for i, op in enumerate(graph.operations)}
+        names = [op.name for op in graph.operations]
+        index = {name: i for i, name in enumerate(names)}
         chosen = {op.name: self.strategies.of(op) for op in graph.operations}
-        for op in graph.operations:
-            found = self._of_operation(op, chosen[op.name])
-            columns.append(found)
-            nodes.append(self._node(op.name, found, self.groups.get(op.name, -1)))
+        columns = [self._of_operation(op, chosen[op.name]) for op in graph.operations]
+        groups = [self.groups.get(name, -1) for name in names]
+        edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
         for tensor in graph.tensors.values():
             uses = graph.consumers[tensor.name]
             producer = graph.producers.get(tensor.name)
             if producer is not None and len(uses) == 1:
                 op, slot = uses[0]
-                made = _made(chosen[producer.name], producer.outputs.index(tensor.name))
-                table = self._edge(tensor, made, tuple(s.needs[slot] for s in chosen[op.name]))
-                edges.append(Edge(index[producer.name], index[op.name], table))
+                made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
+                table = self._edge(tensor, made, self._layouts_of(chosen[op.name], True, slot))
+                edges.append((index[producer.name], index[op.name], table))
             elif len(uses) > 1 and (producer is not None or tensor.role == "parameter"):
                 own = self._meeting(tensor, chosen) if producer is not None else self._leaves(tensor, chosen)
                 layouts[tensor.name] = own
-                at = len(nodes)
-                found = self._of_tensor(tensor, own)
-                columns.append(found)
-                nodes.append(self._node(tensor.name, found, self._group_of(tensor)))
+                at = len(names)
+                names.append(tensor.name)
+                columns.append(self._of_tensor(tensor, own))
+                groups.append(self._group_of(tensor))
                 if producer is not None:
-                    made = _made(chosen[producer.name], producer.outputs.index(tensor.name))
-                    edges.append(Edge(index[producer.name], at, self._edge(tensor, made, own)))
+                    made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
+                    edges.append((index[producer.name], at, self._edge(tensor, made, own)))
                 for op in dict.fromkeys(op for op, _ in uses):
                     slots = tuple(i for i, name in enumerate(op.inputs) if name == tensor.name)
-                    edges.append(Edge(at, index[op.name], self._uses(tensor, own, chosen[op.name], slots)))
-        return ShardingProblem(Problem(tuple(nodes), tuple(edges)), chosen, layouts, tuple(columns))
-
-    def _node(self, name: str, columns: Columns, group: int) -> Node:
-        key = id(columns)
-        if key not in self._nodes:
-            cost = columns.forward + columns.backward + columns.once
-            self._nodes[key] = (cost, columns.resting + self.live * columns.kept)
-        return Node(name, *self._nodes[key], group)
+                    edges.append((at, index[op.name], self._uses(tensor, own, chosen[op.name], slots)))
+        return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
 
     def _group_of(self, tensor: LogicalTensor) -> int:
         producer = self.graph.producers.get(tensor.name)
@@ -137,39 +128,73 @@ class Builder:
         graph = self.graph
         inputs = tuple((graph.tensors[n], len(graph.consumers[n]) == 1) for n in op.inputs)
         about = tuple((t.role, t.shape, t.dtype, t.needs_grad, alone) for t, alone in inputs)
-        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name])
+        own = self.groups.get(op.name, -1)
+        leaving = tuple(
+            name is not None and any(self.groups.get(user.name, -1) != own for user, _ in graph.consumers[name])
+            for name in op.outputs
+        )
+        key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving)
         if key not in self._columns:
-            rows = [self._row(op, s, inputs) for s in strategies]
-            self._columns[key] = Columns(*(np.array(column) for column in zip(*rows, strict=True)))
+            self._columns[key] = self._make_columns(op, strategies, inputs, leaving)
         return self._columns[key]
 
+    def _make_columns(
+        self,
+        op: Operation,
+        strategies: tuple[Strategy, ...],
+        inputs: Sequence[tuple[LogicalTensor, bool]],
+        leaving: tuple[bool, ...],
+    ) -> Columns:
+        outputs = [None if n is None else self.graph.tensors[n] for n in op.outputs]
+        numbers, leaves = zip(*(self._row(op, s, inputs, outputs, leaving) for s in strategies), strict=True)
+        summed: dict[str, Column] = {}
+        for name, _ in self.setting.axes[:-1]:
+            summed[name] = np.array([sum(self._summed(t, n).get(name, 0.0) for t, n in found) for found in leaves])
+        forward, backward, resting, kept, handed = np.array(numbers, dtype=np.float64).T.copy()
+        return Columns(
+            forward, backward, resting, kept, handed, {name: column for name, column in summed.items() if column.any()}
+        )
+
     def _row(
-        self, op: Operation, strategy: Strategy, inputs: Sequence[tuple[LogicalTensor, bool]]
-    ) -> tuple[float, float, float, float, float]:
-        graph, setting = self.graph, self.setting
-        outputs = [(graph.tensors[n], m) for n, m in zip(op.outputs, strategy.makes, strict=True) if n is not None]
+        self,
+        op: Operation,
+        strategy: Strategy,
+        inputs: Sequence[tuple[LogicalTensor, bool]],
+        outputs: Sequence[LogicalTensor | None],
+        leaving: tuple[bool, ...],
+    ) -> tuple[tuple[float, ...], list[tuple[LogicalTensor, Layout]]]:
+        """The numbers of `Columns`, and how the parameters lie that are read here alone."""
+        setting = self.setting
         shapes_in = [setting.local(n, t.shape) for (t, _), n in zip(inputs, strategy.needs, strict=True)]
-        shapes_out = [setting.local(m, t.shape) for t, m in outputs]
-        dtype = next((t.dtype for t, _ in outputs), "float32")
+        shapes_out = [
+            None if t is None else setting.local(m, t.shape) for t, m in zip(outputs, strategy.makes, strict=True)
+        ]
+        made = [t for t in outputs if t is not None]
+        dtype = _computes_in([*made, *(t for t, _ in inputs)])
         forward, backward = self.cost.compute(self.signatures[op.name], shapes_in, shapes_out, dtype)
-        if not any(t.needs_grad for t, _ in outputs):
+        if not any(t.needs_grad for t in made):
             backward = 0.0
-        times = setting.micro_batches
-        converted = once = resting = 0.0
+        resting = 0.0
+        leaves: list[tuple[LogicalTensor, Layout]] = []
         for (tensor, alone), need in zip(inputs, strategy.needs, strict=True):
             if tensor.role == "parameter" and alone:
                 leaf = _leaf_of(tensor, need)
-                converted += self.conversions.seconds(tensor, leaf, need)
-                once += self._reduced(tensor, leaf)
+                backward += self.conversions.seconds(tensor, leaf, need)
+                leaves.append((tensor, leaf))
                 resting += self._rests(tensor, leaf)
-            elif tensor.role in ("buffer", "constant") or (tensor.role == "input"):
+            elif tensor.role in ("buffer", "constant", "input"):
                 fed = tuple(s if isinstance(s, Sharded) and tensor.role == "input" else INVARIANT for s in need)
-                converted += self.conversions.seconds(tensor, fed, need)
+                forward += self.conversions.seconds(tensor, fed, need)
                 resting += self._rests(tensor, fed) if tensor.role != "input" and alone else 0.0
         kept = sum(
-            prod(shapes_in[k.slot]) * k.ratio * self.itemsize[inputs[k.slot][0].dtype] for k in self.kept[op.name]
+            prod(shapes_in[k.slot]) * k.ratio * element_bytes(inputs[k.slot][0].dtype) for k in self.kept[op.name]
         )
-        return times * forward, times * (backward + converted), once, resting, kept
+        handed = sum(
+            prod(shape) * element_bytes(t.dtype)
+            for t, shape, leaves_layer in zip(outputs, shapes_out, leaving, strict=True)
+            if t is not None and shape is not None and leaves_layer
+        )
+        return (forward, backward, resting, kept, handed), leaves
 
     # -- tensors and parameters that several places read
 
@@ -177,38 +202,45 @@ class Builder:
         key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts))
         if key not in self._columns:
             zero = np.zeros(len(layouts))
-            stored = tensor.role == "parameter"
-            once = np.array([self._reduced(tensor, leaf) for leaf in layouts]) if stored else zero
-            rests = np.array([self._rests(tensor, leaf) for leaf in layouts]) if stored else zero
-            self._columns[key] = Columns(zero, zero, once, rests, zero)
+            rests, summed = zero, {}
+            if tensor.role == "parameter":
+                rests = np.array([self._rests(tensor, leaf) for leaf in layouts])
+                found = [self._summed(tensor, leaf) for leaf in layouts]
+                names = {name for sums in found for name in sums}
+                summed = {name: np.array([sums.get(name, 0.0) for sums in found]) for name in sorted(names)}
+            self._columns[key] = Columns(zero, zero, rests, zero, zero, summed)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor, chosen: Mapping[str, tuple[Strategy, ...]]) -> tuple[Layout, ...]:
         """The layouts in which readers may find a tensor: those made, and those needed."""
         producer = self.graph.producers[tensor.name]
-        found = dict.fromkeys(_made(chosen[producer.name], producer.outputs.index(tensor.name)))
+        found = dict.fromkeys(self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name)))
         for op, slot in self.graph.consumers[tensor.name]:
-            found.update(dict.fromkeys(s.needs[slot] for s in chosen[op.name]))
+            found.update(dict.fromkeys(self._layouts_of(chosen[op.name], True, slot)))
         return self._shared(tuple(found))
 
     def _leaves(self, tensor: LogicalTensor, chosen: Mapping[str, tuple[Strategy, ...]]) -> tuple[Layout, ...]:
         """The layouts in which the leaf of a parameter may lie, given what its readers need."""
         found: dict[Layout, None] = {}
+        whole = (INVARIANT, REPLICATED) if tensor.needs_grad else (INVARIANT,)
         for op, slot in self.graph.consumers[tensor.name]:
-            for strategy in chosen[op.name]:
-                leaf = _leaf_of(tensor, strategy.needs[slot])
-                options = [
-                    tuple(dict.fromkeys((s, INVARIANT, REPLICATED if tensor.needs_grad else INVARIANT))) for s in leaf
-                ]
+            for need in self._layouts_of(chosen[op.name], True, slot):
+                options = [tuple(dict.fromkeys((state, *whole))) for state in _leaf_of(tensor, need)]
                 found.update(dict.fromkeys(product(*options)))
         return self._shared(tuple(found))
 
     def _shared(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         return self._layouts.setdefault(layouts, layouts)
 
+    def _layouts_of(self, strategies: tuple[Strategy, ...], needed: bool, position: int) -> tuple[Layout, ...]:
+        """Of one slot or output under every strategy."""
+        key = (id(strategies), needed, position)
+        if key not in self._made:
+            self._made[key] = self._shared(tuple((s.needs if needed else s.makes)[position] for s in strategies))
+        return self._made[key]
+
     def _edge(self, tensor: LogicalTensor, made: tuple[Layout, ...], needed: tuple[Layout, ...]) -> Column:
         """[made, needed] over choices: layouts may stand more than once."""
-        made, needed = self._shared(made), self._shared(needed)
         key = (id(made), id(needed), tensor.shape, tensor.dtype, tensor.needs_grad)
         if key not in self._edges:
             sources, targets = tuple(dict.fromkeys(made)), tuple(dict.fromkeys(needed))
@@ -222,12 +254,12 @@ class Builder:
     ) -> Column:
         """From where a tensor lies to what a reader needs; the same layout in two slots is made once."""
         if len(slots) == 1:
-            return self._edge(tensor, own, tuple(s.needs[slots[0]] for s in strategies))
+            return self._edge(tensor, own, self._layouts_of(strategies, True, slots[0]))
         key = (id(own), id(strategies), slots, tensor.shape, tensor.dtype, tensor.needs_grad)
         if key not in self._edges:
             total = np.zeros((len(own), len(strategies)))
             for number, slot in enumerate(slots):
-                table = self._edge(tensor, own, tuple(s.needs[slot] for s in strategies))
+                table = self._edge(tensor, own, self._layouts_of(strategies, True, slot))
                 again = [s.needs[slot] in [s.needs[before] for before in slots[:number]] for s in strategies]
                 total = total + np.where(np.array(again)[None, :], 0.0, table)
             self._edges[key] = total
@@ -237,24 +269,21 @@ class Builder:
 
     def _rests(self, tensor: LogicalTensor, leaf: Layout) -> float:
         layout = tuple(s if isinstance(s, Sharded) else INVARIANT for s in leaf)
-        each = bytes_of_parameter(tensor.dtype, self.itemsize[tensor.dtype], tensor.needs_grad)
-        return float(each * prod(self.setting.local(layout, tensor.shape)))
+        elements = prod(self.setting.local(layout, tensor.shape))
+        return float(parameter_memory(elements, tensor.dtype, trainable=tensor.needs_grad).total)
 
-    def _reduced(self, tensor: LogicalTensor, leaf: Layout) -> float:
-        """Seconds of the sums of a gradient at the end of a step, at the rate of a full bucket."""
+    def _summed(self, tensor: LogicalTensor, leaf: Layout) -> dict[str, float]:
+        """By axis, the bytes of this gradient that are added up over it at the end of a step."""
         if not tensor.needs_grad:
-            return 0.0
-        each = 4 if tensor.dtype in HALF else self.itemsize[tensor.dtype]
-        size = each * prod(self.setting.local(leaf, tensor.shape))
-        total = 0.0
-        for (name, _), state in zip(self.setting.axes[:-1], leaf[:-1], strict=True):
-            if isinstance(state, Replicated):
-                total += self.cost.collective("all_reduce", BUCKET, self.setting.places[name]) * size / BUCKET
-        return total
+            return {}
+        size = float(element_bytes(gradient_dtype(tensor.dtype)) * prod(self.setting.local(leaf, tensor.shape)))
+        pairs = zip(self.setting.axes[:-1], leaf[:-1], strict=True)
+        return {name: size for (name, _), state in pairs if isinstance(state, Replicated)}
 
 
-def _made(strategies: Sequence[Strategy], output: int) -> tuple[Layout, ...]:
-    return tuple(s.makes[output] for s in strategies)
+def _computes_in(operands: Sequence[LogicalTensor]) -> str:
+    """The dtype of the first floating operand, outputs first."""
+    return next((t.dtype for t in operands if "float" in t.dtype or "complex" in t.dtype), "float32")
 
 
 def _leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:
@@ -263,8 +292,3 @@ def _leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:
     leaf = tuple(s if isinstance(s, Sharded | Replicated) else INVARIANT for s in need[:-1])
     last = REPLICATED if isinstance(need[-1], Replicated) else INVARIANT
     return (*leaf, last) if tensor.needs_grad else without_gradient((*leaf, last))
-
-
-def is_whole(layout: Layout) -> bool:
-    """Whether every rank holds all of it."""
-    return all(isinstance(state, Invariant | Replicated) for state in layout)

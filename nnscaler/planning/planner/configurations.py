@@ -1,0 +1,70 @@
+"""The ways to use a number of ranks that are compared: how many are data, tensor and pipeline parallel, in how many
+micro-batches a batch goes through, and whether layers are computed again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nnscaler.planning.cost.model import AxisPlace
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Configuration:
+    """`pp` counts pipeline devices, outermost in rank order; then come dp and tp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{n}={v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if v > 1)
+        batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the batch is cut."""
+        return self.dp * self.micro_batches
+
+    @property
+    def places(self) -> dict[str, AxisPlace]:
+        """Where the groups of every axis lie among the ranks."""
+        return {
+            "tp": AxisPlace(self.tp),
+            "dp": AxisPlace(self.dp, self.tp),
+            "pp": AxisPlace(self.pp, self.tp * self.dp),
+        }
+
+    @property
+    def each(self) -> float:
+        """How often the time of one micro-batch through all layers counts in a lower bound of a 1F1B step.
+
+        A step takes at least T + (m - 1) T / p, with T the time of one micro-batch on all p devices together: the fill
+        and the drain of the pipeline, and the largest stage, which is no smaller than the mean.
+        """
+        return (self.micro_batches + self.pp - 1) / self.pp
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def configurations(ranks: int, batch: int, layers: int) -> Iterator[Configuration]:
+    """All that divide the batch evenly and give every pipeline device a layer."""
+    for tp in divisors(ranks):
+        for pp in divisors(ranks // tp):
+            dp = ranks // tp // pp
+            if batch % dp or pp > max(layers, 1):
+                continue
+            for micro_batches in divisors(batch // dp):
+                for recompute in (False, True) if layers else (False,):
+                    yield Configuration(dp, tp, pp, micro_batches, recompute)

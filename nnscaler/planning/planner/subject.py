@@ -1,0 +1,100 @@
+"""A graph as the planner sees it: its layers as items between which a pipeline may be cut, and its tables by size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice
+from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.sharding.memory import Kept, kept_by
+from nnscaler.planning.sharding.pose import Weights, pose
+from nnscaler.planning.sharding.setting import make_setting
+from nnscaler.planning.sharding.strategies import Strategies, axis_options
+from nnscaler.planning.sharding.tables import TableBuilder, Tables
+from nnscaler.planning.solver.problem import Solution
+from nnscaler.planning.solver.solve import solve
+from nnscaler.transform.layers import Layer, layers_of
+from nnscaler.transform.signature import Signature
+
+Allows = Callable[[Operation, str, Choice], bool]
+
+
+@dataclass
+class Subject:
+    """Caches what depends on the graph, on tp, and on the size of a micro-batch. `allows`: whether a choice on an axis
+    may be taken."""
+
+    graph: Graph
+    signatures: Mapping[str, Signature]
+    cost: CostModel
+    allows: Allows | None = None
+    _options: dict[tuple[int, bool, bool], Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
+    _alone: dict[tuple[int, int], Solution] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        return layers_of(self.graph)
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        """operation -> the number of its layer."""
+        return {name: i for i, layer in enumerate(self.layers) for name in layer.operations}
+
+    @cached_property
+    def items(self) -> dict[str, int]:
+        """operation -> 0 before the layers, i + 1 in or after layer i, one more after the last one."""
+        last = max((i for i, op in enumerate(self.graph.operations) if op.name in self.groups), default=-1)
+        found: dict[str, int] = {}
+        here = 0
+        for i, op in enumerate(self.graph.operations):
+            here = max(here, self.groups.get(op.name, here - 1) + 1)
+            found[op.name] = here if i <= last else len(self.layers) + 1
+        return found
+
+    @cached_property
+    def kept(self) -> dict[str, tuple[Kept, ...]]:
+        return kept_by(self.graph, self.signatures)
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples in the global batch."""
+        return next((t.shape[0] for t in self.graph.with_role("input") if t.shape), 1)
+
+    def options(
+        self, axis: str, parts: int, with_batch: bool = False, full: bool = True
+    ) -> Mapping[str, tuple[Choice, ...]]:
+        """The choices on an axis that may be taken."""
+        key = (parts, with_batch, full)
+        if key not in self._options:
+            self._options[key] = axis_options(self.graph, self.signatures, parts, with_batch, full)
+        found = self._options[key]
+        if self.allows is None:
+            return found
+        by_name = self.graph.by_name
+        return {name: tuple(c for c in made if self.allows(by_name[name], axis, c)) for name, made in found.items()}
+
+    def tables(self, tp: int, parts: int) -> Tables:
+        """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
+        rank sees the same shapes."""
+        key = (tp, parts)
+        if key not in self._tables:
+            places = {"tp": AxisPlace(tp), "dp": AxisPlace(parts, tp)}
+            mesh = tuple((n, s) for n, s in (("dp", parts), ("tp", tp)) if s > 1)
+            setting = make_setting(self.graph, self.signatures, mesh, ("tp",), 1, places)
+            options = [self.options("tp", tp)] if tp > 1 else []
+            strategies = Strategies(self.graph, self.signatures, setting, options)
+            builder = TableBuilder(self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups)
+            self._tables[key] = builder.build()
+        return self._tables[key]
+
+    def alone(self, tp: int, parts: int) -> Solution:
+        """The fastest choices for one micro-batch, without what is done once per step."""
+        key = (tp, parts)
+        if key not in self._alone:
+            self._alone[key] = solve(pose(self.tables(tp, parts), Weights(once=0.0)))
+        return self._alone[key]
