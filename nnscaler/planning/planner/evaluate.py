@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,14 @@ from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import Weights, once_of, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.budget import solve_within
-from nnscaler.planning.solver.problem import Infeasible, Solution, memory_of
+from nnscaler.planning.solver.hull import bound_at, hull
+from nnscaler.planning.solver.problem import Solution, memory_of
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.balance import balanced_cuts
 
 BUCKET = 25 * 2**20  # bytes of one reduction of gradients
-TRIES = 4  # budgets of memory that are tried
+TRIES = 3  # budgets of memory that are tried
+POINTS = 12  # of the hull of time and memory
 Numbers = NDArray[np.float64]
 
 
@@ -76,20 +78,24 @@ def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | N
     problem = pose(tables, weights)
     solution = solve(problem)
     found = _with(subject, c, tables, weights, solution)
-    bound = found.bound
-    budget = np.inf
+    if found.memory <= memory:
+        return found
+    if c.pp == 1 and sum(float(np.min(n.memory)) for n in problem.nodes if n.memory is not None) > memory:
+        return None
+    swept = hull(problem, POINTS)
+    bound = max(solution.bound, bound_at(swept, memory)) if c.pp == 1 else solution.bound
+    if bound == np.inf:
+        return None
+    budget = memory_of(problem, solution.choices)
     for _ in range(TRIES):
+        budget *= memory / found.memory * 0.995
+        if swept.least_memory > budget:
+            break
+        found = _with(subject, c, tables, weights, solve_within(problem, budget, swept, seconds=0.0))
+        budget = memory_of(problem, found.solution.choices)
         if found.memory <= memory:
             break
-        budget = min(memory_of(problem, solution.choices), budget) * memory / found.memory * 0.995
-        try:
-            solution = solve_within(problem, budget, seconds=0.0)
-        except Infeasible as error:
-            if c.pp == 1 and error.least_memory > memory:
-                return None
-            break
-        found = _with(subject, c, tables, weights, solution)
-    return Evaluated(c, found.seconds, bound, found.memory <= memory, found.solution, tables, weights, found.stages)
+    return replace(found, bound=bound, fits=found.memory <= memory)
 
 
 def _with(subject: Subject, c: Configuration, tables: Tables, weights: Weights, solution: Solution) -> Evaluated:

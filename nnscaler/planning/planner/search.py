@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nnscaler.planning.planner.configurations import Configuration, configurations
-from nnscaler.planning.planner.evaluate import Evaluated, evaluate, weights_of
+from nnscaler.planning.planner.evaluate import BUCKET, Evaluated, evaluate
 from nnscaler.planning.planner.subject import Subject
-from nnscaler.planning.sharding.pose import once_of
 
 CLOSE = 0.002  # a search ends when what is left can save less than this share
 Progress = Callable[[str], None]
@@ -75,9 +74,8 @@ def _result(best: Evaluated | None, looked_at: Iterable[Evaluated], bound: float
 
 def _bound(subject: Subject, c: Configuration, memory: float) -> float:
     """Seconds; infinite where the parameters alone do not fit."""
-    tables, alone = subject.tables(c.tp, 1), subject.alone(c.tp, 1)
-    least = sum(float(columns.resting.min()) for columns in tables.columns)
-    if least / c.pp > memory:
+    least = subject.least(c.tp)
+    if least.resting / c.pp > memory:
         return float("inf")
-    once = sum(float(once_of(columns, weights_of(subject, c)).min()) for columns in tables.columns)
-    return c.each * alone.bound / c.parts + once / c.pp
+    rate = subject.cost.collective("all_reduce", BUCKET, c.places["dp"]) / BUCKET if c.dp > 1 else 0.0
+    return c.each * least.seconds / c.parts + rate * least.summed / c.pp

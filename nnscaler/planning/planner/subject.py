@@ -10,17 +10,27 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.planner.configurations import divisors
 from nnscaler.planning.sharding.memory import Kept, kept_by
 from nnscaler.planning.sharding.pose import Weights, pose
 from nnscaler.planning.sharding.setting import make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
-from nnscaler.planning.solver.problem import Solution
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.layers import Layer, layers_of
 from nnscaler.transform.signature import Signature
 
 Allows = Callable[[Operation, str, Choice], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Lower bounds for one tp, over all ranks of a tensor-parallel group: seconds in which a batch goes through all
+    layers, in whatever parts, bytes at rest, and bytes of gradients that are summed over data-parallel ranks."""
+
+    seconds: float
+    resting: float
+    summed: float
 
 
 @dataclass
@@ -34,7 +44,7 @@ class Subject:
     allows: Allows | None = None
     _options: dict[tuple[int, bool, bool], Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
-    _alone: dict[tuple[int, int], Solution] = field(default_factory=dict)
+    _least: dict[int, Least] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -92,9 +102,12 @@ class Subject:
             self._tables[key] = builder.build()
         return self._tables[key]
 
-    def alone(self, tp: int, parts: int) -> Solution:
-        """The fastest choices for one micro-batch, without what is done once per step."""
-        key = (tp, parts)
-        if key not in self._alone:
-            self._alone[key] = solve(pose(self.tables(tp, parts), Weights(once=0.0)))
-        return self._alone[key]
+    def least(self, tp: int) -> Least:
+        """What no choices and no size of micro-batches come below."""
+        if tp not in self._least:
+            parts = next((d for d in divisors(self.batch) if d > 1), 1)
+            tables = self.tables(tp, parts)
+            alone = solve(pose(tables, Weights(once=0.0)))
+            summed = sum(float(c.summed["dp"].min()) for c in tables.columns if "dp" in c.summed)
+            self._least[tp] = Least(alone.bound * parts, sum(float(c.resting.min()) for c in tables.columns), summed)
+        return self._least[tp]
