@@ -83,6 +83,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         explain,
         gate,
         list_things,
+        plan,
         profile,
         reproduce,
         self_test,
@@ -99,7 +100,18 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (verify_plan, compile_command, profile, verify_op, gate, explain, reproduce, self_test, list_things):
+    for command in (
+        verify_plan,
+        compile_command,
+        plan,
+        profile,
+        verify_op,
+        gate,
+        explain,
+        reproduce,
+        self_test,
+        list_things,
+    ):
         command.add_parser(commands, EXIT_CODES)
     for name in ("verify-op", "verify-plan"):
         commands.choices[name].set_defaults(**(defaults or {}))

@@ -50,3 +50,20 @@ def quantity(value: Any, kind: Quantity) -> float:
     if not (isfinite(number) and number > 0):
         raise ValueError(f"{value!r} is not positive")
     return number
+
+
+def show_bytes(size: float) -> str:
+    """`78.8GB`: three digits, as `quantity` reads them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.3g}{unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """`1.93s`, `640us`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            break
+    return f"{seconds * factor:.3g}{unit}"

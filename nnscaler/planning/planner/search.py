@@ -1,19 +1,21 @@
 """Branch and bound over configurations: what may still be better is looked at, the most promising first.
 
-The bound of a configuration that was not looked at: one micro-batch takes at least as long as the fastest choices for
-its tp take for a whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the
-parameters more often, and have the same arithmetic.) What is not proved to be slower by the time the search ends is
-part of the bound that it returns.
+A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for
+half a batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
+often, and have the same arithmetic.) Where that is the least of all, it gets a second one, from the fastest choices for
+its own size of micro-batches; and where that still is the least, it is solved. What is not proved to be slower when the
+search ends is part of the bound that it returns.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import BUCKET, Evaluated, evaluate
-from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.planner.subject import Least, Subject
 
 CLOSE = 0.002  # a search ends when what is left can save less than this share
 Progress = Callable[[str], None]
@@ -21,11 +23,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Search:
-    """`best` and the others that were looked at, fastest first; `bound`: no plan in the space takes less; `left`: how
-    many were not looked at, since they cannot be much better; `too_large`: how many cannot fit."""
+    """`best` and the others that were solved, fastest first; `bound`: no plan in the space takes less; `left`: how
+    many were not solved, since they cannot be much better; `too_large`: how many cannot fit."""
 
     best: Evaluated | None
-    looked_at: tuple[Evaluated, ...]
+    solved: tuple[Evaluated, ...]
     bound: float
     left: int
     too_large: int
@@ -45,37 +47,60 @@ def search(
     progress: Progress = lambda _: None,
 ) -> Search:
     """The best configuration of `ranks`, each with `memory` bytes, among those permitted."""
-    space = [c for c in configurations(ranks, subject.batch, len(subject.layers)) if permitted(c)]
-    bounds = {c: _bound(subject, c, memory) for c in space}
-    order = sorted((bound, c) for c, bound in bounds.items() if bound < float("inf"))
+    queue: list[tuple[float, int, Configuration]] = []
+    too_large = 0
+    for c in configurations(ranks, subject.batch, len(subject.layers)):
+        if permitted(c):
+            least = subject.least(c.tp)
+            if may_fit(least, c, len(subject.layers), memory):
+                queue.append((_bound(subject, least, c), 0, c))
+            else:
+                too_large += 1
+    heapq.heapify(queue)
     best: Evaluated | None = None
-    looked_at: list[Evaluated] = []
+    solved: list[Evaluated] = []
     undecided = float("inf")
-    too_large = len(space) - len(order)
-    for position, (bound, c) in enumerate(order):
+    while queue:
+        bound, depth, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
-            return _result(best, looked_at, min(undecided, bound), len(order) - position, too_large)
+            return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large)
+        if depth == 0:
+            own = subject.least(c.tp, c.parts)
+            if may_fit(own, c, len(subject.layers), memory):
+                heapq.heappush(queue, (max(bound, _bound(subject, own, c)), 1, c))
+            else:
+                too_large += 1
+            continue
         found = evaluate(subject, c, memory)
         if found is None:
             too_large += 1
             continue
-        looked_at.append(found)
-        undecided = min(undecided, found.bound)
+        solved.append(found)
+        undecided = min(undecided, max(bound, found.bound))
         if found.fits and (best is None or found.seconds < best.seconds):
             best = found
-            progress(f"{c}: {found.seconds:.4g} s")
-    return _result(best, looked_at, undecided, 0, too_large)
+            progress(f"{c}: {found.seconds:.4g} s a step")
+    return _result(best, solved, undecided, 0, too_large)
 
 
-def _result(best: Evaluated | None, looked_at: Iterable[Evaluated], bound: float, left: int, too_large: int) -> Search:
-    ranked = tuple(sorted(looked_at, key=lambda e: (not e.fits, e.seconds)))
+def _result(best: Evaluated | None, solved: Iterable[Evaluated], bound: float, left: int, too_large: int) -> Search:
+    ranked = tuple(sorted(solved, key=lambda e: (not e.fits, e.seconds, e.configuration)))
     return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large)
 
 
-def _bound(subject: Subject, c: Configuration, memory: float) -> float:
-    """Seconds; infinite where the parameters alone do not fit."""
-    least = subject.least(c.tp)
-    if least.resting / c.pp > memory:
-        return float("inf")
+def may_fit(least: Least, c: Configuration, layers: int, memory: float) -> bool:
+    """Whether the layers may fit, however they are cut into stages: stage s of p holds p - s micro-batches, so that
+    of layers that rest in r bytes and keep k no more than memory / (r + live k) go there."""
+    if layers == 0:
+        return least.resting <= memory
+    kept = (least.handed if c.recompute else least.kept) / c.parts / layers
+    rest = least.resting_of_layers / layers
+    room = sum(memory // max(rest + min(c.micro_batches, c.pp - s) * kept, 1.0) for s in range(c.pp))
+    return room >= layers and least.resting <= memory * c.pp
+
+
+def _bound(subject: Subject, least: Least, c: Configuration) -> float:
+    """Seconds of a step."""
     rate = subject.cost.collective("all_reduce", BUCKET, c.places["dp"]) / BUCKET if c.dp > 1 else 0.0
-    return c.each * least.seconds / c.parts + rate * least.summed / c.pp
+    once = least.seconds + (least.again if c.recompute else 0.0)
+    return c.each * once / c.parts + rate * least.summed / c.pp

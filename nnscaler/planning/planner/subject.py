@@ -25,11 +25,18 @@ Allows = Callable[[Operation, str, Choice], bool]
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """Lower bounds for one tp, over all ranks of a tensor-parallel group: seconds in which a batch goes through all
-    layers, in whatever parts, bytes at rest, and bytes of gradients that are summed over data-parallel ranks."""
+    """Lower bounds for a rank of a tensor-parallel group that runs the whole graph on the whole batch, part by part.
+
+    `seconds`, and those that running the layers forward `again` takes; bytes at rest, in all and of layers; bytes that
+    all micro-batches together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp.
+    """
 
     seconds: float
+    again: float
     resting: float
+    resting_of_layers: float
+    kept: float
+    handed: float
     summed: float
 
 
@@ -44,7 +51,7 @@ class Subject:
     allows: Allows | None = None
     _options: dict[tuple[int, bool, bool], Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
-    _least: dict[int, Least] = field(default_factory=dict)
+    _least: dict[tuple[int, int], Least] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -102,12 +109,23 @@ class Subject:
             self._tables[key] = builder.build()
         return self._tables[key]
 
-    def least(self, tp: int) -> Least:
-        """What no choices and no size of micro-batches come below."""
-        if tp not in self._least:
-            parts = next((d for d in divisors(self.batch) if d > 1), 1)
+    def least(self, tp: int, parts: int | None = None) -> Least:
+        """What no choices come below, in whatever parts the batch goes through (a half is the largest part here), or in
+        `parts`."""
+        half = next((d for d in divisors(self.batch) if d > 1), 1)
+        parts = half if parts is None else parts
+        key = (tp, parts)
+        if key not in self._least:
             tables = self.tables(tp, parts)
             alone = solve(pose(tables, Weights(once=0.0)))
-            summed = sum(float(c.summed["dp"].min()) for c in tables.columns if "dp" in c.summed)
-            self._least[tp] = Least(alone.bound * parts, sum(float(c.resting.min()) for c in tables.columns), summed)
-        return self._least[tp]
+            pairs = [(c, group >= 0) for c, group in zip(tables.columns, tables.groups, strict=True)]
+            self._least[key] = Least(
+                alone.bound * parts,
+                parts * sum(float(c.forward.min()) for c, inside in pairs if inside),
+                sum(float(c.resting.min()) for c, _ in pairs),
+                sum(float(c.resting.min()) for c, inside in pairs if inside),
+                parts * sum(float(c.kept.min()) for c, inside in pairs if inside),
+                parts * sum(float(c.handed.min()) for c, inside in pairs if inside),
+                sum(float(c.summed["dp"].min()) for c, _ in pairs if "dp" in c.summed),
+            )
+        return self._least[key]

@@ -1,0 +1,105 @@
+"""The planner's front door: the best plan for a graph on a described cluster, with a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.planning.cluster.description import Cluster
+from nnscaler.planning.cluster.units import show_bytes
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.planner.evaluate import Evaluated
+from nnscaler.planning.planner.result import Certificate, certificate, plan_of
+from nnscaler.planning.planner.search import Progress, Search, search
+from nnscaler.planning.planner.subject import Allows, Subject
+from nnscaler.transform.choose import follow_batch
+from nnscaler.transform.plan import Plan
+from nnscaler.transform.signature import Signature
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, what is known of it, and what it was chosen among."""
+
+    plan: Plan
+    certificate: Certificate
+    subject: Subject
+    search: Search
+
+    @property
+    def best(self) -> Evaluated:
+        assert self.search.best is not None
+        return self.search.best
+
+
+def find_plan(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    cluster: Cluster,
+    *,
+    memory: float | None = None,
+    cost: CostModel | None = None,
+    permitted: Callable[[Configuration], bool] = lambda _: True,
+    allows: Allows | None = None,
+    progress: Progress = lambda _: None,
+) -> Found:
+    """The fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
+
+    Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted.
+    """
+    limit = float(cluster.device.memory if memory is None else memory)
+    model = cost or AnalyticCost(cluster)
+    subject = Subject(graph, signatures, model, allows)
+    excluded: set[Configuration] = set()
+
+    def allowed(c: Configuration) -> bool:
+        return c not in excluded and permitted(c)
+
+    while True:
+        found = search(subject, cluster.devices, limit, allowed, progress)
+        if found.best is None:
+            raise _nothing(subject, found, cluster, limit)
+        problem = _refused(subject, found.best.configuration)
+        if problem is None:
+            made = plan_of(subject, found.best)
+            return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
+        progress(f"{found.best.configuration}: {problem}")
+        excluded.add(found.best.configuration)
+
+
+def _refused(subject: Subject, c: Configuration) -> str | None:
+    """Why micro-batches of this number cannot be: operations that couple them show only when they are asked for."""
+    mesh = (("dp", c.dp),) if c.dp > 1 else ()
+    try:
+        follow_batch(subject.graph, subject.signatures, Plan(mesh, (), c.micro_batches), mesh)
+    except NnscalerError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _nothing(subject: Subject, found: Search, cluster: Cluster, limit: float) -> NnscalerError:
+    """The error for a search without a result."""
+    if not found.solved and not found.too_large:
+        return NnscalerError(
+            "plan_illegal",
+            f"no configuration of {cluster.devices} ranks is permitted (batch {subject.batch}, "
+            f"{len(subject.layers)} layers)",
+            help="take a constraint away, or change the number of ranks or the batch",
+        )
+    nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
+    if nearest is None:
+        least = min(subject.least(tp).resting / tp for tp in {1, *(c for c in (2, 4, 8) if c <= cluster.devices)})
+        message = f"parameters, gradients and optimizer states alone take {show_bytes(least)} a rank or more"
+        help = "more ranks, more memory per rank, or a smaller model"
+    else:
+        message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest.configuration})"
+        help = f"--memory {show_bytes(nearest.memory)} would do; or more ranks, or a smaller batch of sample_inputs()"
+    return NnscalerError(
+        "plan_too_large",
+        f"no plan for {cluster.devices} ranks of {cluster.name} fits into {show_bytes(limit)} a rank: {message}",
+        help=help,
+    )

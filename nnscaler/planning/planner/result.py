@@ -1,0 +1,133 @@
+"""From the best configuration found to a plan, with its certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.planning.planner.evaluate import Evaluated
+from nnscaler.planning.planner.search import Search
+from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.tensor_parallel import steps_of
+from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, Step
+from nnscaler.transform.stages import partition_stages
+
+SEARCHED = (
+    "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the batch; "
+    "recomputing all layers or none; cuts between layers that balance the stages; 1F1B"
+)
+NOT_SEARCHED = (
+    "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of unlike "
+    "meshes; recomputing some layers only; sharding optimizer states (ZeRO); several versions of one tensor, each "
+    "converted from where it is made; overlap of communication and computation"
+)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of a plan. Seconds of one step, bytes of the rank that holds most. `runners_up`: (configuration,
+    seconds, whether it fits)."""
+
+    configuration: str
+    seconds: float
+    bound: float
+    gap: float
+    memory: float
+    memory_limit: float
+    solved: int
+    left: int
+    too_large: int
+    cost_model: str
+    cluster: str
+    runners_up: tuple[tuple[str, float, bool], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "configuration": self.configuration,
+            "objective_seconds": self.seconds,
+            "bound_seconds": self.bound,
+            "gap": self.gap,
+            "memory_bytes": round(self.memory),
+            "memory_limit_bytes": round(self.memory_limit),
+            "configurations": {"solved": self.solved, "pruned": self.left, "too_large": self.too_large},
+            "searched": SEARCHED,
+            "not_searched": NOT_SEARCHED,
+            "cost_model": self.cost_model,
+            "cluster": self.cluster,
+            "seed": 0,  # nothing is drawn
+            "runners_up": [{"configuration": c, "seconds": s, "fits": fits} for c, s, fits in self.runners_up],
+        }
+
+
+def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> Certificate:
+    """Of the best plan of a search that found one."""
+    best = found.best
+    assert best is not None
+    others = tuple((str(e.configuration), e.seconds, e.fits) for e in found.solved if e is not best)[:5]
+    return Certificate(
+        str(best.configuration),
+        best.seconds,
+        found.bound,
+        found.gap,
+        best.memory,
+        memory,
+        len(found.solved),
+        found.left,
+        found.too_large,
+        cost_model,
+        cluster,
+        others,
+    )
+
+
+def choices_of(subject: Subject, found: Evaluated) -> dict[str, Choice]:
+    """operation -> its choice on tp."""
+    made = zip(subject.graph.operations, found.solution.choices, strict=False)  # nodes of tensors follow
+    strategies = found.tables.strategies
+    return {
+        op.name: strategies[op.name][k].choices[0] if strategies[op.name][k].choices else RunInvariant()
+        for op, k in made
+    }
+
+
+def plan_of(subject: Subject, found: Evaluated) -> Plan:
+    """The plan that runs a configuration with the choices found for it."""
+    c, graph = found.configuration, subject.graph
+    steps: list[Step] = []
+    if c.tp > 1:
+        steps.extend(steps_of(graph, "tp", choices_of(subject, found)))
+    if c.pp > 1:
+        seconds = operation_seconds(subject, found)
+        random = frozenset(s.spec.name for s in subject.signatures.values() if s.spec is not None and s.spec.random)
+
+        def cost(op: Operation) -> float:
+            return seconds[op.name]
+
+        cut = partition_stages(graph, c.pp, cost, random=random)
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for op in graph.operations:
+            groups.setdefault(tuple(cut.stage_of[op.name]), []).append(op.name)
+        steps.extend(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
+    if c.recompute:
+        steps.extend(RecomputeStep(layer.operations) for layer in subject.layers)
+    mesh = tuple((name, size) for name, size in (("dp", c.dp), ("tp", c.tp), ("pp", c.pp)) if size > 1)
+    return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches)
+
+
+def operation_seconds(subject: Subject, found: Evaluated) -> Mapping[str, float]:
+    """What each operation takes for one micro-batch, with the conversions of what it reads."""
+    names = [op.name for op in subject.graph.operations]
+    total = dict.fromkeys(names, 0.0)
+    choices, tables = found.solution.choices, found.tables
+    for i, name in enumerate(names):
+        columns = tables.columns[i]
+        again = columns.forward[choices[i]] if found.weights.recompute and tables.groups[i] >= 0 else 0.0
+        total[name] += float(columns.forward[choices[i]] + columns.backward[choices[i]] + again)
+    for first, second, table in tables.edges:
+        reader = names[second] if second < len(names) else names[first]
+        total[reader] += float(table[choices[first], choices[second]])
+    return total
