@@ -32,9 +32,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser = commands.add_parser(
         "plan",
         help="search the fastest plan for a cluster, and say how far from optimal it can be",
-        description="Search how a model is divided over a cluster: data, tensor and pipeline parallel sizes, the choice "
-        "of every operation, micro-batches and recomputation, within the memory of a rank. The plan comes with a lower "
-        "bound of the time of every plan in the space that was searched.",
+        description="Search how a model is divided over a cluster: data, tensor and pipeline parallel sizes, the "
+        "choice of every operation, micro-batches and recomputation, within the memory of a rank. The plan comes with "
+        "a lower bound of the time of every plan in the space that was searched.",
         epilog=f"{EPILOG}\n{exit_codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -46,6 +46,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     parser.add_argument("--memory", metavar="80GB", help="of a rank (default: what the cluster says)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="costs measured by `nnscaler profile`")
+    parser.add_argument(
+        "--constraints", type=Path, metavar="FILE.toml", help="what a plan has to keep to: docs/planner.md"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for --plan of other commands")
     parser.add_argument("--certificate", type=Path, metavar="FILE", help="write what is known of it, as JSON")
     parser.add_argument("--explain", metavar="OP", help="say what other choices for this operation would cost")
@@ -60,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.cli.model_file import load_model_file
     from nnscaler.cli.outputs import cannot_write, check_writable
     from nnscaler.cli.plan_cost import cluster_of, cost_of, memory_of
+    from nnscaler.planning.constraints import Constraint, read_constraints
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.tracing import trace
     from nnscaler.transform.signature import signatures
@@ -81,7 +85,9 @@ def run(options: argparse.Namespace) -> int:
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    found = find_plan(traced.graph, signatures(traced.graph), cluster, memory=memory, cost=cost, progress=said)
+    kept = Constraint("none") if options.constraints is None else read_constraints(options.constraints, traced.graph)
+    known = signatures(traced.graph)
+    found = find_plan(traced.graph, known, cluster, memory=memory, cost=cost, constraint=kept, progress=said)
     for line in summary(found, time.perf_counter() - start):
         console.result(line)
     if options.explain is not None:
@@ -106,11 +112,12 @@ def summary(found: Found, seconds: float) -> list[str]:
 
     best, told = found.best, found.certificate
     c = best.configuration
+    held = f"{show_bytes(best.memory)} of {show_bytes(told.memory_limit)} a rank"
+    least = f"at least {show_seconds(told.bound)} in the space searched (gap {told.gap:.2%})"
+    counts = f"{told.solved} configurations solved, {told.left} pruned by their bounds, {told.too_large} too large"
     lines = [
-        f"{c}: {show_seconds(best.seconds)} a step, at least {show_seconds(told.bound)} in the space searched "
-        f"(gap {told.gap:.2%}); {show_bytes(best.memory)} of {show_bytes(told.memory_limit)} a rank",
-        f"searched in {seconds:.1f} s: {told.solved} configurations solved, {told.left} pruned by their bounds, "
-        f"{told.too_large} too large; costs: {told.cost_model} on {told.cluster}",
+        f"{c}: {show_seconds(best.seconds)} a step, {least}; {held}",
+        f"searched in {seconds:.1f} s: {counts}; costs: {told.cost_model} on {told.cluster}",
     ]
     layers = len(found.subject.layers)
     for number, stage in enumerate(best.stages):

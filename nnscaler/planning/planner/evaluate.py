@@ -156,12 +156,13 @@ def stages_of(
     for stage in range(c.pp):
         part = slice(edges[stage], edges[stage + 1])
         live = min(c.micro_batches, c.pp - stage)
-        kept = live * float(numbers["kept"][part].sum())
+        received = float(numbers["handed"][edges[stage] - 1]) if stage else 0.0
+        kept = live * (float(numbers["kept"][part].sum()) + received)
         if c.recompute:
             inside = numbers["kept"][part]
             layers = inside[1 if stage == 0 else 0 : len(inside) - (stage == c.pp - 1)]
             outside = float(inside.sum() - layers.sum())
-            kept = live * (float(numbers["handed"][part].sum()) + outside) + float(layers.max(initial=0.0))
+            kept = live * (float(numbers["handed"][part].sum()) + outside + received) + float(layers.max(initial=0.0))
         forward, backward, once, resting = (
             float(numbers[n][part].sum()) for n in ("forward", "backward", "once", "resting")
         )

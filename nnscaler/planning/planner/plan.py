@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cluster.units import show_bytes
+from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.planner.search import Progress, Search, search
-from nnscaler.planning.planner.subject import Allows, Subject
+from nnscaler.planning.planner.subject import Subject
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature
@@ -43,8 +44,7 @@ def find_plan(
     *,
     memory: float | None = None,
     cost: CostModel | None = None,
-    permitted: Callable[[Configuration], bool] = lambda _: True,
-    allows: Allows | None = None,
+    constraint: Constraint | None = None,
     progress: Progress = lambda _: None,
 ) -> Found:
     """The fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
@@ -53,11 +53,11 @@ def find_plan(
     """
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
-    subject = Subject(graph, signatures, model, allows)
+    subject = Subject(graph, signatures, model, None if constraint is None else constraint.allows)
     excluded: set[Configuration] = set()
 
     def allowed(c: Configuration) -> bool:
-        return c not in excluded and permitted(c)
+        return c not in excluded and (constraint is None or constraint.permits(c))
 
     while True:
         found = search(subject, cluster.devices, limit, allowed, progress)

@@ -16,13 +16,13 @@ from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, Step
 from nnscaler.transform.stages import partition_stages
 
 SEARCHED = (
-    "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the batch; "
-    "recomputing all layers or none; cuts between layers that balance the stages; 1F1B"
+    "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
+    "batch; recomputing all layers or none; cuts between layers that balance the stages; 1F1B"
 )
 NOT_SEARCHED = (
-    "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of unlike "
-    "meshes; recomputing some layers only; sharding optimizer states (ZeRO); several versions of one tensor, each "
-    "converted from where it is made; overlap of communication and computation"
+    "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of "
+    "unlike meshes; recomputing some layers only; sharding optimizer states (ZeRO); several versions of one tensor, "
+    "each converted from where it is made; overlap of communication and computation"
 )
 
 

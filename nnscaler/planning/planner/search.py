@@ -1,7 +1,7 @@
 """Branch and bound over configurations: what may still be better is looked at, the most promising first.
 
 A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for
-half a batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
+the whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
 often, and have the same arithmetic.) Where that is the least of all, it gets a second one, from the fastest choices for
 its own size of micro-batches; and where that still is the least, it is solved. What is not proved to be slower when the
 search ends is part of the bound that it returns.
@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from nnscaler.errors import NnscalerError
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import BUCKET, Evaluated, evaluate
 from nnscaler.planning.planner.subject import Least, Subject
@@ -46,16 +47,26 @@ def search(
     permitted: Callable[[Configuration], bool] = lambda _: True,
     progress: Progress = lambda _: None,
 ) -> Search:
-    """The best configuration of `ranks`, each with `memory` bytes, among those permitted."""
+    """The best configuration of `ranks`, each with `memory` bytes, among those permitted.
+
+    Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is.
+    """
     queue: list[tuple[float, int, Configuration]] = []
     too_large = 0
+    refused: dict[int, NnscalerError] = {}
     for c in configurations(ranks, subject.batch, len(subject.layers)):
-        if permitted(c):
-            least = subject.least(c.tp)
+        if permitted(c) and c.tp not in refused:
+            try:
+                least = subject.least(c.tp)
+            except NnscalerError as error:
+                refused[c.tp] = error
+                continue
             if may_fit(least, c, len(subject.layers), memory):
                 queue.append((_bound(subject, least, c), 0, c))
             else:
                 too_large += 1
+    if refused and not queue and not too_large:
+        raise next(iter(refused.values()))
     heapq.heapify(queue)
     best: Evaluated | None = None
     solved: list[Evaluated] = []
@@ -89,14 +100,16 @@ def _result(best: Evaluated | None, solved: Iterable[Evaluated], bound: float, l
 
 
 def may_fit(least: Least, c: Configuration, layers: int, memory: float) -> bool:
-    """Whether the layers may fit, however they are cut into stages: stage s of p holds p - s micro-batches, so that
-    of layers that rest in r bytes and keep k no more than memory / (r + live k) go there."""
-    if layers == 0:
-        return least.resting <= memory
-    kept = (least.handed if c.recompute else least.kept) / c.parts / layers
-    rest = least.resting_of_layers / layers
-    room = sum(memory // max(rest + min(c.micro_batches, c.pp - s) * kept, 1.0) for s in range(c.pp))
-    return room >= layers and least.resting <= memory * c.pp
+    """Whether the layers may fit, however they are cut into stages: stage s of p holds p - s micro-batches (one at
+    least), so that of equal layers that rest in r bytes and keep k no more than memory / (r + live k) go there."""
+    if least.resting > memory * c.pp:
+        return False
+    kept = (least.handed if c.recompute else least.kept) / c.parts
+    if not least.alike or c.pp == 1:
+        return least.resting + kept <= memory * c.pp
+    rest = least.resting_of_layers
+    room = sum(memory * layers // max(rest + min(c.micro_batches, c.pp - s) * kept, 1.0) for s in range(c.pp))
+    return room >= layers
 
 
 def _bound(subject: Subject, least: Least, c: Configuration) -> float:

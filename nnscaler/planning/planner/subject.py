@@ -10,7 +10,6 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cost.model import AxisPlace, CostModel
-from nnscaler.planning.planner.configurations import divisors
 from nnscaler.planning.sharding.memory import Kept, kept_by
 from nnscaler.planning.sharding.pose import Weights, pose
 from nnscaler.planning.sharding.setting import make_setting
@@ -20,7 +19,7 @@ from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.layers import Layer, layers_of
 from nnscaler.transform.signature import Signature
 
-Allows = Callable[[Operation, str, Choice], bool]
+Allows = Callable[[Operation, Choice], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,8 @@ class Least:
     """Lower bounds for a rank of a tensor-parallel group that runs the whole graph on the whole batch, part by part.
 
     `seconds`, and those that running the layers forward `again` takes; bytes at rest, in all and of layers; bytes that
-    all micro-batches together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp.
+    all micro-batches together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp;
+    whether all layers are alike in these.
     """
 
     seconds: float
@@ -38,18 +38,19 @@ class Least:
     kept: float
     handed: float
     summed: float
+    alike: bool
 
 
 @dataclass
 class Subject:
-    """Caches what depends on the graph, on tp, and on the size of a micro-batch. `allows`: whether a choice on an axis
+    """Caches what depends on the graph, on tp, and on the size of a micro-batch. `allows`: whether a choice on tp
     may be taken."""
 
     graph: Graph
     signatures: Mapping[str, Signature]
     cost: CostModel
     allows: Allows | None = None
-    _options: dict[tuple[int, bool, bool], Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
+    _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
     _least: dict[tuple[int, int], Least] = field(default_factory=dict)
 
@@ -82,18 +83,15 @@ class Subject:
         """Samples in the global batch."""
         return next((t.shape[0] for t in self.graph.with_role("input") if t.shape), 1)
 
-    def options(
-        self, axis: str, parts: int, with_batch: bool = False, full: bool = True
-    ) -> Mapping[str, tuple[Choice, ...]]:
-        """The choices on an axis that may be taken."""
-        key = (parts, with_batch, full)
-        if key not in self._options:
-            self._options[key] = axis_options(self.graph, self.signatures, parts, with_batch, full)
-        found = self._options[key]
-        if self.allows is None:
-            return found
-        by_name = self.graph.by_name
-        return {name: tuple(c for c in made if self.allows(by_name[name], axis, c)) for name, made in found.items()}
+    def options(self, parts: int) -> Mapping[str, tuple[Choice, ...]]:
+        """The choices on a tp axis that may be taken."""
+        if parts not in self._options:
+            found = axis_options(self.graph, self.signatures, parts, with_batch=False, full=True)
+            if self.allows is not None:
+                by_name, allows = self.graph.by_name, self.allows
+                found = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
+            self._options[parts] = found
+        return self._options[parts]
 
     def tables(self, tp: int, parts: int) -> Tables:
         """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
@@ -103,22 +101,26 @@ class Subject:
             places = {"tp": AxisPlace(tp), "dp": AxisPlace(parts, tp)}
             mesh = tuple((n, s) for n, s in (("dp", parts), ("tp", tp)) if s > 1)
             setting = make_setting(self.graph, self.signatures, mesh, ("tp",), 1, places)
-            options = [self.options("tp", tp)] if tp > 1 else []
+            options = [self.options(tp)] if tp > 1 else []
             strategies = Strategies(self.graph, self.signatures, setting, options)
             builder = TableBuilder(self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups)
             self._tables[key] = builder.build()
         return self._tables[key]
 
     def least(self, tp: int, parts: int | None = None) -> Least:
-        """What no choices come below, in whatever parts the batch goes through (a half is the largest part here), or in
-        `parts`."""
-        half = next((d for d in divisors(self.batch) if d > 1), 1)
-        parts = half if parts is None else parts
+        """What no choices come below, in whatever parts the batch goes through, or in `parts`."""
+        parts = parts or 1
         key = (tp, parts)
         if key not in self._least:
             tables = self.tables(tp, parts)
             alone = solve(pose(tables, Weights(once=0.0)))
             pairs = [(c, group >= 0) for c, group in zip(tables.columns, tables.groups, strict=True)]
+            each: dict[int, tuple[float, float, float]] = {}
+            for columns, group in zip(tables.columns, tables.groups, strict=True):
+                if group >= 0:
+                    rest, kept, handed = each.get(group, (0.0, 0.0, 0.0))
+                    least = (columns.resting.min(), columns.kept.min(), columns.handed.min())
+                    each[group] = (rest + float(least[0]), kept + float(least[1]), handed + float(least[2]))
             self._least[key] = Least(
                 alone.bound * parts,
                 parts * sum(float(c.forward.min()) for c, inside in pairs if inside),
@@ -127,5 +129,6 @@ class Subject:
                 parts * sum(float(c.kept.min()) for c, inside in pairs if inside),
                 parts * sum(float(c.handed.min()) for c, inside in pairs if inside),
                 sum(float(c.summed["dp"].min()) for c, _ in pairs if "dp" in c.summed),
+                len(set(each.values())) == 1,
             )
         return self._least[key]

@@ -8,6 +8,7 @@ from itertools import product
 
 from op_registry.annotation.splits import balanced
 
+from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.operation import Operation
@@ -84,7 +85,7 @@ class Strategies:
         self._known: dict[object, tuple[Strategy, ...]] = {}
 
     def of(self, op: Operation) -> tuple[Strategy, ...]:
-        """Those with distinct layouts, what runs whole first."""
+        """Those with distinct layouts, what runs whole first. Raises NnscalerError("plan_illegal") if none is left."""
         graph, signature = self._graph, self._signatures[op.name]
         options = tuple(per_axis[op.name] for per_axis in self._options)
         made = self._setting.made[op.name]
@@ -105,4 +106,12 @@ class Strategies:
             needs = input_layouts(self._graph, op, signature, every)
             makes = output_layouts(self._graph, op, signature, every)
             found.setdefault((needs, makes), Strategy(choices, needs, makes))
+        if not found:
+            axes = ", ".join(f"{name}={size}" for name, size in self._setting.searched) or "one rank"
+            raise NnscalerError(
+                "plan_illegal",
+                f"the constraints leave {op.name} ({op.operator}) no choice on {axes}",
+                where=op.where,
+                help="`nnscaler plan MODEL --explain OP` without constraints lists its choices",
+            )
         return list(found.values())

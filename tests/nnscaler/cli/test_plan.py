@@ -1,0 +1,55 @@
+"""`nnscaler plan`: a plan, its certificate, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nnscaler.cli.main import main
+from nnscaler.transform.plan import Plan
+
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "gpt.py")
+
+
+def test_a_plan_is_found_explained_written_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, certificate, kept = tmp_path / "plan.json", tmp_path / "certificate.json", tmp_path / "kept.toml"
+    kept.write_text("[[constraint]]\nkind = 'sizes'\ntp = 2\npp = 2\n")
+    words = [
+        "plan",
+        EXAMPLE,
+        "--ranks",
+        "4",
+        "--cluster",
+        "a100x8",
+        "--constraints",
+        str(kept),
+        "--explain",
+        "linear_3",
+    ]
+    assert main([*words, "--out", str(plan), "--certificate", str(certificate)]) == 0
+    shown = capsys.readouterr().out
+    assert "tp=2 pp=2" in shown and "gap" in shown and "stage 1: layers 2..3" in shown
+    assert "taken" in shown and "a step" in shown and "aten.linear.default" in shown
+    assert Plan.from_json(plan.read_text()).describe() == "tp=2 pp=2"
+    told = json.loads(certificate.read_text())
+    assert told["bound_seconds"] <= told["objective_seconds"] and told["cluster"] == "a100x8"
+    assert main(["verify-plan", EXAMPLE, "--ranks", "4", "--plan", str(plan), "--backend", "simulator"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "h100"], "h100x8"),
+        (["--cluster", "a100x8", "--memory", "lots"], "--memory 80GB"),
+        (["--cluster", "a100x8", "--memory", "100kB"], "no plan for 4 ranks"),
+        (["--cluster", "a100x8", "--explain", "nowhere"], "nowhere"),
+        (["--cluster", "a100x8", "--constraints", "not_there.toml"], "not_there.toml"),
+        (["--profile", "not_there.json"], "not_there.json"),
+    ],
+)
+def test_errors_say_the_way_out(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", EXAMPLE, "--ranks", "4", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "Traceback" not in shown.err
