@@ -361,27 +361,21 @@ def test_right_operators(function: Function, args: tuple[Any, ...]) -> None:
         assert check.supporting
 
 
-# matrices of small whole numbers are often singular
-INVERTING = tuple(
-    f"aten.{n}" for n in ("det", "linalg_det", "linalg_inv", "linalg_lu", "linalg_slogdet", "linalg_solve")
-)
-
-
 def test_built_in_operators() -> None:
     """None has a side effect or a hidden input; those that say that they are random are left out."""
     audited = 0
     for name in default_registry().names():
         spec = default_registry().lookup(name)
-        assert spec is not None
-        if spec.target is not None or spec.random:
+        if spec is None or spec.target is not None or spec.random:
             continue
         for sample in samples_of(name)[:2]:
-            kind = "normal" if name.startswith(INVERTING) else "integers"
+            inverts = "det" in name or name.endswith(("inv.default", "lu_factor.default", "solve.default"))
+            kind = "normal" if inverts else "integers"  # which often make singular matrices
             call = builtin_call(sample, kind, torch.Generator().manual_seed(audited))
             (check,), findings, _ = audit(spec, call, audited)
             assert not findings, name
+            audited += check.verdict is Verdict.TESTED_EXACT
             assert check.verdict is Verdict.TESTED_EXACT, (name, check.detail)
-            audited += 1
     assert audited > 300
 
 
