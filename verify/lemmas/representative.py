@@ -39,7 +39,7 @@ MANY = (6, 4, 12, 8, 10, 2, 3)  # where there are more identifiers than that
 REST = (2, 3, 5, 7, 4)  # beside those that a case splits
 FROZEN = (5, 7, 3, 9, 4)
 LARGEST_KERNEL = 11  # a larger frozen size is one of the positions that a kernel moves over
-TRIED = (12, 13, 14, 11, 15, 10, 16, 6, 7, 8, 24, 23, 25, 22, 26, 27, 28, 29, 30)  # of those
+TRIED = (12, 13, 14, 11, 15, 10, 16, 6, 7, 8, 24, 23, 25, 22, 26, 27, 28, 29, 30, 35, 40, 45, 65)  # of those
 LARGEST = 1 << 18  # elements of one tensor
 
 SEEDS = 5  # draws of whole numbers that are tried for a result that shows something
@@ -320,8 +320,10 @@ def _searched(
     of a kernel) stays."""
     (_, table) = _tables(bound, large)
     frozen = [n for n in bound.sizes if bound.marks.get(n) == "^" and bound.sizes[n] > LARGEST_KERNEL]
-    for size in TRIED:
-        call = _resized(signature, bound, table | dict.fromkeys(frozen, size))
+    moved = bound.inputs[0].identifiers() if bound.inputs and bound.inputs[0] is not None else ()
+    small = [n for n in moved if bound.marks.get(n) == "^"]  # a picture of 3 x 3 is as small as a kernel
+    for names, size in ((names, size) for names in dict.fromkeys((tuple(frozen), tuple(small))) for size in TRIED):
+        call = _resized(signature, bound, table | dict.fromkeys(names, size))
         for concrete in with_tensors_for(call, attempt.seed):
             found = attempt.on(concrete)
             if found is None or found.signature.bound is None:
