@@ -117,8 +117,8 @@ def large(size: str, batch: int, devices: int) -> None:
     told = found.certificate
     print(
         f"Llama 3 {size}, {devices} devices, batch {batch}: {taken:.1f} s, {told.configuration}, "
-        f"{told.seconds:.4g} s a step, gap {told.gap:.2%}, {told.memory / 1e9:.1f} GB, {told.solved} solved, {told.left} pruned, "
-        f"{told.too_large} too large, {memory_mb() - before:.0f} MB beside the graph"
+        f"{told.seconds:.4g} s a step, gap {told.gap:.2%}, {told.memory / 1e9:.1f} GB, "
+        f"{told.solved} solved, {told.left} pruned, {told.too_large} too large, {memory_mb() - before:.0f} MB beside the graph"
     )
 
 
@@ -192,7 +192,7 @@ def quality() -> None:
             best = min(pure, key=lambda kind: pure[kind])
             shown = ", ".join(f"{k} {v / told.seconds:.2f}" for k, v in pure.items())
             print(
-                f"{name:<10} {devices:>4}: {told.configuration:<44} gap {told.gap:6.2%}; best pure {best}; times: {shown}"
+                f"{name:<10} {devices:>4}: {told.configuration:<44} gap {told.gap:6.2%}; best pure {best}; {shown}"
             )
 
 
