@@ -118,7 +118,8 @@ def large(size: str, batch: int, devices: int) -> None:
     print(
         f"Llama 3 {size}, {devices} devices, batch {batch}: {taken:.1f} s, {told.configuration}, "
         f"{told.seconds:.4g} s a step, gap {told.gap:.2%}, {told.memory / 1e9:.1f} GB, "
-        f"{told.solved} solved, {told.left} pruned, {told.too_large} too large, {memory_mb() - before:.0f} MB beside the graph"
+        f"{told.solved} solved, {told.left} pruned, {told.too_large} too large, "
+        f"{memory_mb() - before:.0f} MB beside the graph"
     )
 
 
