@@ -192,9 +192,7 @@ def quality() -> None:
                     pure[kind] = float("inf")
             best = min(pure, key=lambda kind: pure[kind])
             shown = ", ".join(f"{k} {v / told.seconds:.2f}" for k, v in pure.items())
-            print(
-                f"{name:<10} {devices:>4}: {told.configuration:<44} gap {told.gap:6.2%}; best pure {best}; {shown}"
-            )
+            print(f"{name:<10} {devices:>4}: {told.configuration:<44} gap {told.gap:6.2%}; best pure {best}; {shown}")
 
 
 def pairs(count: int) -> None:
