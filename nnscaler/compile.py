@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature, signatures
 
 PlanSource = Plan | str | Mapping[str, int] | Callable[[Graph, int], Plan] | None
+AUTO = "auto"
 Progress = Callable[[str, float, str], None]  # phase, seconds, what came out
 
 
@@ -66,7 +67,8 @@ def parallelize(
     """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
 
     `sample_inputs`: one global batch, as keyword arguments (dict) or positional ones (tuple). `plan`: a `Plan`, a
-    specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or None to choose.
+    specification such as `dp=2,tp=2,pp=2`, `auto` or `auto:h100x8` (searched for this machine or that cluster), a
+    function of (graph, ranks) that returns a `Plan`, or None to choose.
     `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves
     whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
@@ -168,6 +170,8 @@ def make(
             raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
         made = with_checkpoints(_for_ranks(made, ranks), graph)
         return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
+    if isinstance(plan, str) and plan.partition(":")[0] == AUTO:
+        return _searched(graph, known, ranks, plan.partition(":")[2], schedule, micro_batches, replicate)
     if plan is None:
         sizes, why = choose_sizes(graph, known, ranks)
     elif isinstance(plan, str):
@@ -176,6 +180,31 @@ def make(
         sizes, why = parse_spec(",".join(f"{n}={v}" for n, v in plan.items()), ranks), "as asked"
     wanted = make_plan(graph, known, sizes, schedule=schedule, micro_batches=micro_batches, replicate=replicate)
     return Planned(with_checkpoints(wanted, graph), known, why)
+
+
+def _searched(
+    graph: Graph,
+    known: dict[str, Signature],
+    ranks: int,
+    cluster: str,
+    schedule: str | None,
+    micro_batches: int | None,
+    replicate: Sequence[str],
+) -> Planned:
+    """The planner's plan for the named cluster, or for this machine."""
+    from nnscaler.planning import constraints  # with HiGHS, which other plans do not need
+    from nnscaler.planning.cluster.found import found_cluster
+    from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.planner.plan import find_plan
+
+    wanted = load_cluster(cluster).scaled(ranks) if cluster else found_cluster(ranks)
+    kept = [constraints.replicate(graph, replicate)] if replicate else []
+    if micro_batches is not None:
+        kept.append(constraints.sizes(micro_batches=micro_batches))
+    found = find_plan(graph, known, wanted, constraint=constraints.all_of(kept))
+    told = found.certificate
+    why = f"{told.seconds:.3g} s a step on {wanted.name}, at most {told.gap:.1%} above the best in the space searched"
+    return Planned(with_checkpoints(replace(found.plan, schedule=schedule or found.plan.schedule), graph), known, why)
 
 
 def _for_ranks(plan: Plan, ranks: int) -> Plan:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 PLAN_HELP = (
     "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
-    "a plan.json written by `nnscaler compile`, or policy.py::function. Without it a plan is chosen and shown"
+    "auto (searched for this machine; auto:h100x8 for a cluster), a plan.json written by `nnscaler plan` or `nnscaler "
+    "compile`, or policy.py::function. Without it a plan is chosen and shown"
 )
 MODEL_HELP = (
     "a Python file with build_model() -> nn.Module and sample_inputs() -> dict or tuple (one global batch); "

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.plan_source import is_words
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def make_token(options: argparse.Namespace, ranks: int, backend: str) -> PlanTok
     document, policy = None, None
     if plan is not None and "::" in plan:
         policy = Source.of(plan.partition("::")[0])
-    elif plan is not None and "=" not in plan:
+    elif plan is not None and not is_words(plan):
         document, plan = _plan_text(Path(plan)), None
     here = environment()
     return PlanToken(

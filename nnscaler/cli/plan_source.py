@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from nnscaler.ir.graph import Graph
     from nnscaler.transform.plan import Plan
 
-FORMS = "dp=2,tp=2 (mesh axes), plan.json (a saved plan), or policy.py::function"
+FORMS = "dp=2,tp=2 (mesh axes), auto or auto:h100x8 (searched), plan.json (a saved plan), or policy.py::function"
 _AXES = re.compile(r"^\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*$")
 
 
 def read_plan(spec: str | None) -> PlanSource:
     """The plan, its axes as text, or the policy function. Raises NnscalerError `plan_illegal`."""
-    if spec is None or "=" in spec:
+    if spec is None or is_words(spec):
         return spec
     if "::" in spec:
         return _policy(spec)
@@ -33,6 +33,11 @@ def read_plan(spec: str | None) -> PlanSource:
     from nnscaler.transform.plan import Plan
 
     return Plan.from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def is_words(spec: str) -> bool:
+    """Whether it says itself what the plan is (axes, auto), and is no file and no function."""
+    return "::" not in spec and ("=" in spec or spec.partition(":")[0] == "auto")
 
 
 def ranks_of(spec: str | None) -> int | None:

@@ -53,3 +53,12 @@ def test_errors_say_the_way_out(words: list[str], said: str, capsys: pytest.Capt
     assert main(["plan", EXAMPLE, "--ranks", "4", *words]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and "Traceback" not in shown.err
+
+
+def test_auto_is_searched_where_a_plan_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "4", "--backend", "simulator", "--level", "static"]
+    assert main(["verify-plan", EXAMPLE, "--plan", "auto:ethernet10g", *words]) == 0
+    shown = capsys.readouterr()
+    assert "above the best in the space searched" in shown.out + shown.err
+    assert main(["verify-plan", EXAMPLE, "--plan", "auto:nowhere", *words]) == 2
+    assert "h100x8" in capsys.readouterr().err
