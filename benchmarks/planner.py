@@ -3,6 +3,7 @@
     python benchmarks/planner.py                    speed: Llama 3 8B and 405B, and GPT from trace to code
     python benchmarks/planner.py --quality          gain over pure plans at 8, 32 and 256 devices, and the certified gap
     python benchmarks/planner.py --pairs [N]        verify the plans of (model, cluster) pairs on tiny models
+    python benchmarks/planner.py --order [STEPS]    ten plans of gpt.py: predicted against measured, on this machine
 
 Models of these sizes are on the meta device. Seconds are of the wall clock, after tracing; each row of `speed` is a
 process of its own, so that its memory is its own. Baselines: AutoParallel's published 46.8 s in total and 17.5 s in the
@@ -223,10 +224,84 @@ def pairs(count: int) -> None:
     print(f"{passed} of {tried} verified")
 
 
+ORDERED = tuple(
+    {"dp": dp, "tp": tp, "pp": pp, "micro_batches": micro, "recompute": again}
+    for dp, tp, pp, micro, again in (
+        (4, 1, 1, 1, False),
+        (4, 1, 1, 3, False),
+        (2, 2, 1, 1, False),
+        (1, 4, 1, 1, False),
+        (1, 4, 1, 4, False),
+        (2, 1, 2, 2, False),
+        (2, 1, 2, 6, False),
+        (1, 1, 4, 4, False),
+        (1, 2, 2, 2, True),
+        (4, 1, 1, 1, True),
+    )
+)
+
+
+def order(repeats: int) -> None:
+    """Ten plans of gpt.py on 4 ranks of this machine: predicted from a profile that is measured first, and measured."""
+    import statistics
+    import tempfile
+
+    import numpy as np
+
+    from nnscaler.cli.main import main as command
+    from nnscaler.communication.materialise import materialise
+    from nnscaler.communication.predict import predict
+    from nnscaler.compile import compile_traced
+    from nnscaler.planning.cluster.found import found_cluster
+    from nnscaler.planning.constraints import sizes
+    from nnscaler.planning.cost.table import load_profile
+    from nnscaler.planning.cost.table_cost import TableCost
+    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.runtime.launcher import ForkServer, launch
+    from nnscaler.scheduling.registry import get_schedule
+    from nnscaler.transform.apply import apply_plan
+    from nnscaler.transform.signature import signatures
+
+    ranks = 4
+    file = Path(__file__).parents[1] / "examples" / "gpt.py"
+    _, traced = example("gpt")
+    rows: list[tuple[str, float, float]] = []
+    with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
+        profile = Path(folder) / "profile.json"
+        assert (
+            command(["profile", str(file), "--ranks", str(ranks), "--micro-batches", "6", "--out", str(profile)]) == 0
+        )
+        cost = TableCost(load_profile(profile))
+        for number, wanted in enumerate(ORDERED):
+            known = dict(signatures(traced.graph))
+            found = find_plan(traced.graph, known, found_cluster(ranks), cost=cost, constraint=sizes(**wanted))
+            plan = found.plan
+            communicated = materialise(apply_plan(traced.graph, known, plan), known)
+            schedule = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
+            predicted = predict(communicated, schedule, known, cost).seconds
+            program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=None, model={"name": "gpt"})
+            saved = program.save(Path(folder) / str(number))
+            outcome = launch(
+                ranks,
+                "nnscaler.runtime.step_times:time_steps",
+                {"program": str(saved), "steps": repeats},
+                timeout=300,
+                server=server,
+            )
+            slowest = [max(step) for step in zip(*outcome.results(), strict=True)]
+            rows.append((str(found.best.configuration), predicted, statistics.median(slowest)))
+    for name, predicted, measured in sorted(rows, key=lambda row: row[1]):
+        print(f"{name:<40} predicted {predicted * 1e3:8.2f} ms, measured {measured * 1e3:8.2f} ms")
+    places = [np.argsort(np.argsort([row[i] for row in rows])) for i in (1, 2)]  # Spearman's, without ties
+    correlation = float(np.corrcoef(*places)[0, 1])
+    print(f"rank correlation of {len(rows)} plans: {correlation:.2f}; costs: {cost.identity}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--pairs", type=int, nargs="?", const=32, metavar="N")
+    parser.add_argument("--order", type=int, nargs="?", const=20, metavar="STEPS")
     parser.add_argument("--row", choices=SPEED, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -234,6 +309,8 @@ def main() -> None:
         SPEED[options.row]()
     elif options.quality:
         quality()
+    elif options.order:
+        order(options.order)
     elif options.pairs:
         pairs(options.pairs)
     else:
