@@ -6,13 +6,13 @@ import time
 
 from nnscaler.runtime.communicator import Communicator
 from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.program_directory import ProgramDirectory
+from nnscaler.runtime.program_directory import read_program
 
 
 def time_steps(communicator: Communicator, program: str, steps: int) -> list[float]:
     """Seconds of each of `steps` steps on the sample batch, after one that is not counted. Ranks begin each together;
     the time of a step is that of the rank that takes longest."""
-    directory = ProgramDirectory(program)
+    directory = read_program(program)
     executor = RankExecutor(
         directory.role(communicator.rank), communicator.rank, communicator, directory.state(), shapes=directory.shapes
     )

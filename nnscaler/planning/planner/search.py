@@ -2,9 +2,9 @@
 
 A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for
 the whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
-often, and have the same arithmetic.) Where that is the least of all, it gets a second one, from the fastest choices for
-its own size of micro-batches; and where that still is the least, it is solved. What is not proved to be slower when the
-search ends is part of the bound that it returns.
+often, and have the same arithmetic.) Where that is the least of all, it gets a second one, from the fastest choices
+for its own size of micro-batches that may fit into memory; and where that still is the least, it is solved. What is not
+proved to be slower when the search ends is part of the bound that it returns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
+from nnscaler.planning.planner.bounds import bound_within
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import BUCKET, Evaluated, evaluate
 from nnscaler.planning.planner.subject import Least, Subject
@@ -61,7 +62,7 @@ def search(
             except NnscalerError as error:
                 refused[c.tp] = error
                 continue
-            if may_fit(least, c, len(subject.layers), memory):
+            if may_fit(least, c, memory):
                 queue.append((_bound(subject, least, c), 0, c))
             else:
                 too_large += 1
@@ -76,9 +77,9 @@ def search(
         if best is not None and bound >= best.seconds * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large)
         if depth == 0:
-            own = subject.least(c.tp, c.parts)
-            if may_fit(own, c, len(subject.layers), memory):
-                heapq.heappush(queue, (max(bound, _bound(subject, own, c)), 1, c))
+            within = bound_within(subject, c, memory)
+            if within < float("inf"):
+                heapq.heappush(queue, (max(bound, within), 1, c))
             else:
                 too_large += 1
             continue
@@ -99,17 +100,10 @@ def _result(best: Evaluated | None, solved: Iterable[Evaluated], bound: float, l
     return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large)
 
 
-def may_fit(least: Least, c: Configuration, layers: int, memory: float) -> bool:
-    """Whether the layers may fit, however they are cut into stages: stage s of p holds p - s micro-batches (one at
-    least), so that of equal layers that rest in r bytes and keep k no more than memory / (r + live k) go there."""
-    if least.resting > memory * c.pp:
-        return False
+def may_fit(least: Least, c: Configuration, memory: float) -> bool:
+    """Whether the layers may fit, each kept once at least, however they are cut into stages."""
     kept = (least.handed if c.recompute else least.kept) / c.parts
-    if not least.alike or c.pp == 1:
-        return least.resting + kept <= memory * c.pp
-    rest = least.resting_of_layers
-    room = sum(memory * layers // max(rest + min(c.micro_batches, c.pp - s) * kept, 1.0) for s in range(c.pp))
-    return room >= layers
+    return least.resting + kept <= memory * c.pp
 
 
 def _bound(subject: Subject, least: Least, c: Configuration) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from nnscaler.ir.graph import Graph
@@ -11,13 +11,15 @@ from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.sharding.memory import Kept, kept_by
-from nnscaler.planning.sharding.pose import Weights, pose
-from nnscaler.planning.sharding.setting import make_setting
+from nnscaler.planning.sharding.pose import Weights, Window, pose
+from nnscaler.planning.sharding.setting import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.layers import Layer, layers_of
 from nnscaler.transform.signature import Signature
+
+MANY = 8  # layers, from which on some stand for all in bounds
 
 Allows = Callable[[Operation, Choice], bool]
 
@@ -27,8 +29,7 @@ class Least:
     """Lower bounds for a rank of a tensor-parallel group that runs the whole graph on the whole batch, part by part.
 
     `seconds`, and those that running the layers forward `again` takes; bytes at rest, in all and of layers; bytes that
-    all micro-batches together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp;
-    whether all layers are alike in these.
+    all micro-batches together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp.
     """
 
     seconds: float
@@ -38,7 +39,16 @@ class Least:
     kept: float
     handed: float
     summed: float
-    alike: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Layers between the first and the last that are all alike. `window`: some of them; `around`: with more on either
+    side; `times`: how many windows they make."""
+
+    window: range
+    around: range
+    times: int
 
 
 @dataclass
@@ -51,7 +61,9 @@ class Subject:
     cost: CostModel
     allows: Allows | None = None
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
-    _tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
+    _settings: dict[int, Setting] = field(default_factory=dict)
+    _builders: dict[tuple[int, int], TableBuilder] = field(default_factory=dict)
+    _tables: dict[tuple[int, int, bool], Tables] = field(default_factory=dict)
     _least: dict[tuple[int, int], Least] = field(default_factory=dict)
 
     @cached_property
@@ -83,28 +95,76 @@ class Subject:
         """Samples in the global batch."""
         return next((t.shape[0] for t in self.graph.with_role("input") if t.shape), 1)
 
-    def options(self, parts: int) -> Mapping[str, tuple[Choice, ...]]:
-        """The choices on a tp axis that may be taken."""
-        if parts not in self._options:
-            found = axis_options(self.graph, self.signatures, parts, with_batch=False, full=True)
-            if self.allows is not None:
-                by_name, allows = self.graph.by_name, self.allows
-                found = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
-            self._options[parts] = found
-        return self._options[parts]
+    @cached_property
+    def repeated(self) -> Repeated | None:
+        """Where all layers but the first and the last are alike, and there are many."""
+        count = len(self.layers)
+        if count < MANY:
+            return None
+        by_name = self.graph.by_name
+        looks = {
+            tuple((id(self.signatures[n]), by_name[n].region, len(by_name[n].inputs)) for n in layer.operations)
+            for layer in self.layers[1:-1]
+        }
+        if len(looks) > 1:
+            return None
+        middle, size = count // 2, 2 if count % 2 == 0 else 1
+        return Repeated(range(middle, middle + size), range(middle - 2, middle + size + 2), (count - 2) // size)
 
-    def tables(self, tp: int, parts: int) -> Tables:
-        """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
-        rank sees the same shapes."""
+    @cached_property
+    def window(self) -> Window | None:
+        """The layers that stand for all in bounds."""
+        found = self.repeated
+        return None if found is None else Window(frozenset(found.window), float(found.times))
+
+    def _short(self, layers: range) -> frozenset[str]:
+        """The operations outside of layers, of the first and the last one, and of these."""
+        kept = {0, len(self.layers) - 1, *layers}
+        return frozenset(op.name for op in self.graph.operations if self.groups.get(op.name, 0) in kept)
+
+    def options(self, parts: int) -> Mapping[str, tuple[Choice, ...]]:
+        """The choices on a tp axis that may be taken. Layers that are alike have those of one of them."""
+        if parts in self._options:
+            return self._options[parts]
+        graph, repeated = self.graph, self.repeated
+        if repeated is not None:
+            short = self._short(repeated.around)
+            graph = graph.replace(operations=tuple(op for op in graph.operations if op.name in short))
+        found = axis_options(graph, self.signatures, parts, with_batch=False, full=True)
+        if repeated is not None:
+            model = self.layers[repeated.window[0]].operations
+            for layer in self.layers[1:-1]:
+                found.update((name, found[same]) for name, same in zip(layer.operations, model, strict=True))
+        if self.allows is not None:
+            by_name, allows = self.graph.by_name, self.allows
+            found = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
+        self._options[parts] = found
+        return found
+
+    def _builder(self, tp: int, parts: int) -> TableBuilder:
         key = (tp, parts)
-        if key not in self._tables:
+        if key not in self._builders:
             places = {"tp": AxisPlace(tp), "dp": AxisPlace(parts, tp)}
-            mesh = tuple((n, s) for n, s in (("dp", parts), ("tp", tp)) if s > 1)
-            setting = make_setting(self.graph, self.signatures, mesh, ("tp",), 1, places)
+            if parts not in self._settings:
+                mesh = (("dp", parts),) if parts > 1 else ()
+                self._settings[parts] = make_setting(self.graph, self.signatures, mesh, (), 1, places)
+            searched = (("tp", tp),) if tp > 1 else ()
+            setting = replace(self._settings[parts], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
             strategies = Strategies(self.graph, self.signatures, setting, options)
-            builder = TableBuilder(self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups)
-            self._tables[key] = builder.build()
+            self._builders[key] = TableBuilder(
+                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups
+            )
+        return self._builders[key]
+
+    def tables(self, tp: int, parts: int, short: bool = False) -> Tables:
+        """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
+        rank sees the same shapes. `short`: without layers that the window stands for, where there is one."""
+        short = short and self.repeated is not None
+        key = (tp, parts, short)
+        if key not in self._tables:
+            only = self._short(self.repeated.window) if short and self.repeated is not None else None
+            self._tables[key] = self._builder(tp, parts).build(only)
         return self._tables[key]
 
     def least(self, tp: int, parts: int | None = None) -> Least:
@@ -112,23 +172,19 @@ class Subject:
         parts = parts or 1
         key = (tp, parts)
         if key not in self._least:
-            tables = self.tables(tp, parts)
-            alone = solve(pose(tables, Weights(once=0.0)))
-            pairs = [(c, group >= 0) for c, group in zip(tables.columns, tables.groups, strict=True)]
-            each: dict[int, tuple[float, float, float]] = {}
-            for columns, group in zip(tables.columns, tables.groups, strict=True):
-                if group >= 0:
-                    rest, kept, handed = each.get(group, (0.0, 0.0, 0.0))
-                    least = (columns.resting.min(), columns.kept.min(), columns.handed.min())
-                    each[group] = (rest + float(least[0]), kept + float(least[1]), handed + float(least[2]))
+            tables, window = self.tables(tp, parts, short=True), self.window
+            alone = solve(pose(tables, Weights(once=0.0), window))
+            nodes = [
+                (c, g >= 0, window.times if window is not None and g in window.groups else 1.0)
+                for c, g in zip(tables.columns, tables.groups, strict=True)
+            ]
             self._least[key] = Least(
                 alone.bound * parts,
-                parts * sum(float(c.forward.min()) for c, inside in pairs if inside),
-                sum(float(c.resting.min()) for c, _ in pairs),
-                sum(float(c.resting.min()) for c, inside in pairs if inside),
-                parts * sum(float(c.kept.min()) for c, inside in pairs if inside),
-                parts * sum(float(c.handed.min()) for c, inside in pairs if inside),
-                sum(float(c.summed["dp"].min()) for c, _ in pairs if "dp" in c.summed),
-                len(set(each.values())) == 1,
+                parts * sum(often * float(c.forward.min()) for c, inside, often in nodes if inside),
+                sum(often * float(c.resting.min()) for c, _, often in nodes),
+                sum(often * float(c.resting.min()) for c, inside, often in nodes if inside),
+                parts * sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
+                parts * sum(often * float(c.handed.min()) for c, inside, often in nodes if inside),
+                sum(often * float(c.summed["dp"].min()) for c, _, often in nodes if "dp" in c.summed),
             )
         return self._least[key]

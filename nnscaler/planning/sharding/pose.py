@@ -24,25 +24,41 @@ class Weights:
     each: float = 1.0
     once: float = 1.0
     rates: Mapping[str, float] = field(default_factory=dict, hash=False)
-    live: int = 1
+    live: float = 1
     recompute: bool = False
 
 
-def pose(tables: Tables, weights: Weights) -> Problem:
-    """The problem whose value is the weighted time, and whose memory is that of one rank running the whole graph."""
-    made: dict[tuple[int, bool], tuple[Column, Column]] = {}
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some of many equal layers, which stand for all: `groups` count `times` as much. The problem of a window has a
+    value that no choices for all layers come below: of any choices, some window of the layers is no dearer than the
+    mean, and what goes between other layers is left out."""
+
+    groups: frozenset[int]
+    times: float
+
+
+def pose(tables: Tables, weights: Weights, window: Window | None = None, layers_only: bool = False) -> Problem:
+    """The problem whose value is the weighted time, and whose memory is that of one rank running the whole graph.
+    `layers_only`: what is outside of layers has no memory."""
+    times = [1.0] * len(tables.groups)
+    if window is not None:
+        times = [window.times if group in window.groups else 1.0 for group in tables.groups]
+    made: dict[tuple[int, bool, float], tuple[Column, Column]] = {}
     nodes = []
-    for name, group, columns in zip(tables.names, tables.groups, tables.columns, strict=True):
-        key = (id(columns), group >= 0)
+    for name, group, columns, often in zip(tables.names, tables.groups, tables.columns, times, strict=True):
+        key = (id(columns), group >= 0, often)
         if key not in made:
-            made[key] = (seconds_of(columns, weights, group >= 0), bytes_of(columns, weights, group >= 0))
+            memory = bytes_of(columns, weights, group >= 0) * (often if group >= 0 or not layers_only else 0.0)
+            made[key] = (often * seconds_of(columns, weights, group >= 0), memory)
         nodes.append(Node(name, *made[key], group))
-    scaled: dict[int, Column] = {}
+    scaled: dict[tuple[int, float], Column] = {}
     edges = []
     for first, second, table in tables.edges:
-        if id(table) not in scaled:
-            scaled[id(table)] = weights.each * table if weights.each != 1.0 else table
-        edges.append(Edge(first, second, scaled[id(table)]))
+        often = weights.each * max(times[first], times[second])
+        if (id(table), often) not in scaled:
+            scaled[id(table), often] = table if often == 1.0 else often * table
+        edges.append(Edge(first, second, scaled[id(table), often]))
     return Problem(tuple(nodes), tuple(edges))
 
 

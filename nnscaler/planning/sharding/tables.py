@@ -10,7 +10,7 @@ Operations of equal layers share their arrays, by which the solver knows that th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -78,39 +78,45 @@ class TableBuilder:
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
     _made: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
+    _met: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.conversions = Conversions(self.setting, self.cost)
 
-    def build(self) -> Tables:
-        """The tables of the whole graph."""
+    def build(self, only: Collection[str] | None = None) -> Tables:
+        """The tables of the whole graph, or of `only` these operations and what goes between them."""
         graph = self.graph
-        names = [op.name for op in graph.operations]
+        operations = [op for op in graph.operations if only is None or op.name in only]
+        names = [op.name for op in operations]
         index = {name: i for i, name in enumerate(names)}
-        chosen = {op.name: self.strategies.of(op) for op in graph.operations}
-        columns = [self._of_operation(op, chosen[op.name]) for op in graph.operations]
+        chosen = {op.name: self.strategies.of(op) for op in operations}
+        columns = [self._of_operation(op, chosen[op.name]) for op in operations]
         groups = [self.groups.get(name, -1) for name in names]
         edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
         for tensor in graph.tensors.values():
             uses = graph.consumers[tensor.name]
             producer = graph.producers.get(tensor.name)
+            here = producer is not None and producer.name in index
+            readers = [op for op in dict.fromkeys(op for op, _ in uses) if op.name in index]
+            if not readers:
+                continue
             if producer is not None and len(uses) == 1:
-                op, slot = uses[0]
-                made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
-                table = self._edge(tensor, made, self._layouts_of(chosen[op.name], True, slot))
-                edges.append((index[producer.name], index[op.name], table))
+                if here:
+                    made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
+                    table = self._edge(tensor, made, self._layouts_of(chosen[readers[0].name], True, uses[0][1]))
+                    edges.append((index[producer.name], index[readers[0].name], table))
             elif len(uses) > 1 and (producer is not None or tensor.role == "parameter"):
-                own = self._meeting(tensor, chosen) if producer is not None else self._leaves(tensor, chosen)
+                own = self._meeting(tensor) if producer is not None else self._leaves(tensor)
                 layouts[tensor.name] = own
                 at = len(names)
                 names.append(tensor.name)
                 columns.append(self._of_tensor(tensor, own))
                 groups.append(self._group_of(tensor))
-                if producer is not None:
+                if producer is not None and here:
                     made = self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name))
                     edges.append((index[producer.name], at, self._edge(tensor, made, own)))
-                for op in dict.fromkeys(op for op, _ in uses):
+                for op in readers:
                     slots = tuple(i for i, name in enumerate(op.inputs) if name == tensor.name)
                     edges.append((at, index[op.name], self._uses(tensor, own, chosen[op.name], slots)))
         return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
@@ -211,20 +217,27 @@ class TableBuilder:
             self._columns[key] = Columns(zero, zero, rests, zero, zero, summed)
         return self._columns[key]
 
-    def _meeting(self, tensor: LogicalTensor, chosen: Mapping[str, tuple[Strategy, ...]]) -> tuple[Layout, ...]:
+    def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
         """The layouts in which readers may find a tensor: those made, and those needed."""
         producer = self.graph.producers[tensor.name]
-        found = dict.fromkeys(self._layouts_of(chosen[producer.name], False, producer.outputs.index(tensor.name)))
-        for op, slot in self.graph.consumers[tensor.name]:
-            found.update(dict.fromkeys(self._layouts_of(chosen[op.name], True, slot)))
-        return self._shared(tuple(found))
+        made = self._layouts_of(self.strategies.of(producer), False, producer.outputs.index(tensor.name))
+        wanted = dict.fromkeys(
+            id(self._layouts_of(self.strategies.of(op), True, slot)) for op, slot in self.graph.consumers[tensor.name]
+        )
+        key = (id(made), *wanted)
+        if key not in self._met:
+            found = dict.fromkeys(made)
+            for op, slot in self.graph.consumers[tensor.name]:
+                found.update(dict.fromkeys(self._layouts_of(self.strategies.of(op), True, slot)))
+            self._met[key] = self._shared(tuple(found))
+        return self._met[key]
 
-    def _leaves(self, tensor: LogicalTensor, chosen: Mapping[str, tuple[Strategy, ...]]) -> tuple[Layout, ...]:
+    def _leaves(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
         """The layouts in which the leaf of a parameter may lie, given what its readers need."""
         found: dict[Layout, None] = {}
         whole = (INVARIANT, REPLICATED) if tensor.needs_grad else (INVARIANT,)
         for op, slot in self.graph.consumers[tensor.name]:
-            for need in self._layouts_of(chosen[op.name], True, slot):
+            for need in self._layouts_of(self.strategies.of(op), True, slot):
                 options = [tuple(dict.fromkeys((state, *whole))) for state in _leaf_of(tensor, need)]
                 found.update(dict.fromkeys(product(*options)))
         return self._shared(tuple(found))

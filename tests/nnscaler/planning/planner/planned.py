@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from nnscaler.cli.model_file import load_model_file
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.cluster.read import load_cluster
@@ -22,6 +25,15 @@ def graph_of(name: str) -> Graph:
     return trace(model.build(), model.inputs).graph
 
 
-def subject_of(name: str, ranks: int, cluster: str = "h100x8") -> Subject:
-    graph = graph_of(name)
+@cache
+def deep(layers: int) -> Graph:
+    """A tiny Llama with many layers."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=64, use_cache=False, **sizes)
+    ids = torch.randint(0, 64, (8, 12))
+    return trace(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, self_check=False).graph
+
+
+def subject_of(graph: str | Graph, ranks: int, cluster: str = "h100x8") -> Subject:
+    graph = graph_of(graph) if isinstance(graph, str) else graph
     return Subject(graph, dict(signatures(graph)), AnalyticCost(load_cluster(cluster).scaled(ranks)))

@@ -1,0 +1,63 @@
+"""Bounds from a window of equal layers are bounds of all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnscaler.planning.planner import subject as subjects
+from nnscaler.planning.planner.bounds import bound_within
+from nnscaler.planning.planner.configurations import Configuration, configurations
+from nnscaler.planning.planner.evaluate import evaluate
+from nnscaler.planning.planner.search import search
+from nnscaler.planning.sharding.pose import Weights, pose
+from nnscaler.planning.solver.solve import solve
+from tests.nnscaler.planning.planner.planned import deep, subject_of
+
+PLENTY = 1e12
+
+
+@pytest.mark.parametrize("layers", [9, 10])
+@pytest.mark.parametrize(("tp", "parts"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_a_window_costs_no_more_than_all_layers(layers: int, tp: int, parts: int) -> None:
+    subject = subject_of(deep(layers), 4, "ethernet10g")
+    assert subject.repeated is not None and subject.window is not None
+    assert subject.window.times * len(subject.repeated.window) == layers - 2
+    short, whole = subject.tables(tp, parts, short=True), subject.tables(tp, parts)
+    assert len(short.names) < 0.6 * len(whole.names)
+    for weights in (Weights(), Weights(each=3.0, once=0.5, recompute=True)):
+        bound = solve(pose(short, weights, subject.window)).bound
+        value = solve(pose(whole, weights)).value
+        assert 0.9 * value < bound <= value * (1 + 1e-9)
+
+
+def test_layers_that_differ_have_no_window() -> None:
+    assert subject_of("gpt", 4).window is None  # four layers
+    assert subject_of(deep(8), 4).window is not None
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, pytest.param(0.4, marks=pytest.mark.long)])
+def test_what_fits_takes_no_less_than_its_bound(share: float) -> None:
+    subject = subject_of(deep(10), 4)
+    free = search(subject, 4, PLENTY)
+    assert free.best is not None
+    memory = free.best.memory * share
+    looked = 0
+    for c in configurations(4, subject.batch, len(subject.layers)):
+        found = evaluate(subject, c, memory) if c.micro_batches in (1, 4) and c.tp < 4 else None
+        if found is not None and found.fits:
+            assert bound_within(subject, c, memory) <= found.seconds * (1 + 1e-9), c
+            looked += 1
+    assert looked > 0
+
+
+def test_the_same_plan_is_found_with_and_without_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(c: Configuration) -> bool:
+        return c.micro_batches <= 2
+
+    shortened = search(subject_of(deep(10), 4), 4, PLENTY, few)
+    monkeypatch.setattr(subjects, "MANY", 100)
+    whole = search(subject_of(deep(10), 4), 4, PLENTY, few)
+    assert shortened.best is not None and whole.best is not None
+    assert shortened.best.configuration == whole.best.configuration
+    assert shortened.best.seconds == pytest.approx(whole.best.seconds, rel=1e-9)
+    assert shortened.bound <= shortened.best.seconds
