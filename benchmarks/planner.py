@@ -283,7 +283,7 @@ def order(repeats: int) -> None:
             saved = program.save(Path(folder) / str(number))
             outcome = launch(
                 ranks,
-                "nnscaler.runtime.step_times:time_steps",
+                f"{Path(__file__).with_name('step_times.py')}:time_steps",
                 {"program": str(saved), "steps": repeats},
                 timeout=300,
                 server=server,

@@ -6,6 +6,7 @@ The user's code runs here, so its errors are reported as the user's: with the li
 from __future__ import annotations
 
 import inspect
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from nnscaler.errors import NnscalerError, SourceLocation
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from nnscaler.cli.console import Console
+    from nnscaler.tracing import Traced
 
 TEMPLATE = """\
 import torch
@@ -79,6 +83,17 @@ def load_model_file(target: str, seed: int, loss: str | None = None) -> ModelFil
         return model if loss_fn is None else _with_loss(model, loss_fn)
 
     return ModelFile(path.resolve(), path.name, factory, made, inputs)
+
+
+def traced(model: ModelFile, console: Console) -> Traced:
+    """The model traced, with a word about it. Raises NnscalerError: trace_failed, trace_unfaithful."""
+    from nnscaler.tracing import trace
+
+    start = time.perf_counter()
+    found = trace(model.build(), model.inputs)
+    taken = time.perf_counter() - start
+    console.progress(f"trace        {taken:5.1f} s  {len(found.graph.operations)} operations")
+    return found
 
 
 def load_loss_function(target: str) -> Callable[[Any, Any], Any]:

@@ -60,12 +60,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
-    from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.outputs import cannot_write, check_writable
     from nnscaler.cli.plan_cost import cluster_of, cost_of, memory_of
     from nnscaler.planning.constraints import Constraint, read_constraints
     from nnscaler.planning.planner.plan import find_plan
-    from nnscaler.tracing import trace
     from nnscaler.transform.signature import signatures
 
     console: Console = options.console
@@ -76,18 +75,15 @@ def run(options: argparse.Namespace) -> int:
     memory = memory_of(options.memory)
     cost: CostModel = cost_of(options.profile, cluster)
     model = load_model_file(options.model, options.seed, options.loss_fn)
-    start = time.perf_counter()
-    traced = trace(model.build(), model.inputs)
-    taken = time.perf_counter() - start
-    console.progress(f"trace        {taken:5.1f} s  {len(traced.graph.operations)} operations")
+    graph = traced(model, console).graph
     start = time.perf_counter()
 
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    kept = Constraint("none") if options.constraints is None else read_constraints(options.constraints, traced.graph)
-    known = signatures(traced.graph)
-    found = find_plan(traced.graph, known, cluster, memory=memory, cost=cost, constraint=kept, progress=said)
+    kept = Constraint("none") if options.constraints is None else read_constraints(options.constraints, graph)
+    known = signatures(graph)
+    found = find_plan(graph, known, cluster, memory=memory, cost=cost, constraint=kept, progress=said)
     for line in summary(found, time.perf_counter() - start):
         console.result(line)
     if options.explain is not None:

@@ -21,7 +21,7 @@ def cluster_of(name: str | None, ranks: int) -> Cluster:
 
 
 def memory_of(text: str | None) -> float | None:
-    """Bytes. Raises NnscalerError("usage")."""
+    """Bytes. Raises NnscalerError("plan_illegal")."""
     from nnscaler.planning.cluster.units import quantity
 
     if text is None:

@@ -12,7 +12,6 @@ from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from nnscaler.cli.model_file import ModelFile
     from nnscaler.planning.cost.shards import ShardCall
     from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Profile
     from nnscaler.runtime.launcher import ForkServer
@@ -56,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
-    from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.outputs import cannot_write, check_writable
     from nnscaler.runtime.launcher import ForkServer
 
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     console.progress(f"load         {model.name}")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
-        profile = _profile(_traced(model, console), options, server)
+        profile = _profile(traced(model, console), options, server)
     try:
         profile.save(options.out)
     except OSError as error:
@@ -100,16 +99,6 @@ def _error(what: str, found: Calibration, better: str) -> str:
         f"median {found.analytic_median:.0%}, p95 {found.analytic_p95:.0%}; "
         f"{better}: median {found.calibrated_median:.0%}, p95 {found.calibrated_p95:.0%}"
     )
-
-
-def _traced(model: ModelFile, console: Console) -> Traced:
-    from nnscaler.tracing import trace
-
-    start = time.perf_counter()
-    traced = trace(model.build(), model.inputs)
-    taken = time.perf_counter() - start
-    console.progress(f"trace        {taken:5.1f} s  {len(traced.graph.operations)} operations")
-    return traced
 
 
 def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None) -> Profile:

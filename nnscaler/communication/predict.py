@@ -18,12 +18,12 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import full_along, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Stage
+from nnscaler.planning.cost.gradients import seconds_per_byte
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
+from nnscaler.planning.cost.work import computes_in
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import Timeline, simulate
 from nnscaler.transform.signature import Signature
-
-BUCKET = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _stage(
             elements = prod(local_shape(stored.at_rest, stage.sizes, tensor.shape))
             size = elements * element_bytes(gradient_dtype(tensor.dtype))
             for axis in stored.reduce:
-                once += cost.collective("all_reduce", BUCKET, place_of(stage, axis)) * size / BUCKET
+                once += seconds_per_byte(cost, place_of(stage, axis)) * size
     return forward, backward, once
 
 
@@ -102,8 +102,7 @@ def _compute(
         None if v is None or t is None else local_shape(v.layout, stage.sizes, t.shape)
         for v, t in zip(statement.outputs, outputs, strict=True)
     ]
-    every = [*(t for t in outputs if t is not None), *inputs]
-    dtype = next((t.dtype for t in every if "float" in t.dtype or "complex" in t.dtype), "float32")
+    dtype = computes_in(t.dtype for t in (*inputs, *outputs) if t is not None)
     signature = signatures[statement.operation.name]
     forward, backward = cost.compute(signature, shapes_in, shapes_out, dtype)
     return forward, backward if any(t is not None and t.needs_grad for t in outputs) else 0.0

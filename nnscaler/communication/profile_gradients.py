@@ -10,8 +10,7 @@ from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.profile_calls import Call, layer_pattern
 from nnscaler.ir.dtype import gradient_dtype
 from nnscaler.ir.graph import Graph
-
-BUCKET_BYTES = 25 * 2**20
+from nnscaler.planning.cost.gradients import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

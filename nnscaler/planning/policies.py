@@ -11,7 +11,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import tensor_parallel
-from nnscaler.transform.choose import follow_batch, largest_micro_batches
+from nnscaler.transform.choose import batch_of, follow_batch, largest_micro_batches
 from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import Plan, SplitStep, Step
 from nnscaler.transform.select import select
@@ -86,7 +86,7 @@ def choose_sizes(graph: Graph, signatures: Mapping[str, Signature], ranks: int) 
     axes are used (each is another source of errors to check), the largest axis is the smallest, and tp comes before dp
     before pp.
     """
-    batch = next((t.shape[0] for t in graph.with_role("input") if t.shape), 1)
+    batch = batch_of(graph)
     layers = len(layers_of(graph))
     found: list[tuple[tuple[int, ...], dict[str, int]]] = []
     for sizes in _factorisations(ranks):

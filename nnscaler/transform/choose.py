@@ -76,7 +76,7 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
     inputs = [t for t in graph.with_role("input") if t.shape]
     if not inputs or parts == 1:
         return {}
-    batch = inputs[0].shape[0]
+    batch = batch_of(graph)
     sizes = balanced(batch, parts) if outer == 1 and axis != MICRO else ()
     if batch % (outer * parts) and not sizes:
         what = "micro-batches" if axis == MICRO else axis
@@ -91,10 +91,14 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
     return {t.name: Sharded(0, outer, (), sizes) for t in inputs if t.shape[0] == batch}
 
 
+def batch_of(graph: Graph) -> int:
+    """Samples in the global batch: dim 0 of the first input that has dims."""
+    return next((t.shape[0] for t in graph.with_role("input") if t.shape), 1)
+
+
 def largest_micro_batches(graph: Graph, wanted: int, data_parts: int) -> int:
     """The largest number of micro-batches up to `wanted` that divides each rank's batch."""
-    inputs = [t for t in graph.with_role("input") if t.shape]
-    local, rest = divmod(inputs[0].shape[0], data_parts) if inputs else (1, 0)
+    local, rest = divmod(batch_of(graph), data_parts)
     if rest:
         return 1  # ranks have unequal parts of the batch
     return max((m for m in range(1, wanted + 1) if local % m == 0), default=gcd(wanted, max(local, 1)))

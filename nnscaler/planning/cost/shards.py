@@ -18,7 +18,7 @@ from nnscaler.ir.layout import local_shape, shape_of_rank
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.planning.cost.model import Shape
-from nnscaler.planning.cost.work import is_floating
+from nnscaler.planning.cost.work import computes_in
 from nnscaler.transform.kept import VIEWS
 from nnscaler.transform.rules import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.transform.signature import Signature
@@ -133,9 +133,9 @@ def _shard(
     )
     args = tuple(_of_first_rank(a, shapes_in, first) for a in call.args)
     kwargs = {name: _of_first_rank(a, shapes_in, first) for name, a in call.kwargs.items()}
-    dtypes = [t.dtype for t in (*signature.call.tensors(), *outputs) if t is not None and is_floating(t.dtype)]
+    dtype = computes_in(t.dtype for t in (*signature.call.tensors(), *outputs) if t is not None)
     own = Call(call.operator, args, kwargs, outputs)
-    return ShardCall(signature, own, shapes_in, shapes_out, dtypes[0] if dtypes else "float32", grads)
+    return ShardCall(signature, own, shapes_in, shapes_out, dtype, grads)
 
 
 def _of_first_rank(value: Any, shapes: tuple[Shape, ...], place: Mapping[str, int]) -> Any:

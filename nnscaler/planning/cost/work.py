@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -98,6 +99,11 @@ def _divide(dim: BoundDim, local: int, sizes: dict[str, int], alone: set[str]) -
     free = [f.identifier for f in dim.factors if f.identifier is not None and f.identifier not in alone]
     if product > local and free and local:
         sizes[free[0]] = max(1, sizes[free[0]] * local // product)
+
+
+def computes_in(dtypes: Iterable[str]) -> str:
+    """The dtype in which an operation computes: that of its first floating operand, inputs first."""
+    return next(filter(is_floating, dtypes), "float32")
 
 
 def is_floating(dtype: str) -> bool:

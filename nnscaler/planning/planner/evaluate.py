@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.planning.cost.gradients import seconds_per_byte
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import Weights, once_of, pose
@@ -18,7 +19,6 @@ from nnscaler.planning.solver.problem import Solution, memory_of
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.balance import balanced_cuts
 
-BUCKET = 25 * 2**20  # bytes of one reduction of gradients
 TRIES = 3  # budgets of memory that are tried
 POINTS = 12  # of the hull of time and memory
 Numbers = NDArray[np.float64]
@@ -63,9 +63,7 @@ class Evaluated:
 def weights_of(subject: Subject, c: Configuration) -> Weights:
     """How the parts of a step count in a configuration."""
     rates = {
-        axis: subject.cost.collective("all_reduce", BUCKET, c.places[axis]) / BUCKET
-        for axis, size in (("dp", c.dp), ("tp", c.tp))
-        if size > 1
+        axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in (("dp", c.dp), ("tp", c.tp)) if size > 1
     }
     return Weights(c.each, 1 / c.pp, rates, min(c.micro_batches, c.pp), c.recompute)
 

@@ -92,8 +92,7 @@ def _nothing(subject: Subject, found: Search, cluster: Cluster, limit: float) ->
         )
     nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
     if nearest is None:
-        least = min(subject.least(tp).resting / tp for tp in {1, *(c for c in (2, 4, 8) if c <= cluster.devices)})
-        message = f"parameters, gradients and optimizer states alone take {show_bytes(least)} a rank or more"
+        message = f"parameters, gradients and optimizer states alone take {show_bytes(found.least)} a rank or more"
         help = "more ranks, more memory per rank, or a smaller model"
     else:
         message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest.configuration})"

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from nnscaler.errors import NnscalerError
+from nnscaler.planning.cost.gradients import seconds_per_byte
 from nnscaler.planning.planner.bounds import bound_within
 from nnscaler.planning.planner.configurations import Configuration, configurations
-from nnscaler.planning.planner.evaluate import BUCKET, Evaluated, evaluate
+from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.subject import Least, Subject
 
 CLOSE = 0.002  # a search ends when what is left can save less than this share
@@ -26,13 +27,15 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class Search:
     """`best` and the others that were solved, fastest first; `bound`: no plan in the space takes less; `left`: how
-    many were not solved, since they cannot be much better; `too_large`: how many cannot fit."""
+    many were not solved, since they cannot be much better; `too_large`: how many cannot fit; `least`: bytes that rest
+    on some rank at least, whatever the configuration."""
 
     best: Evaluated | None
     solved: tuple[Evaluated, ...]
     bound: float
     left: int
     too_large: int
+    least: float
 
     @property
     def gap(self) -> float:
@@ -54,6 +57,7 @@ def search(
     """
     queue: list[tuple[float, int, Configuration]] = []
     too_large = 0
+    resting = float("inf")
     refused: dict[int, NnscalerError] = {}
     for c in configurations(ranks, subject.batch, len(subject.layers)):
         if permitted(c) and c.tp not in refused:
@@ -62,6 +66,7 @@ def search(
             except NnscalerError as error:
                 refused[c.tp] = error
                 continue
+            resting = min(resting, least.resting / c.pp)
             if may_fit(least, c, memory):
                 queue.append((_bound(subject, least, c), 0, c))
             else:
@@ -75,7 +80,7 @@ def search(
     while queue:
         bound, depth, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
-            return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large)
+            return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
         if depth == 0:
             within = bound_within(subject, c, memory)
             if within < float("inf"):
@@ -92,12 +97,14 @@ def search(
         if found.fits and (best is None or found.seconds < best.seconds):
             best = found
             progress(f"{c}: {found.seconds:.4g} s a step")
-    return _result(best, solved, undecided, 0, too_large)
+    return _result(best, solved, undecided, 0, too_large, resting)
 
 
-def _result(best: Evaluated | None, solved: Iterable[Evaluated], bound: float, left: int, too_large: int) -> Search:
+def _result(
+    best: Evaluated | None, solved: Iterable[Evaluated], bound: float, left: int, too_large: int, least: float
+) -> Search:
     ranked = tuple(sorted(solved, key=lambda e: (not e.fits, e.seconds, e.configuration)))
-    return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large)
+    return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large, least)
 
 
 def may_fit(least: Least, c: Configuration, memory: float) -> bool:
@@ -108,6 +115,6 @@ def may_fit(least: Least, c: Configuration, memory: float) -> bool:
 
 def _bound(subject: Subject, least: Least, c: Configuration) -> float:
     """Seconds of a step."""
-    rate = subject.cost.collective("all_reduce", BUCKET, c.places["dp"]) / BUCKET if c.dp > 1 else 0.0
+    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 else 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
     return c.each * once / c.parts + rate * least.summed / c.pp

@@ -16,6 +16,7 @@ from nnscaler.planning.sharding.setting import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
+from nnscaler.transform.choose import batch_of
 from nnscaler.transform.layers import Layer, layers_of
 from nnscaler.transform.signature import Signature
 
@@ -93,7 +94,7 @@ class Subject:
     @cached_property
     def batch(self) -> int:
         """Samples in the global batch."""
-        return next((t.shape[0] for t in self.graph.with_role("input") if t.shape), 1)
+        return batch_of(self.graph)
 
     @cached_property
     def repeated(self) -> Repeated | None:

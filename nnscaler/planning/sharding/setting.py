@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Layout, Sharded, State, local_shape
+from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Axes, Plan
-from nnscaler.transform.rules import output_states
 from nnscaler.transform.signature import Signature
 
 
@@ -43,14 +40,6 @@ class Setting:
     def sizes(self) -> tuple[int, ...]:
         return tuple(size for _, size in self.axes)
 
-    @property
-    def ranks(self) -> int:
-        return prod(size for _, size in (*self.searched, *self.given))
-
-    def full(self, states: Layout, rest: Layout) -> Layout:
-        """A layout on all axes from its states on the searched ones and on the others."""
-        return (*states, *rest)
-
     def local(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The largest shard of a rank in one micro-batch."""
         return local_shape(layout, self.sizes, shape)
@@ -74,14 +63,3 @@ def make_setting(
     made, axes = follow_batch(graph, signatures, plan, given)
     order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in given), MICRO)]
     return Setting(free, given, micro_batches, {n: tuple(c[i] for i in order) for n, c in made.items()}, dict(places))
-
-
-def made_states(op: Operation, signature: Signature, choices: tuple[Choice, ...]) -> tuple[tuple[State, ...], ...]:
-    """Of each output, its states on the axes of these choices."""
-    per_axis = [output_states(signature, choice, len(op.outputs)) for choice in choices]
-    return tuple(tuple(states[i] for states in per_axis) for i in range(len(op.outputs)))
-
-
-def divided(layout: Layout) -> bool:
-    """Whether ranks hold less than the whole."""
-    return any(isinstance(state, Sharded) for state in layout)

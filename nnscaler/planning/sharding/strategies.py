@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from op_registry.annotation.splits import balanced
-
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Layout, Sharded
+from nnscaler.ir.layout import Layout
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.planning.sharding.setting import Setting
 from nnscaler.transform.candidates import all_candidates, reach
+from nnscaler.transform.choose import batch_of, batch_states
 from nnscaler.transform.rules import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.transform.signature import Signature
 
@@ -65,9 +64,8 @@ def _is_plain(choice: Split) -> bool:
 
 
 def _reached(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Mapping[str, frozenset[Split]]:
-    """The splits that follow from one of the inputs' first dim."""
-    carried = [t for t in graph.with_role("input") if t.shape and t.shape[0] >= parts]
-    states = {t.name: Sharded(0, 1, (), balanced(t.shape[0], parts)) for t in carried}
+    """The splits that follow from one of the batch."""
+    states = batch_states(graph, "dp", parts, 1) if parts <= batch_of(graph) else {}
     return {name: frozenset(splits) for name, splits in reach(graph, signatures, parts, states).items()}
 
 

@@ -26,6 +26,7 @@ from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.planning.cost.memory import parameter_memory
 from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import Kept
 from nnscaler.planning.sharding.setting import Setting
@@ -176,7 +177,7 @@ class TableBuilder:
             None if t is None else setting.local(m, t.shape) for t, m in zip(outputs, strategy.makes, strict=True)
         ]
         made = [t for t in outputs if t is not None]
-        dtype = _computes_in([*made, *(t for t, _ in inputs)])
+        dtype = computes_in(t.dtype for t in (*(t for t, _ in inputs), *made))
         forward, backward = self.cost.compute(self.signatures[op.name], shapes_in, shapes_out, dtype)
         if not any(t.needs_grad for t in made):
             backward = 0.0
@@ -292,11 +293,6 @@ class TableBuilder:
         size = float(element_bytes(gradient_dtype(tensor.dtype)) * prod(self.setting.local(leaf, tensor.shape)))
         pairs = zip(self.setting.axes[:-1], leaf[:-1], strict=True)
         return {name: size for (name, _), state in pairs if isinstance(state, Replicated)}
-
-
-def _computes_in(operands: Sequence[LogicalTensor]) -> str:
-    """The dtype of the first floating operand, outputs first."""
-    return next((t.dtype for t in operands if "float" in t.dtype or "complex" in t.dtype), "float32")
 
 
 def _leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:

@@ -1,4 +1,4 @@
-"""Exact variable elimination over sums of tables, and the min-marginals of all variables by a second pass.
+"""Exact variable elimination over sums of tables.
 
 Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; what is left is a message to the
 bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no
@@ -7,7 +7,7 @@ table of arguments is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import inf, prod
@@ -19,16 +19,14 @@ from nnscaler.planning.solver.order import Order, find_order
 from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, Table, evaluate
 
 BLOCK = 2**18  # entries of a table that are added at once: they stay in the processor's cache
-MARGINAL_CAP = 2**23  # entries of one table of the second pass, which holds several at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """A table with one axis per variable of `scope`. `source` is the bucket that sent it, or -1."""
+    """A table with one axis per variable of `scope`."""
 
     scope: tuple[int, ...]
     table: Table
-    source: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +76,7 @@ def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int
         scope = tuple(sorted(named, key=place.__getitem__))
         buckets.append(Bucket(variable, inside, scope))
         if inside:
-            put(Factor(scope, _minimise(inside, (variable, *scope), sizes), index))
+            put(Factor(scope, _minimise(inside, (variable, *scope), sizes)))
     return Elimination(tuple(buckets), tuple(rest), order.keep, tuple(sizes))
 
 
@@ -90,35 +88,6 @@ def substitute(elimination: Elimination, choices: dict[int, int]) -> None:
             place: tuple[Any, ...] = (slice(None), *(choices[other] for other in factor.scope[1:]))
             total = total + factor.table[place]
         choices[bucket.variable] = int(total.argmin())
-
-
-def marginals_of(elimination: Elimination) -> dict[int, Table]:
-    """For each variable and each of its values, the best value of the whole with that choice. Nothing may be kept."""
-    assert not elimination.keep
-    sizes = elimination.sizes
-    answer: dict[int, Table] = {}
-    down: dict[int, Table] = {}  # by bucket: the best value of all that its message does not count
-    for factor, others in zip(elimination.rest, _all_but_one([f.table for f in elimination.rest]), strict=True):
-        down[factor.source] = others
-    for index in range(len(elimination.buckets) - 1, -1, -1):
-        bucket = elimination.buckets[index]
-        scope = (bucket.variable, *bucket.scope)
-        if not bucket.factors:
-            whole = elimination.table()
-            answer[bucket.variable] = np.full(sizes[bucket.variable], float(whole))
-            continue
-        shape = tuple(sizes[variable] for variable in scope)
-        tables = [_align(factor, scope) for factor in bucket.factors]
-        received = np.asarray(down.pop(index))[None]
-        total = reduce(np.add, sorted(tables, key=np.size), received)
-        answer[bucket.variable] = np.broadcast_to(total, shape).reshape(shape[0], -1).min(axis=1)
-        if all(factor.source < 0 for factor in bucket.factors):
-            continue
-        for factor, others in zip(bucket.factors, _all_but_one(tables), strict=True):
-            if factor.source >= 0:
-                axes = tuple(axis for axis, variable in enumerate(scope) if variable not in factor.scope)
-                down[factor.source] = np.broadcast_to(others + received, shape).min(axis=axes)
-    return answer
 
 
 def factors_of(problem: Problem) -> list[Factor]:
@@ -137,18 +106,6 @@ def eliminate(problem: Problem) -> Solution:
     return exact_solution(problem, tuple(choices[index] for index in range(len(problem.nodes))), "elimination")
 
 
-def min_marginals(problem: Problem) -> tuple[Table, ...]:
-    """For each node, the best value with the node fixed to each of its strategies. Raises `TooWide`.
-
-    A marginal less the optimum is a reduced cost: what it costs to insist on the strategy.
-    """
-    factors = factors_of(problem)
-    scopes = [factor.scope for factor in factors]
-    order = find_order(scopes, range(len(problem.nodes)), problem.sizes, cap=MARGINAL_CAP)
-    found = marginals_of(run_elimination(factors, order, problem.sizes))
-    return tuple(found[index] for index in range(len(problem.nodes)))
-
-
 def exact_solution(problem: Problem, choices: tuple[int, ...], how: str) -> Solution:
     """Optimal `choices` as a solution. Raises `Infeasible` where even they are forbidden."""
     value = evaluate(problem, choices)
@@ -164,7 +121,7 @@ def _sort_axes(factor: Factor, place: dict[int, int]) -> Factor:
         return factor
     axes = sorted(range(len(positions)), key=positions.__getitem__)
     scope = tuple(factor.scope[axis] for axis in axes)
-    return Factor(scope, np.ascontiguousarray(factor.table.transpose(axes)), factor.source)
+    return Factor(scope, np.ascontiguousarray(factor.table.transpose(axes)))
 
 
 def _align(factor: Factor, scope: Sequence[int]) -> Table:
@@ -189,17 +146,3 @@ def _minimise(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence
         part = [table[:, start : start + step] if table.shape[1] > 1 else table for table in tables]
         np.min(reduce(np.add, part), axis=0, out=answer[start : start + step])
     return answer
-
-
-def _all_but_one(tables: Sequence[Table]) -> Iterator[Table]:
-    """For each table, the sum of the others, without subtraction: inf less inf would be no number."""
-
-    def halve(part: Sequence[Table], outside: Table) -> Iterator[Table]:
-        if len(part) == 1:
-            yield outside
-            return
-        middle = len(part) // 2
-        yield from halve(part[:middle], reduce(np.add, part[middle:], outside))
-        yield from halve(part[middle:], reduce(np.add, part[:middle], outside))
-
-    return halve(tables, np.zeros(())) if tables else iter(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.units import quantity
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
+from nnscaler.planning.cost.memory import parameter_memory
 from nnscaler.planning.planner.configurations import Configuration, configurations, divisors
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.explain import alternatives
@@ -131,7 +134,14 @@ def test_what_cannot_be_says_so(tmp_path: Path) -> None:
     graph = graph_of("gpt")
     with pytest.raises(NnscalerError, match=r"fits into 1kB a rank") as too_large:
         found("gpt", 4, memory=1e3)
-    assert "GB" in str(too_large.value) or "MB" in str(too_large.value) or "kB" in str(too_large.value)
+    told = re.search(r"alone take (\S+) a rank or more", str(too_large.value))
+    assert told is not None
+    least = quantity(told[1], "bytes")
+    every = sum(parameter_memory(t.elements, t.dtype).total for t in graph.with_role("parameter"))
+    assert every / 4 <= least * 1.01  # four ranks together hold all of it
+    for wanted in ({"dp": 4}, {"tp": 4}, {"dp": 1, "pp": 4}):
+        stages = found("gpt", 4, constraint=sizes(micro_batches=1, **wanted)).best.stages
+        assert least <= max(stage.resting for stage in stages)
     with pytest.raises(NnscalerError, match="no configuration of 4 ranks is permitted"):
         found("gpt", 4, constraint=sizes(dp=3))
     with pytest.raises(NnscalerError, match="no choice on tp=2"):
