@@ -43,6 +43,11 @@ class _Candidates:
         """The largest possible number of stages."""
         return len(set(self.groups)) + 1
 
+    def after(self, wanted: Collection[int]) -> _Candidates:
+        """Those of these groups."""
+        kept = [(p, g) for p, g in zip(self.positions, self.groups, strict=True) if g in wanted]
+        return _Candidates(tuple(p for p, _ in kept), tuple(g for _, g in kept))
+
     def without(self, forbidden: Collection[int]) -> _Candidates:
         kept = [(p, g) for p, g in zip(self.positions, self.groups, strict=True) if p not in forbidden]
         return _Candidates(tuple(p for p, _ in kept), tuple(g for _, g in kept))
@@ -55,12 +60,14 @@ def partition_stages(
     *,
     finer: bool = False,
     random: Collection[str] = (),
+    counts: Sequence[int] = (),
 ) -> StagePartition:
     """Split the operations into `stages` stages that minimise the largest sum of `cost` (exactly).
 
     Ties are broken by the elements that cross the cuts, then by evenness. Every stage has at least one layer; what
     is outside of layers stays with its neighbours in order. With `finer`, and only when there are fewer layers than
-    stages, a cut may lie between any two operations. Operators in `random` are never repeated.
+    stages, a cut may lie between any two operations. Operators in `random` are never repeated. `counts`: how many
+    layers each stage has, where that is decided already.
     Raises NnscalerError("plan_illegal") when there are not enough places to cut.
     """
     repeated = repeated_operations(graph, random)
@@ -68,6 +75,8 @@ def partition_stages(
     layers = layers_of(graph, max(stages, 2), ignore=repeated)
     forbidden = _forbidden_cuts(graph, anchored)
     candidates = _layer_cuts(anchored, layers).without(forbidden)
+    if counts:
+        candidates = candidates.after({sum(counts[: i + 1]) - 1 for i in range(len(counts) - 1)})
     if finer and stages > candidates.largest:
         everywhere = range(1, len(anchored))
         candidates = _Candidates(tuple(everywhere), tuple(everywhere)).without(forbidden)

@@ -1,4 +1,6 @@
-"""A lower bound of a configuration under a limit of memory, without solving it for all of its layers.
+"""Lower bounds of a configuration under a limit of memory, without solving it for all of its layers.
+
+Where the graph is a chain of equal layers, those of `layered`. For any other:
 
 Stage s of p keeps up to live_s = min(m, p - s) of m micro-batches (1F1B). Of equal layers that rest in r bytes and keep
 k of a micro-batch, at most sum_s memory / (r + live_s k) fit, however they are cut. The sum is convex in (r, k): so
@@ -9,10 +11,16 @@ bound. Of unequal layers each is kept once at least.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from nnscaler.planning.cost.gradients import seconds_per_byte
 from nnscaler.planning.planner.configurations import Configuration
-from nnscaler.planning.planner.evaluate import weights_of
+from nnscaler.planning.planner.evaluate import send_seconds, weights_of
+from nnscaler.planning.planner.layered import Layered
+from nnscaler.planning.planner.priced import Numbers
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import pose
 from nnscaler.planning.solver.hull import bound_at, hull
@@ -20,8 +28,43 @@ from nnscaler.planning.solver.hull import bound_at, hull
 POINTS = 5  # of a hull
 
 
+def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | None:
+    """The chain in this configuration; None where the graph is none."""
+    chain = subject.chain(c.tp, c.parts)
+    if chain is None:
+        return None
+    if (c, memory) not in subject.layered:
+        sent = _sent(subject, c, chain.handed)
+        subject.layered[c, memory] = Layered(chain, len(subject.layers), c, weights_of(subject, c), memory, sent)
+    return subject.layered[c, memory]
+
+
+def _sent(subject: Subject, c: Configuration, sizes: Sequence[float]) -> Numbers:
+    """Seconds in which a stage hands so many bytes on."""
+    return np.array([send_seconds(subject.cost, c, size) if c.pp > 1 else 0.0 for size in sizes])
+
+
+def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 1) -> float:
+    """Seconds of a step in which all ranks have `memory` bytes, from the shapes of one of so many parts of the batch;
+    infinite where nothing fits, 0 where this says nothing."""
+    rough = subject.rough(c.tp, parts)
+    if rough is None:
+        return 0.0
+    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 else 0.0
+    sizes = [size * parts / c.parts for size in rough.chain.handed]
+    return rough.bound(c, memory, rate, _sent(subject, c, sizes))
+
+
+def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
+    """The same from the shapes of its own micro-batches."""
+    return rough_bound(subject, c, memory, c.parts)
+
+
 def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
-    """Seconds of a step in which all ranks have `memory` bytes; infinite where nothing fits."""
+    """The same from the shapes of one micro-batch."""
+    layered = layered_of(subject, c, memory)
+    if layered is not None:
+        return layered.bound[0]
     alike = subject.repeated is not None or c.pp == 1
     live = c.pp / sum(1 / min(c.micro_batches, c.pp - s) for s in range(c.pp)) if alike else 1.0
     weights = replace(weights_of(subject, c), live=live)

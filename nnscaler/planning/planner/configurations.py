@@ -1,5 +1,5 @@
 """The ways to use a number of ranks that are compared: how many are data, tensor and pipeline parallel, in how many
-micro-batches a batch goes through, and whether layers are computed again in backward."""
+micro-batches a batch goes through, and whether layers are run again in backward."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from dataclasses import dataclass
 from nnscaler.planning.cost.model import AxisPlace
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Configuration:
-    """`pp` counts pipeline devices, outermost in rank order; then come dp and tp."""
+    """`pp` counts pipeline devices, outermost in rank order; then come dp and tp. `recompute`: all layers or none are
+    run again in backward, or, where it is None, those for which it pays."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     micro_batches: int = 1
-    recompute: bool = False
+    recompute: bool | None = False
 
     def __str__(self) -> str:
         sizes = " ".join(f"{n}={v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if v > 1)
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """By which configurations that are alike otherwise are sorted."""
+        return self.dp, self.tp, self.pp, self.micro_batches, (None, False, True).index(self.recompute)
 
     @property
     def ranks(self) -> int:
@@ -58,13 +64,15 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def configurations(ranks: int, batch: int, layers: int) -> Iterator[Configuration]:
-    """All that divide the batch evenly and give every pipeline device a layer."""
+def configurations(ranks: int, batch: int, layers: int, each: bool = False) -> Iterator[Configuration]:
+    """All that divide the batch evenly and give every pipeline device a layer. `each`: whether layers can be run again
+    one by one; those configurations come before the ones that they contain."""
+    again = ((None,) if each else ()) + ((False, True) if layers else (False,))
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
             dp = ranks // tp // pp
             if batch % dp or pp > max(layers, 1):
                 continue
             for micro_batches in divisors(batch // dp):
-                for recompute in (False, True) if layers else (False,):
+                for recompute in again:
                     yield Configuration(dp, tp, pp, micro_batches, recompute)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.cost.gradients import seconds_per_byte
+from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import Weights, once_of, pose
@@ -27,7 +28,7 @@ Numbers = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
     """One pipeline device. `items`: the first one and the one after the last; seconds of one micro-batch; seconds once
-    per step; bytes."""
+    per step; bytes. `price`: seconds of a step that a byte more would save."""
 
     items: tuple[int, int]
     forward: float
@@ -35,6 +36,7 @@ class StageEstimate:
     once: float
     resting: float
     kept: float
+    price: float = 0.0
 
     @property
     def memory(self) -> float:
@@ -43,16 +45,22 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`seconds` of one step; `bound`: no choices in this configuration take less. `fits`: its memory does."""
+    """`seconds` of one step; `bound`: no choices in this configuration take less. `fits`: its memory does. `choices`:
+    of every node of the tables; `again`: the layers that are run again in backward."""
 
     configuration: Configuration
     seconds: float
     bound: float
     fits: bool
-    solution: Solution
+    choices: tuple[int, ...]
+    again: frozenset[int]
     tables: Tables
     weights: Weights
     stages: tuple[StageEstimate, ...]
+
+    def __str__(self) -> str:
+        some = self.configuration.recompute is None and bool(self.again)
+        return f"{self.configuration}, recompute {len(self.again)} layers" if some else str(self.configuration)
 
     @property
     def memory(self) -> float:
@@ -65,12 +73,12 @@ def weights_of(subject: Subject, c: Configuration) -> Weights:
     rates = {
         axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in (("dp", c.dp), ("tp", c.tp)) if size > 1
     }
-    return Weights(c.each, 1 / c.pp, rates, min(c.micro_batches, c.pp), c.recompute)
+    return Weights(c.each, 1 / c.pp, rates, min(c.micro_batches, c.pp), c.recompute is True)
 
 
 def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
     """The fastest choices that fit into `memory` bytes, or, where none is found, the last ones tried. None where it is
-    proved that nothing fits."""
+    proved that nothing fits. All layers are run again, or none."""
     tables = subject.tables(c.tp, c.parts)
     weights = weights_of(subject, c)
     problem = pose(tables, weights)
@@ -90,34 +98,60 @@ def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | N
         if swept.least_memory > budget:
             break
         found = _with(subject, c, tables, weights, solve_within(problem, budget, swept, seconds=0.0))
-        budget = memory_of(problem, found.solution.choices)
+        budget = memory_of(problem, found.choices)
         if found.memory <= memory:
             break
     return replace(found, bound=bound, fits=found.memory <= memory)
 
 
 def _with(subject: Subject, c: Configuration, tables: Tables, weights: Weights, solution: Solution) -> Evaluated:
-    stages = stages_of(subject, c, tables, weights, solution.choices)
-    sent = 2 * _sent(subject, c, tables, solution.choices) if c.pp > 1 else 0.0
-    times = [stage.forward + stage.backward + sent for stage in stages]
+    """Cut so that the stages are balanced."""
+    again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
+    numbers = item_numbers(subject, tables, weights, solution.choices, again)
+    count = len(numbers["forward"])
+    # what is before the layers stays with the first one, what follows with the last
+    between = list(range(2, count - 1))
+    cuts = balanced_cuts(list(numbers["forward"] + numbers["backward"]), between, between, [0] * len(between), c.pp)
+    assert cuts is not None, c
+    found = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
+    prices = (solution.multiplier,) * c.pp
+    stages = tuple(replace(stage, price=price) for stage, price in zip(found.stages, prices, strict=True))
+    return replace(found, bound=solution.bound, stages=stages)
+
+
+def evaluated(
+    subject: Subject,
+    c: Configuration,
+    tables: Tables,
+    weights: Weights,
+    choices: Sequence[int],
+    again: frozenset[int],
+    edges: Sequence[int],
+) -> Evaluated:
+    """What a step with these choices takes, cut at these items."""
+    numbers = item_numbers(subject, tables, weights, choices, again)
+    stages = tuple(_stage(c, numbers, again, s, edges[s], edges[s + 1]) for s in range(c.pp))
+    sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["handed"][end - 1])) for end in edges[1:-1]), 0.0]
+    times = [s.forward + s.backward + before + after for s, before, after in zip(stages, sent, sent[1:], strict=False)]
     step = sum(times) + (c.micro_batches - 1) * max(times) + max(stage.once for stage in stages)
-    return Evaluated(c, step, solution.bound, True, solution, tables, weights, stages)
+    return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)
 
 
-def item_numbers(subject: Subject, tables: Tables, weights: Weights, choices: Sequence[int]) -> Mapping[str, Numbers]:
+def item_numbers(
+    subject: Subject, tables: Tables, weights: Weights, choices: Sequence[int], again: frozenset[int]
+) -> Mapping[str, Numbers]:
     """Per item (before the layers, every layer, after them): seconds of one micro-batch forward and backward, seconds
-    once per step, bytes at rest, kept by one micro-batch, and handed on."""
+    once per step, bytes at rest, kept by one micro-batch in its layer and outside of layers, and handed on."""
     count = len(subject.layers) + 2
-    names = ("forward", "backward", "once", "resting", "kept", "handed")
+    names = ("forward", "backward", "once", "resting", "kept", "outside", "handed")
     total = {name: np.zeros(count) for name in names}
-    items = node_items(subject, tables)
-    for i, (columns, choice, item) in enumerate(zip(tables.columns, choices, items, strict=True)):
-        again = columns.forward[choice] if weights.recompute and tables.groups[i] >= 0 else 0.0
+    items = subject.items_of(tables)
+    for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
         total["forward"][item] += columns.forward[choice]
-        total["backward"][item] += columns.backward[choice] + again
+        total["backward"][item] += columns.backward[choice] + (columns.forward[choice] if group in again else 0.0)
         total["once"][item] += once_of(columns, weights)[choice]
         total["resting"][item] += columns.resting[choice]
-        total["kept"][item] += columns.kept[choice]
+        total["kept" if group >= 0 else "outside"][item] += columns.kept[choice]
         total["handed"][item] += columns.handed[choice]
     for first, second, table in tables.edges:
         cost = table[choices[first], choices[second]]
@@ -126,53 +160,25 @@ def item_numbers(subject: Subject, tables: Tables, weights: Weights, choices: Se
     return total
 
 
-def node_items(subject: Subject, tables: Tables) -> list[int]:
-    """The item of every node: that of the operation, of the producer, or of the first reader."""
-    graph, items = subject.graph, subject.items
-    found = [items[op.name] for op in graph.operations]
-    for name in tables.names[len(graph.operations) :]:
-        producer = graph.producers.get(name)
-        user = producer if producer is not None else graph.consumers[name][0][0]
-        found.append(items[user.name])
-    return found
-
-
-def stages_of(
-    subject: Subject, c: Configuration, tables: Tables, weights: Weights, choices: Sequence[int]
-) -> tuple[StageEstimate, ...]:
-    """The stages of the best cut between layers."""
-    numbers = item_numbers(subject, tables, weights, choices)
-    count = len(numbers["forward"])
-    costs = list(numbers["forward"] + numbers["backward"])
-    between = list(
-        range(2, count - 1)
-    )  # what is before the layers stays with the first one, what follows with the last
-    cuts = balanced_cuts(costs, between, between, [0] * len(between), c.pp)
-    assert cuts is not None, c
-    edges = (0, *cuts, count)
-    found = []
-    for stage in range(c.pp):
-        part = slice(edges[stage], edges[stage + 1])
-        live = min(c.micro_batches, c.pp - stage)
-        received = float(numbers["handed"][edges[stage] - 1]) if stage else 0.0
-        kept = live * (float(numbers["kept"][part].sum()) + received)
-        if c.recompute:
-            inside = numbers["kept"][part]
-            layers = inside[1 if stage == 0 else 0 : len(inside) - (stage == c.pp - 1)]
-            outside = float(inside.sum() - layers.sum())
-            kept = live * (float(numbers["handed"][part].sum()) + outside + received) + float(layers.max(initial=0.0))
-        forward, backward, once, resting = (
-            float(numbers[n][part].sum()) for n in ("forward", "backward", "once", "resting")
-        )
-        found.append(StageEstimate((edges[stage], edges[stage + 1]), forward, backward, once, resting, kept))
-    return tuple(found)
-
-
-def _sent(subject: Subject, c: Configuration, tables: Tables, choices: Sequence[int]) -> float:
-    """Seconds in which one micro-batch goes from a stage to the next: of what layers hand on, on the average."""
-    handed = sum(
-        float(columns.handed[choice])
-        for columns, choice, group in zip(tables.columns, choices, tables.groups, strict=True)
-        if group >= 0
+def _stage(
+    c: Configuration, numbers: Mapping[str, Numbers], again: frozenset[int], number: int, start: int, end: int
+) -> StageEstimate:
+    """A layer that is run again keeps what it hands on; while it runs, all of it is there once besides."""
+    live = min(c.micro_batches, c.pp - number)
+    received = float(numbers["handed"][start - 1]) if number else 0.0
+    kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
+    computed = [item for item in range(start, end) if item - 1 in again]
+    held = sum(float(handed[item] if item in computed else kept[item]) for item in range(start, end))
+    if not number and 1 in computed:
+        held += float(handed[0])
+    once_more = max((float(kept[item]) for item in computed), default=0.0)
+    forward, backward, once, resting = (
+        float(numbers[n][start:end].sum()) for n in ("forward", "backward", "once", "resting")
     )
-    return subject.cost.collective("send", handed / max(len(subject.layers), 1), c.places["pp"])
+    kept_in_all = live * (held + float(outside[start:end].sum()) + received) + once_more
+    return StageEstimate((start, end), forward, backward, once, resting, kept_in_all)
+
+
+def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:
+    """Seconds in which one micro-batch, or its gradient, goes from a stage to its neighbour."""
+    return cost.collective("send", size, c.places["pp"])

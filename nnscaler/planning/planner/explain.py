@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,11 +25,16 @@ class Alternative:
 
 def alternatives(found: Found, op: Operation) -> tuple[Alternative, ...]:
     """Every choice of an operation, the fastest first: reduced costs, exact for the problem of the chosen
-    configuration (min-marginals of the elimination), at its price of memory."""
-    best = found.best
-    problem = pose(best.tables, best.weights)
-    index = next(i for i, other in enumerate(found.subject.graph.operations) if other.name == op.name)
-    marginal = min_marginal(problem, index, best.solution.multiplier)
+    configuration (min-marginals of the elimination), at the price of memory of the operation's stage, and with all
+    layers run as often as its own."""
+    best, subject = found.best, found.subject
+    item = subject.items[op.name]
+    number = next(i for i, stage in enumerate(best.stages) if stage.items[0] <= item < stage.items[1])
+    live = min(best.configuration.micro_batches, best.configuration.pp - number)
+    again = subject.groups.get(op.name, -1) in best.again
+    problem = pose(best.tables, replace(best.weights, live=live, recompute=again))
+    index = next(i for i, other in enumerate(subject.graph.operations) if other.name == op.name)
+    marginal = min_marginal(problem, index, best.stages[number].price)
     strategies = best.tables.strategies[op.name]
     memory = problem.nodes[index].memory
     assert memory is not None
@@ -38,7 +43,7 @@ def alternatives(found: Found, op: Operation) -> tuple[Alternative, ...]:
             " ".join(map(str, s.choices)) or "whole",
             float(value),
             float(held),
-            k == best.solution.choices[index],
+            k == best.choices[index],
         )
         for k, (s, value, held) in enumerate(zip(strategies, marginal - np.min(marginal), memory, strict=True))
     ]

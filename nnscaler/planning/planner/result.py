@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from nnscaler.ir.operation import Operation
@@ -13,7 +14,7 @@ from nnscaler.planning.planner.search import Search
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, Step
-from nnscaler.transform.stages import partition_stages
+from nnscaler.transform.stages import StagePartition, partition_stages
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -21,7 +22,7 @@ SEARCHED = (
 )
 NOT_SEARCHED = (
     "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of "
-    "unlike meshes; recomputing some layers only; sharding optimizer states (ZeRO); several versions of one tensor, "
+    "unlike meshes; sharding optimizer states (ZeRO); several versions of one tensor, "
     "each converted from where it is made; overlap of communication and computation"
 )
 
@@ -67,9 +68,9 @@ def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> 
     """Of the best plan of a search that found one."""
     best = found.best
     assert best is not None
-    others = tuple((str(e.configuration), e.seconds, e.fits) for e in found.solved if e is not best)[:5]
+    others = tuple((str(e), e.seconds, e.fits) for e in found.solved if e is not best)[:5]
     return Certificate(
-        str(best.configuration),
+        str(best),
         best.seconds,
         found.bound,
         found.gap,
@@ -86,7 +87,7 @@ def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> 
 
 def choices_of(subject: Subject, found: Evaluated) -> dict[str, Choice]:
     """operation -> its choice on tp."""
-    made = zip(subject.graph.operations, found.solution.choices, strict=False)  # nodes of tensors follow
+    made = zip(subject.graph.operations, found.choices, strict=False)  # nodes of tensors follow
     strategies = found.tables.strategies
     return {
         op.name: strategies[op.name][k].choices[0] if strategies[op.name][k].choices else RunInvariant()
@@ -101,31 +102,38 @@ def plan_of(subject: Subject, found: Evaluated) -> Plan:
     if c.tp > 1:
         steps.extend(steps_of(graph, "tp", choices_of(subject, found)))
     if c.pp > 1:
-        seconds = operation_seconds(subject, found)
-        random = frozenset(s.spec.name for s in subject.signatures.values() if s.spec is not None and s.spec.random)
-
-        def cost(op: Operation) -> float:
-            return seconds[op.name]
-
-        cut = partition_stages(graph, c.pp, cost, random=random)
+        cut = partition_of(subject, found)
         groups: dict[tuple[int, ...], list[str]] = {}
         for op in graph.operations:
             groups.setdefault(tuple(cut.stage_of[op.name]), []).append(op.name)
         steps.extend(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
-    if c.recompute:
-        steps.extend(RecomputeStep(layer.operations) for layer in subject.layers)
+    steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
     mesh = tuple((name, size) for name, size in (("dp", c.dp), ("tp", c.tp), ("pp", c.pp)) if size > 1)
     return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches)
+
+
+def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
+    """The stages of a pipeline. Raises NnscalerError("plan_illegal") where the graph cannot be cut so."""
+    seconds = operation_seconds(subject, found)
+    random = frozenset(s.spec.name for s in subject.signatures.values() if s.spec is not None and s.spec.random)
+    count = len(subject.layers)
+    edges = [min(max(stage.items[1] - 1, 0), count) for stage in found.stages]  # layers before the end of each stage
+    counts = [end - start for start, end in pairwise([0, *edges])]
+
+    def cost(op: Operation) -> float:
+        return seconds[op.name]
+
+    return partition_stages(subject.graph, found.configuration.pp, cost, random=random, counts=counts)
 
 
 def operation_seconds(subject: Subject, found: Evaluated) -> Mapping[str, float]:
     """What each operation takes for one micro-batch, with the conversions of what it reads."""
     names = [op.name for op in subject.graph.operations]
     total = dict.fromkeys(names, 0.0)
-    choices, tables = found.solution.choices, found.tables
+    choices, tables = found.choices, found.tables
     for i, name in enumerate(names):
         columns = tables.columns[i]
-        again = columns.forward[choices[i]] if found.weights.recompute and tables.groups[i] >= 0 else 0.0
+        again = columns.forward[choices[i]] if tables.groups[i] in found.again else 0.0
         total[name] += float(columns.forward[choices[i]] + columns.backward[choices[i]] + again)
     for first, second, table in tables.edges:
         reader = names[second] if second < len(names) else names[first]

@@ -3,24 +3,27 @@
 A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for
 the whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
 often, and have the same arithmetic.) Where that is the least of all, it gets a second one, from the fastest choices
-for its own size of micro-batches that may fit into memory; and where that still is the least, it is solved. What is not
-proved to be slower when the search ends is part of the bound that it returns.
+for its own size of micro-batches that may fit into memory, and then a finer one; and where that still is the least, it
+is solved. What is not proved to be slower when the search ends is part of the bound that it returns.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.cost.gradients import seconds_per_byte
-from nnscaler.planning.planner.bounds import bound_within
+from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate
-from nnscaler.planning.planner.subject import Least, Subject
+from nnscaler.planning.planner.layered import Least
+from nnscaler.planning.planner.place import evaluate_chain
+from nnscaler.planning.planner.subject import Subject
 
-CLOSE = 0.002  # a search ends when what is left can save less than this share
+BOUNDS = (rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
+CLOSE = 0.005  # a search ends when what is left can save less than this share
 Progress = Callable[[str], None]
 
 
@@ -55,12 +58,15 @@ def search(
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is.
     """
-    queue: list[tuple[float, int, Configuration]] = []
+    queue: list[tuple[float, int, tuple[int, ...], Configuration]] = []
     too_large = 0
     resting = float("inf")
     refused: dict[int, NnscalerError] = {}
-    for c in configurations(ranks, subject.batch, len(subject.layers)):
-        if permitted(c) and c.tp not in refused:
+    contained: set[Configuration] = set()
+    for c in configurations(ranks, subject.batch, len(subject.layers), each=subject.repeated is not None):
+        if c not in contained and permitted(c) and c.tp not in refused:
+            if c.recompute is None:
+                contained.update((replace(c, recompute=False), replace(c, recompute=True)))
             try:
                 least = subject.least(c.tp)
             except NnscalerError as error:
@@ -68,7 +74,7 @@ def search(
                 continue
             resting = min(resting, least.resting / c.pp)
             if may_fit(least, c, memory):
-                queue.append((_bound(subject, least, c), 0, c))
+                queue.append((_bound(subject, least, c), 0, c.order, c))
             else:
                 too_large += 1
     if refused and not queue and not too_large:
@@ -78,17 +84,18 @@ def search(
     solved: list[Evaluated] = []
     undecided = float("inf")
     while queue:
-        bound, depth, c = heapq.heappop(queue)
+        bound, depth, order, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
-        if depth == 0:
-            within = bound_within(subject, c, memory)
+        if depth < len(BOUNDS):
+            within = BOUNDS[depth](subject, c, memory)
             if within < float("inf"):
-                heapq.heappush(queue, (max(bound, within), 1, c))
+                heapq.heappush(queue, (max(bound, within), depth + 1, order, c))
             else:
                 too_large += 1
             continue
-        found = evaluate(subject, c, memory)
+        solve = evaluate if subject.chain(c.tp, c.parts) is None else evaluate_chain
+        found = solve(subject, c, memory)
         if found is None:
             too_large += 1
             continue
@@ -96,20 +103,20 @@ def search(
         undecided = min(undecided, max(bound, found.bound))
         if found.fits and (best is None or found.seconds < best.seconds):
             best = found
-            progress(f"{c}: {found.seconds:.4g} s a step")
+            progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
 
 
 def _result(
     best: Evaluated | None, solved: Iterable[Evaluated], bound: float, left: int, too_large: int, least: float
 ) -> Search:
-    ranked = tuple(sorted(solved, key=lambda e: (not e.fits, e.seconds, e.configuration)))
+    ranked = tuple(sorted(solved, key=lambda e: (not e.fits, e.seconds, e.configuration.order)))
     return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large, least)
 
 
 def may_fit(least: Least, c: Configuration, memory: float) -> bool:
     """Whether the layers may fit, each kept once at least, however they are cut into stages."""
-    kept = (least.handed if c.recompute else least.kept) / c.parts
+    kept = (least.kept if c.recompute is False else least.handed) / c.parts
     return least.resting + kept <= memory * c.pp
 
 

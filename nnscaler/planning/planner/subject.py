@@ -10,6 +10,9 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.planner.chain import Chain, find_chain, shown
+from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.planner.layered import Layered, Least, Rough
 from nnscaler.planning.sharding.memory import Kept, kept_by
 from nnscaler.planning.sharding.pose import Weights, Window, pose
 from nnscaler.planning.sharding.setting import Setting, make_setting
@@ -20,26 +23,9 @@ from nnscaler.transform.choose import batch_of
 from nnscaler.transform.layers import Layer, layers_of
 from nnscaler.transform.signature import Signature
 
-MANY = 8  # layers, from which on some stand for all in bounds
+MANY = 8  # layers, from which on some stand for all
 
 Allows = Callable[[Operation, Choice], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """Lower bounds for a rank of a tensor-parallel group that runs the whole graph on the whole batch, part by part.
-
-    `seconds`, and those that running the layers forward `again` takes; bytes at rest, in all and of layers; bytes that
-    all micro-batches together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp.
-    """
-
-    seconds: float
-    again: float
-    resting: float
-    resting_of_layers: float
-    kept: float
-    handed: float
-    summed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +47,14 @@ class Subject:
     signatures: Mapping[str, Signature]
     cost: CostModel
     allows: Allows | None = None
+    layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
     _builders: dict[tuple[int, int], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, bool], Tables] = field(default_factory=dict)
-    _least: dict[tuple[int, int], Least] = field(default_factory=dict)
+    _least: dict[int, Least] = field(default_factory=dict)
+    _chains: dict[tuple[int, int], Chain | None] = field(default_factory=dict)
+    _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -138,7 +127,9 @@ class Subject:
                 found.update((name, found[same]) for name, same in zip(layer.operations, model, strict=True))
         if self.allows is not None:
             by_name, allows = self.graph.by_name, self.allows
-            found = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
+            same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+            left = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
+            found = {n: same.setdefault(made, made) for n, made in left.items()}
         self._options[parts] = found
         return found
 
@@ -168,24 +159,54 @@ class Subject:
             self._tables[key] = self._builder(tp, parts).build(only)
         return self._tables[key]
 
-    def least(self, tp: int, parts: int | None = None) -> Least:
-        """What no choices come below, in whatever parts the batch goes through, or in `parts`."""
-        parts = parts or 1
+    def chain(self, tp: int, parts: int) -> Chain | None:
+        """The same as three pieces, where all layers but the first and the last are alike."""
         key = (tp, parts)
-        if key not in self._least:
-            tables, window = self.tables(tp, parts, short=True), self.window
-            alone = solve(pose(tables, Weights(once=0.0), window))
-            nodes = [
-                (c, g >= 0, window.times if window is not None and g in window.groups else 1.0)
-                for c, g in zip(tables.columns, tables.groups, strict=True)
-            ]
-            self._least[key] = Least(
-                alone.bound * parts,
-                parts * sum(often * float(c.forward.min()) for c, inside, often in nodes if inside),
-                sum(often * float(c.resting.min()) for c, _, often in nodes),
-                sum(often * float(c.resting.min()) for c, inside, often in nodes if inside),
-                parts * sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
-                parts * sum(often * float(c.handed.min()) for c, inside, often in nodes if inside),
-                sum(often * float(c.summed["dp"].min()) for c, _, often in nodes if "dp" in c.summed),
-            )
-        return self._least[key]
+        if self.repeated is None:
+            return None
+        if key not in self._chains:
+            count = len(self.layers)
+            tables = self._builder(tp, parts).build(shown(self.graph, self.groups, count))
+            self._chains[key] = find_chain(tables, self.items_of(tables), count)
+        return self._chains[key]
+
+    def rough(self, tp: int, parts: int) -> Rough | None:
+        """Bounds from the chain of a part that is no smaller."""
+        chain = self.chain(tp, parts)
+        if chain is None:
+            return None
+        if (tp, parts) not in self._rough:
+            self._rough[tp, parts] = Rough(chain, len(self.layers), self.batch, parts)
+        return self._rough[tp, parts]
+
+    def items_of(self, tables: Tables) -> list[int]:
+        """The item of every node: that of the operation, of the producer, or of the first reader."""
+        graph, found = self.graph, []
+        for name in tables.names:
+            op = graph.by_name.get(name) if name in tables.strategies else graph.producers.get(name)
+            found.append(self.items[(op or graph.consumers[name][0][0]).name])
+        return found
+
+    def least(self, tp: int) -> Least:
+        """What no choices come below, in whatever parts the batch goes through."""
+        if tp in self._least:
+            return self._least[tp]
+        rough = self.rough(tp, 1)
+        if rough is not None:
+            self._least[tp] = rough.least
+            return rough.least
+        tables, window = self.tables(tp, 1, short=True), self.window
+        alone = solve(pose(tables, Weights(once=0.0), window))
+        nodes = [
+            (c, g >= 0, window.times if window is not None and g in window.groups else 1.0)
+            for c, g in zip(tables.columns, tables.groups, strict=True)
+        ]
+        self._least[tp] = Least(
+            alone.bound,
+            sum(often * float(c.forward.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.resting.min()) for c, _, often in nodes),
+            sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.handed.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.summed["dp"].min()) for c, _, often in nodes if "dp" in c.summed),
+        )
+        return self._least[tp]

@@ -21,7 +21,7 @@ class Setting:
     """
     searched       axes whose choices are searched
     given          other mesh axes, which follow the batch
-    made           the choices on `given`, then on micro-batches, by operation
+    made           the choices on `given`, then on micro-batches, by operation; equal ones are one object
     places         by axis, where its groups of ranks lie in the cluster
     """
 
@@ -62,4 +62,7 @@ def make_setting(
     plan = Plan(mesh, (), micro_batches, data_axes=tuple(name for name, _ in given))
     made, axes = follow_batch(graph, signatures, plan, given)
     order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in given), MICRO)]
-    return Setting(free, given, micro_batches, {n: tuple(c[i] for i in order) for n, c in made.items()}, dict(places))
+    same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+    taken = {name: tuple(choices[i] for i in order) for name, choices in made.items()}
+    shared = {name: same.setdefault(choices, choices) for name, choices in taken.items()}
+    return Setting(free, given, micro_batches, shared, dict(places))

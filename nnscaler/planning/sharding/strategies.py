@@ -43,6 +43,7 @@ def axis_options(
     candidates = all_candidates(graph, signatures, parts)
     batch = _reached(graph, signatures, parts)
     result: dict[str, tuple[Choice, ...]] = {}
+    same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
     for op in graph.operations:
         signature = signatures[op.name]
         choices: list[Choice] = [RunInvariant()]
@@ -54,7 +55,8 @@ def axis_options(
                 choices += [RunPartial(slots) for slots in signature.linear]
         elif with_batch:
             choices += sorted((c for c in batch[op.name] if _is_plain(c)), key=str)
-        result[op.name] = tuple(choices)
+        made = tuple(choices)
+        result[op.name] = same.setdefault(made, made)
     return result
 
 
@@ -81,16 +83,20 @@ class Strategies:
     ) -> None:
         self._graph, self._signatures, self._setting, self._options = graph, signatures, setting, options
         self._known: dict[object, tuple[Strategy, ...]] = {}
+        self._by_name: dict[str, tuple[Strategy, ...]] = {}
 
     def of(self, op: Operation) -> tuple[Strategy, ...]:
         """Those with distinct layouts, what runs whole first. Raises NnscalerError("plan_illegal") if none is left."""
+        if op.name in self._by_name:
+            return self._by_name[op.name]
         graph, signature = self._graph, self._signatures[op.name]
         options = tuple(per_axis[op.name] for per_axis in self._options)
         made = self._setting.made[op.name]
         grads = tuple(None if n is None else graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs))
-        key = (id(signature), options, made, grads)
+        key = (id(signature), *map(id, options), id(made), grads)  # equal ones are the same: `axis_options`, `Setting`
         if key not in self._known:
             self._known[key] = tuple(self._make(op, signature, options, made))
+        self._by_name[op.name] = self._known[key]
         return self._known[key]
 
     def _make(

@@ -95,7 +95,8 @@ class TableBuilder:
         groups = [self.groups.get(name, -1) for name in names]
         edges: list[tuple[int, int, Column]] = []
         layouts: dict[str, tuple[Layout, ...]] = {}
-        for tensor in graph.tensors.values():
+        touched = {n for op in operations for n in (*op.inputs, *op.outputs)}
+        for tensor in (t for t in graph.tensors.values() if t.name in touched):
             uses = graph.consumers[tensor.name]
             producer = graph.producers.get(tensor.name)
             here = producer is not None and producer.name in index
@@ -136,8 +137,10 @@ class TableBuilder:
         inputs = tuple((graph.tensors[n], len(graph.consumers[n]) == 1) for n in op.inputs)
         about = tuple((t.role, t.shape, t.dtype, t.needs_grad, alone) for t, alone in inputs)
         own = self.groups.get(op.name, -1)
-        leaving = tuple(
-            name is not None and any(self.groups.get(user.name, -1) != own for user, _ in graph.consumers[name])
+        leaving = tuple(  # what several places read is handed on by its own node
+            name is not None
+            and len(graph.consumers[name]) == 1
+            and self.groups.get(graph.consumers[name][0][0].name, -1) != own
             for name in op.outputs
         )
         key = (id(strategies), id(self.signatures[op.name]), about, self.kept[op.name], leaving)
@@ -206,16 +209,24 @@ class TableBuilder:
     # -- tensors and parameters that several places read
 
     def _of_tensor(self, tensor: LogicalTensor, layouts: tuple[Layout, ...]) -> Columns:
-        key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts))
+        producer = self.graph.producers.get(tensor.name)
+        own = None if producer is None else self.groups.get(producer.name, -1)
+        leaves = own is not None and any(
+            self.groups.get(user.name, -1) != own for user, _ in self.graph.consumers[tensor.name]
+        )
+        key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts), leaves)
         if key not in self._columns:
             zero = np.zeros(len(layouts))
-            rests, summed = zero, {}
+            rests, summed, handed = zero, {}, zero
+            if leaves:
+                each = element_bytes(tensor.dtype)
+                handed = np.array([float(prod(self.setting.local(x, tensor.shape)) * each) for x in layouts])
             if tensor.role == "parameter":
                 rests = np.array([self._rests(tensor, leaf) for leaf in layouts])
                 found = [self._summed(tensor, leaf) for leaf in layouts]
                 names = {name for sums in found for name in sums}
                 summed = {name: np.array([sums.get(name, 0.0) for sums in found]) for name in sorted(names)}
-            self._columns[key] = Columns(zero, zero, rests, zero, zero, summed)
+            self._columns[key] = Columns(zero, zero, rests, zero, handed, summed)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:

@@ -8,7 +8,7 @@ from nnscaler.planning.planner import subject as subjects
 from nnscaler.planning.planner.bounds import bound_within
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import evaluate
-from nnscaler.planning.planner.search import search
+from nnscaler.planning.planner.search import CLOSE, search
 from nnscaler.planning.sharding.pose import Weights, pose
 from nnscaler.planning.solver.solve import solve
 from tests.nnscaler.planning.planner.planned import deep, subject_of
@@ -50,14 +50,13 @@ def test_what_fits_takes_no_less_than_its_bound(share: float) -> None:
     assert looked > 0
 
 
-def test_the_same_plan_is_found_with_and_without_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_with_a_chain_is_no_slower_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def few(c: Configuration) -> bool:
         return c.micro_batches <= 2
 
-    shortened = search(subject_of(deep(10), 4), 4, PLENTY, few)
+    chained = search(subject_of(deep(10), 4), 4, PLENTY, few)
     monkeypatch.setattr(subjects, "MANY", 100)
     whole = search(subject_of(deep(10), 4), 4, PLENTY, few)
-    assert shortened.best is not None and whole.best is not None
-    assert shortened.best.configuration == whole.best.configuration
-    assert shortened.best.seconds == pytest.approx(whole.best.seconds, rel=1e-9)
-    assert shortened.bound <= shortened.best.seconds
+    assert chained.best is not None and whole.best is not None
+    assert chained.best.seconds <= whole.best.seconds / (1 - CLOSE)
+    assert chained.bound <= chained.best.seconds and chained.bound <= whole.best.seconds

@@ -1,0 +1,99 @@
+"""How many layers every stage of a pipeline gets, so that a step is shortest: exact, by dynamic programming."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+
+
+class Cut(NamedTuple):
+    """`value`: seconds of a step; by stage, its layers and the states that it begins and ends in."""
+
+    value: float
+    layers: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
+
+
+def best_cut(seconds: Numbers, layers: int, weight: float) -> Cut | None:
+    """The least sum of the stages' seconds + `weight` times the largest of them.
+
+    `seconds` [stages, most + 1, states, states]: what a stage takes with 0, 1, ... layers that begins and ends in these
+    states of what it is handed and hands on; infinite where it cannot be. A stage begins as the one before it ended.
+    None where the layers cannot be spread. At a limit for the largest stage, the least sum is a shortest path; the
+    limits are tried in ascending order, until the largest stage alone costs more than the best so far.
+    """
+    free = _path(seconds, layers, np.inf)
+    if free is None:
+        return None
+    limits = np.unique(seconds[np.isfinite(seconds)])
+    low, high = 0, len(limits) - 1
+    while low < high:  # the least limit at which there may be a path
+        middle = (low + high) // 2
+        if _most(seconds, limits[middle]) < layers:
+            low = middle + 1
+        else:
+            high = middle
+    best: Cut | None = None
+    while low < len(limits):
+        if best is not None and weight * limits[low] + free.value >= best.value:
+            break
+        found = _path(seconds, layers, limits[low])
+        if found is None:
+            low += 1
+            continue
+        taken = enumerate(zip(found.layers, found.states, strict=True))
+        largest = max(float(seconds[stage, count, a, b]) for stage, (count, (a, b)) in taken)
+        value = found.value + weight * largest
+        if best is None or value < best.value:
+            best = Cut(value, *found[1:])
+        # up to the next limit that the least sum so far allows to pay
+        low = max(low + 1, int(np.searchsorted(limits, largest, side="right")))
+    return best
+
+
+def _most(seconds: Numbers, limit: float) -> float:
+    """The most layers that stages under the limit may have; -inf for none."""
+    counts = np.arange(seconds.shape[1], dtype=np.float64)[:, None, None]
+    most = np.where(seconds <= limit, counts, -np.inf).max(axis=1)  # [stages, states, states]
+    reached = np.zeros(seconds.shape[2])
+    for stage in most:
+        reached = (reached[:, None] + stage).max(axis=0)
+    return float(reached.max())
+
+
+def _path(seconds: Numbers, layers: int, limit: float) -> Cut | None:
+    """The least sum with no stage over the limit."""
+    allowed = np.where(seconds <= limit, seconds, np.inf)
+    used = np.flatnonzero(np.isfinite(allowed).any(axis=(0, 2, 3)))
+    if not len(used):
+        return None
+    allowed = allowed[:, : used[-1] + 1]
+    stages, counts, states, _ = allowed.shape
+    before = np.full((layers + 1, states), np.inf)
+    before[0] = 0.0
+    # place[l, n]: what comes before n layers of a stage that ends at l
+    place = np.arange(layers + 1)[:, None] - np.arange(counts)[None, :]
+    legal, place = place >= 0, np.maximum(place, 0)
+    taken = []
+    rows = np.arange(layers + 1)[:, None], np.arange(states)[None, :]
+    for stage in range(stages):
+        start = np.where(legal[..., None], before[place], np.inf)  # [l, n, a]
+        every = start[..., None] + allowed[stage][None]
+        flat = every.reshape(layers + 1, counts * states, states)
+        taken.append(flat.argmin(axis=1))
+        before = flat[rows[0], taken[-1], rows[1]]
+    state = int(before[layers].argmin())
+    value = float(before[layers, state])
+    if not np.isfinite(value):
+        return None
+    found, ends, at = [], [], layers
+    for choice in reversed(taken):
+        count, begin = divmod(int(choice[at, state]), states)
+        found.append(count)
+        ends.append((begin, state))
+        at, state = at - count, begin
+    return Cut(value, tuple(reversed(found)), tuple(reversed(ends)))

@@ -1,0 +1,215 @@
+"""Choices for a pipeline of many equal layers that fit into memory: every stage mixes two ways to run a layer.
+
+A stage runs its layers in one state of the cut, and may turn to another with its last one. For its layers it takes the
+two ways whose mix is fastest within its memory, each a whole number of times. Then the layers, and the states between
+stages, are spread over the stages so that a step is shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnscaler.planning.planner.chain import Priced
+from nnscaler.planning.planner.cuts import Cut, best_cut
+from nnscaler.planning.planner.layered import Layered
+from nnscaler.planning.planner.priced import Numbers, Prices, Stage, stages_of
+from nnscaler.planning.planner.ways import Ends, Way, ways_of
+
+STATES = 4  # of the cut that are tried
+SLACK = 0.05  # by which share more may be left to the end of a step than by the way that leaves least
+
+
+@dataclass(frozen=True, slots=True)
+class StageFill:
+    """A stage: its `head` and `tail` where it has them; `layers` in the middle, the first `often` of them run one way
+    and the others another; a last layer that ends in another state."""
+
+    head: Way | None
+    ways: tuple[Way, Way] | None
+    often: int
+    layers: int
+    turn: Way | None
+    tail: Way | None
+
+    def __iter__(self) -> Iterator[Way]:
+        """The way of every layer."""
+        if self.head is not None:
+            yield self.head
+        if self.ways is not None:
+            yield from [self.ways[0]] * self.often
+            yield from [self.ways[1]] * (self.layers - self.often)
+        yield from (way for way in (self.turn, self.tail) if way is not None)
+
+    def price(self, live: int) -> float:
+        """Seconds of a micro-batch per byte of memory between both ways; 0 where only one is used."""
+        if self.ways is None or self.often == self.layers:
+            return 0.0
+        fast, small = self.ways
+        saved = fast.resting - small.resting + live * (fast.kept - small.kept)
+        return (small.seconds - fast.seconds) / saved if saved > 0.0 else 0.0
+
+
+@dataclass(frozen=True)
+class Ways:
+    """By state of the cut that a head ends in, by the states that a layer begins and ends in, and by the state that a
+    tail begins in."""
+
+    head: Mapping[int, tuple[Way, ...]]
+    layer: Mapping[Ends, tuple[Way, ...]]
+    tail: Mapping[int, tuple[Way, ...]]
+
+    def ending(self, most: float) -> Ways:
+        """Those that do no more than so many seconds at the end of a step, with some that rounding may tell apart."""
+        most *= 1 + SLACK
+        head = {state: tuple(w for w in own if w.last <= most) for state, own in self.head.items()}
+        layer = {ends: tuple(w for w in own if w.last <= most) for ends, own in self.layer.items()}
+        tail = {state: tuple(w for w in own if w.last <= most) for state, own in self.tail.items()}
+        return Ways(head, layer, tail)
+
+
+def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill, ...]]:
+    """The stages of the fastest pipelines that are found to fit: of all ways, and of those alone that leave little to
+    the end of the step. `cut`: that of the bound, whose states of the cut are tried, with others that are good for
+    many layers."""
+    pieces = layered.at(prices)
+    hubs = _hubs(layered, pieces)
+    head, layer, tail = pieces
+    used = dict.fromkeys(end for ends in cut.states for end in ends if cut.states)
+    states = list(dict.fromkeys((*_states(layer, hubs), *used)))[:STATES]
+    turns = {ends for ends in cut.states if ends[0] != ends[1]} | {(a, a) for a in states}
+
+    def ways(piece: Priced, ends: Ends) -> tuple[Way, ...]:
+        return ways_of(layered, piece, hubs, ends, prices)
+
+    found = Ways(
+        {state: ways(head, (0, state)) for state in states},
+        {(a, b): ways(layer, (a, b)) for a, b in product(states, states) if (a, b) in turns},
+        {state: ways(tail, (state, 0)) for state in states},
+    )
+    least = max(
+        min((w.last for w in own), default=0.0)
+        for part in (found.head, found.layer, found.tail)
+        for own in part.values()
+    )
+    for part in (found, found.ending(least)):
+        stages = _spread(layered, part, states)
+        if stages is not None:
+            yield stages
+
+
+def _hubs(layered: Layered, pieces: Sequence[Priced]) -> dict[int, int]:
+    """The choice of every hub that is best for all pieces together where memory has no price."""
+    hubs = layered.chain.hubs
+    sizes = tuple(layered.chain.sizes[hub] for hub in hubs)
+    total = np.zeros(sizes)
+    often = (1, layered.layers - 2, 1)
+    for piece, times in zip(pieces, often, strict=True):
+        best = piece.table.min(axis=(1, 2))
+        half = best.shape[1] // 2
+        own = np.minimum(best[:, 0], best[:, half])
+        shape = [n if hub in piece.piece.hubs else 1 for hub, n in zip(hubs, sizes, strict=True)]
+        total = total + times * own.reshape(shape)
+    at = np.unravel_index(int(total.argmin()), sizes) if hubs else ()
+    return dict(zip(hubs, map(int, at), strict=True))
+
+
+def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:
+    """The states of the cut in which some layer is best at some price, those that are so most often first."""
+    table = layer.at_hubs([hubs[h] for h in layer.piece.hubs])
+    own = table[np.arange(table.shape[0]), np.arange(table.shape[0])]  # [states, prices]
+    legal = np.isfinite(own).any(axis=0)
+    best, counts = np.unique(own[:, legal].argmin(axis=0), return_counts=True)
+    return [int(best[i]) for i in np.argsort(-counts, kind="stable")]
+
+
+def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageFill, ...] | None:
+    stages = stages_of(layered.configuration)
+    fills: dict[Stage, dict[tuple[int, int, int], StageFill]] = {}
+    tables: dict[Stage, Numbers] = {}
+    for stage in set(stages):
+        tables[stage], fills[stage] = _fastest(layered, ways, stage, states)
+    seconds = np.stack([tables[stage] for stage in stages])
+    found = best_cut(seconds, layered.layers, layered.configuration.micro_batches - 1)
+    if found is None:
+        return None
+    taken = zip(stages, found.layers, found.states, strict=True)
+    return tuple(fills[stage][count, *ends] for stage, count, ends in taken)
+
+
+def _fastest(
+    layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]
+) -> tuple[Numbers, dict[tuple[int, int, int], StageFill]]:
+    """[layers, states, states]: the seconds of the fastest mix that fits; and the mixes. States are numbered as they
+    are listed; what begins or ends the whole does so in the first."""
+    most = layered.most
+    seconds = np.full((most + 1, len(states), len(states)), np.inf)
+    fills: dict[tuple[int, int, int], StageFill] = {}
+    none: tuple[Way | None, ...] = (None,)
+    for a, b in ways.layer:
+        if (a != b and (stage.first or stage.last)) or not ways.layer[a, a]:
+            continue
+        begin, end = 0 if stage.first else states.index(a), 0 if stage.last else states.index(b)
+        received = 0.0 if stage.first else stage.live * layered.chain.handed[a]
+        sent = (0.0 if stage.first else layered.sent[a]) + (0.0 if stage.last else layered.sent[b])
+        layers = _useful(ways.layer[a, a], stage.live)
+        heads = _useful(ways.head[a], stage.live) if stage.first else none
+        turns = _useful(ways.layer[a, b], stage.live) if a != b else none
+        tails = _useful(ways.tail[b], stage.live) if stage.last else none
+        for head, turn, tail in product(heads, turns, tails):
+            fixed = [way for way in (head, turn, tail) if way is not None]
+            counts = np.arange(most + 1 - len(fixed))
+            room = layered.memory - received - sum(way.resting + stage.live * way.kept for way in fixed)
+            once = max((way.once for way in fixed), default=0.0)
+            base = sum(way.seconds for way in fixed) + sent
+            mixed, first, second, often = _mixes(layers, stage.live, room, once, counts)
+            for n in np.flatnonzero(base + mixed < seconds[len(fixed) :, begin, end]):
+                at = len(fixed) + int(n)
+                if at == 0:  # every stage has a layer
+                    continue
+                seconds[at, begin, end] = base + mixed[n]
+                pair = (layers[first[n]], layers[second[n]]) if n else None
+                fills[at, begin, end] = StageFill(head, pair, int(often[n]), int(n), turn, tail)
+    return seconds, fills
+
+
+def _useful(ways: Sequence[Way], live: int) -> list[Way]:
+    """Those that no other one beats in seconds and in bytes, with so many live micro-batches."""
+    answer: list[Way] = []
+    least = np.inf
+    for way in sorted(ways, key=lambda w: (w.seconds, w.resting + live * w.kept + w.once)):
+        if way.resting + live * way.kept < least:
+            least = way.resting + live * way.kept
+            answer.append(way)
+    return answer
+
+
+def _mixes(
+    layers: Sequence[Way], live: int, room: float, once: float, counts: NDArray[np.int64]
+) -> tuple[Numbers, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """For each count of layers the fastest mix of two ways within `room` bytes: its seconds, both ways, and how often
+    the first. `once`: bytes that are there once already, of which the largest counts."""
+    time = np.array([way.seconds for way in layers])
+    memory = np.array([way.resting + live * way.kept for way in layers])
+    single = np.maximum(np.array([way.once for way in layers]), once)
+    a, b = (i.ravel() for i in np.meshgrid(np.arange(len(layers)), np.arange(len(layers)), indexing="ij"))
+    useful = (time[a] <= time[b]) & ((memory[a] > memory[b]) | (a == b))
+    a, b = a[useful], b[useful]
+    left = room - np.maximum(single[a], single[b])[None, :] - counts[:, None] * memory[b][None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        often = np.floor(left / (memory[a] - memory[b])[None, :])
+    often = np.where((a == b)[None, :], 0.0, np.clip(often, 0.0, counts[:, None]))
+    # all layers run the first way: what the second one needs once is not there
+    alone = room - single[a][None, :] - counts[:, None] * memory[a][None, :] >= 0
+    often = np.where(alone, counts[:, None], often)
+    seconds = np.where((left >= 0) | alone, often * time[a] + (counts[:, None] - often) * time[b], np.inf)
+    if room < once:
+        seconds[:] = np.inf
+    seconds[0] = 0.0 if room >= once else np.inf
+    best = seconds.argmin(axis=1)
+    rows = np.arange(len(counts))
+    return seconds[rows, best], a[best], b[best], often[rows, best].astype(np.int64)

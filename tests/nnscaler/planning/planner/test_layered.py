@@ -1,0 +1,113 @@
+"""Pipelines of equal layers: cuts, bounds under a limit of memory, and plans that mix ways to run a layer."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from nnscaler.communication.materialise import materialise
+from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
+from nnscaler.planning.planner.configurations import Configuration, configurations
+from nnscaler.planning.planner.cuts import best_cut
+from nnscaler.planning.planner.place import evaluate_chain
+from nnscaler.planning.planner.result import partition_of, plan_of
+from nnscaler.planning.planner.search import search
+from nnscaler.planning.planner.subject import Subject
+from nnscaler.transform.apply import apply_plan
+from tests.nnscaler.planning.planner.planned import deep, subject_of
+
+PLENTY = 1e12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_are_the_best_of_all(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    stages, most, states, layers = (int(random.integers(*r)) for r in ((1, 4), (2, 5), (1, 4), (3, 8)))
+    seconds = random.uniform(1.0, 2.0, (stages, most + 1, states, states)).cumsum(axis=1)
+    seconds[random.random(seconds.shape) < 0.2] = np.inf
+    seconds[:, 0] = np.inf
+    weight = float(random.integers(0, 9))
+    values = []
+    for counts in product(range(1, most + 1), repeat=stages):
+        for ends in product(range(states), repeat=stages + 1):
+            each = [seconds[s, n, ends[s], ends[s + 1]] for s, n in enumerate(counts)]
+            if sum(counts) == layers and np.isfinite(each).all():
+                values.append(sum(each) + weight * max(each))
+    found = best_cut(seconds, layers, weight)
+    if not values:
+        assert found is None
+        return
+    assert found is not None and found.value == pytest.approx(min(values), rel=1e-12)
+    taken = [seconds[s, n, *ends] for s, (n, ends) in enumerate(zip(found.layers, found.states, strict=True))]
+    assert sum(found.layers) == layers and found.value == pytest.approx(sum(taken) + weight * max(taken))
+    assert all(a[1] == b[0] for a, b in zip(found.states, found.states[1:], strict=False))
+
+
+def test_what_is_a_chain() -> None:
+    assert subject_of(deep(9), 4).chain(2, 1) is not None
+    assert subject_of("gpt", 4).chain(2, 1) is None  # few layers
+    assert subject_of("moe", 4).chain(2, 1) is None
+
+
+@pytest.mark.parametrize("cluster", ["h100x8", pytest.param("ethernet10g", marks=pytest.mark.long)])
+def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: str) -> None:
+    """Plans are made with much and with little memory; each one's own memory as the limit makes its bound tightest."""
+    subject = subject_of(deep(9), 4, cluster)
+    looked, close = 0, 0
+    for c in configurations(4, subject.batch, len(subject.layers), each=True):
+        if c.recompute is not None or c.micro_batches not in (1, 4) or c.dp > 2:
+            continue
+        free = evaluate_chain(subject, c, PLENTY)
+        assert free is not None and free.fits
+        for share in (0.8, 0.6):
+            made = evaluate_chain(subject, c, share * free.memory)
+            if made is None or not made.fits:
+                continue
+            for limit in (made.memory, PLENTY):
+                for bound in (rough_bound, near_bound, bound_within):
+                    assert bound(subject, c, limit) <= made.seconds * (1 + 1e-9), (c, share, bound)
+            looked += 1
+            close += bound_within(subject, c, made.memory) >= 0.9 * made.seconds
+    assert looked > 8 and close > 0.7 * looked
+
+
+def limited(subject: Subject, share: float, **sizes: int) -> tuple[Configuration, float]:
+    """A configuration and the share of what it takes without a limit."""
+    c = Configuration(**sizes, recompute=None)  # type: ignore[arg-type]
+    free = evaluate_chain(subject, c, PLENTY)
+    assert free is not None
+    return c, share * free.memory
+
+
+def test_layers_are_run_again_where_memory_asks_for_it() -> None:
+    subject = subject_of(deep(12), 4)
+    c, memory = limited(subject, 0.75, pp=4, micro_batches=8)
+    found = evaluate_chain(subject, c, memory)
+    assert found is not None and found.fits and found.memory <= memory
+    assert 0 < len(found.again) < 12  # some layers
+    early, late = found.stages[0].items, found.stages[-1].items
+    again = [sum(item - 1 in found.again for item in range(*items)) for items in (early, late)]
+    assert again[0] > again[1]  # the first stage keeps most micro-batches
+    plan = plan_of(subject, found)
+    assert sum(step.kind == "recompute" for step in plan.steps) == len(found.again)
+    # the program has the stages that were planned
+    cut = partition_of(subject, found)
+    for number, layer in enumerate(subject.layers):
+        (stage,) = {s for name in layer.operations for s in cut.stage_of[name] if len(cut.stage_of[name]) == 1}
+        assert found.stages[stage].items[0] <= number + 1 < found.stages[stage].items[1]
+    materialise(apply_plan(subject.graph, subject.signatures, plan), subject.signatures)
+
+
+def test_mixing_is_better_than_all_or_none() -> None:
+    subject = subject_of(deep(12), 4)
+    _, memory = limited(subject, 0.8, pp=4, micro_batches=8)
+
+    def this(c: Configuration) -> bool:
+        return c.pp == 4 and c.micro_batches == 8
+
+    mixed = search(subject, 4, memory, this)
+    plain = search(subject, 4, memory, lambda c: this(c) and c.recompute is not None)
+    assert mixed.best is not None and plain.best is not None and mixed.gap < 0.1
+    assert mixed.best.seconds < 0.9 * plain.best.seconds
