@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram
+from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import full_along, local_shape
+from nnscaler.ir.layout import Partial, full_along, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Stage
-from nnscaler.planning.cost.gradients import seconds_per_byte
+from nnscaler.planning.cost.gradients import summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
+from nnscaler.scheduling.crowded import simulate_crowded
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import Timeline, simulate
 from nnscaler.transform.signature import Signature
@@ -41,12 +42,20 @@ class Prediction:
 def predict(
     communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature], cost: CostModel
 ) -> Prediction:
-    """The step of a program with this schedule. Sending takes time on both sides."""
+    """The step of a program with this schedule. A message takes its time where it is received: senders do not wait."""
     graph = communicated.partitioned.graph
     found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
     forward, backward, once = (tuple(values) for values in zip(*found, strict=True))
-    timeline = simulate(order, communicated.edges, forward, backward)
-    return Prediction(timeline.makespan + max(once), forward, backward, once, timeline)
+    edges, overheads = communicated.edges, cost.overheads
+    if overheads.crowding:
+        ranks = {p.stage.device: len(p.stage.mesh.ranks) for p in communicated.stages}
+        counts = [ranks[device] for device in range(len(order.orders))]
+        timeline = simulate_crowded(order, edges, forward, backward, counts, overheads.relief)
+        all_ranks = overheads.relief(sum(counts))
+    else:
+        timeline, all_ranks = simulate(order, edges, forward, backward), 1.0
+    seconds = timeline.makespan + (max(once) + overheads.step) * all_ranks
+    return Prediction(seconds, forward, backward, once, timeline)
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
@@ -67,29 +76,56 @@ def _stage(
         if isinstance(statement, Compute):
             ahead, behind = _compute(graph, stage, statement, signatures, cost)
             forward += ahead
-            backward += behind + (ahead if statement.placement.recompute is not None else 0.0)
+            repeated = statement.placement.recompute is not None
+            backward += behind + (ahead + cost.overheads.again if repeated else 0.0)
         else:
             ahead, behind = _convert(graph, stage, statement, cost)
             forward += ahead
             backward += behind + (ahead if i in again else 0.0)
-    for message in (*program.receives, *program.sends):
-        tensor = graph.tensors[message.tensor]
-        size = prod(local_shape(message.target.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
-        sent = cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
-        forward += sent
-        backward += sent if message.needs_grad else 0.0
-    once = 0.0
+    for message in program.receives:
+        forward += _sent(graph, stage, message, cost)
+    for message in program.sends:
+        backward += _sent(graph, stage, message, cost) if message.needs_grad else 0.0
+    return forward, backward, _once(graph, program, signatures, cost)
+
+
+def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
+    tensor = graph.tensors[message.tensor]
+    size = prod(local_shape(message.target.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    return cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
+
+
+def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel) -> float:
+    """What micro-batches share, the sums of gradients in the runtime's buckets, and the sum of the loss."""
+    stage, once = program.stage, 0.0
     for statement in program.prepare:
-        one = _compute(graph, stage, statement, signatures, cost) if isinstance(statement, Compute) else (0.0, 0.0)
-        once += one[0]
+        if isinstance(statement, Compute):
+            once += _compute(graph, stage, statement, signatures, cost)[0]
+        else:
+            once += _convert(graph, stage, statement, cost)[0]
+    sizes: dict[tuple[str, AxisPlace], int] = {}
     for stored in program.stored:
         tensor = graph.tensors[stored.tensor]
-        if tensor.role == "parameter" and tensor.needs_grad:
+        place = _holders(stage, stored)
+        if tensor.role == "parameter" and tensor.needs_grad and place.size > 1:
+            dtype = gradient_dtype(tensor.dtype)
             elements = prod(local_shape(stored.at_rest, stage.sizes, tensor.shape))
-            size = elements * element_bytes(gradient_dtype(tensor.dtype))
-            for axis in stored.reduce:
-                once += seconds_per_byte(cost, place_of(stage, axis)) * size
-    return forward, backward, once
+            sizes[dtype, place] = sizes.get((dtype, place), 0) + elements * element_bytes(dtype)
+    for (_, place), size in sizes.items():
+        once += summed_seconds(cost, place, size)
+    if program.loss is not None:
+        tensor = graph.tensors[program.loss.tensor]
+        for axis, state in zip(stage.names, program.loss.layout, strict=True):
+            if isinstance(state, Partial) and axis != MICRO:
+                once += cost.collective("all_reduce", element_bytes(tensor.dtype), place_of(stage, axis))
+    return once
+
+
+def _holders(stage: Stage, stored: Stored) -> AxisPlace:
+    """The ranks whose gradients of a parameter are added up, in one group: over axes, and over stages that share it."""
+    axes = [place_of(stage, axis) for axis in stored.reduce]
+    inner = min((place.inner for place in axes), default=len(stage.mesh.ranks))
+    return AxisPlace(prod(place.size for place in axes) * max(1, len(stored.copies)), inner)
 
 
 def _compute(
@@ -118,4 +154,6 @@ def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) ->
     def seconds(kind: str | None) -> float:
         return 0.0 if kind is None else cost.collective(cast(Collective, kind), size, place_of(stage, name))
 
-    return seconds(move.row.forward), seconds(move.row.backward) if tensor.needs_grad else 0.0
+    started = cost.overheads.statement
+
+    return started + seconds(move.row.forward), seconds(move.row.backward) if tensor.needs_grad else 0.0

@@ -1,0 +1,61 @@
+"""How long steps of a program of one rank take, alone and in several processes at once. A job's function: see
+`launcher.launch`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import nan
+from statistics import fmean, median
+
+from nnscaler.runtime.communicator import Communicator, CommunicatorBase
+from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.program_directory import read_program
+
+LEAST = 3  # steps that are counted
+
+
+def time_crowded(
+    communicator: Communicator, programs: Sequence[str], counts: Sequence[int], seconds: float
+) -> tuple[list[float], list[float]]:
+    """Seconds of a step: of each of `programs` on the first rank alone, the median over about `seconds`; and of the
+    first of them in the first `count` ranks at once, for each of `counts`, on this rank: the mean, since a process that
+    is interrupted takes longer by what others get. nan where this rank did not take part."""
+    steps = [_Steps(program) for program in programs]
+    alone = [_times(communicator, step, communicator.rank == 0, seconds) for step in steps]
+    crowded = [_times(communicator, steps[0], communicator.rank < count, seconds) for count in counts]
+    return [median(times) for times in alone], [fmean(times) for times in crowded]
+
+
+class _Steps:
+    """A program of one rank, ready to run."""
+
+    def __init__(self, program: str) -> None:
+        directory = read_program(program)
+        self.executor = RankExecutor(
+            directory.role(0), 0, CommunicatorBase(0, 1), directory.state(), shapes=directory.shapes
+        )
+        self.batch = directory.inputs()
+
+    def run(self) -> None:
+        self.executor.zero_grad()
+        self.executor.step(self.batch)
+
+
+def _times(communicator: Communicator, steps: _Steps, takes_part: bool, seconds: float) -> list[float]:
+    """Ranks that take part go on for a while after they are done, so that none has the machine for itself."""
+    everyone = tuple(range(communicator.world_size))
+    found: list[float] = []
+    communicator.barrier(everyone)
+    if takes_part:
+        steps.run()
+        begin = now = time.perf_counter()
+        while len(found) < LEAST or now < begin + seconds:
+            before = now
+            steps.run()
+            now = time.perf_counter()
+            found.append(now - before)
+        while time.perf_counter() < now + seconds / 10:
+            steps.run()
+    communicator.barrier(everyone)
+    return found or [nan]
