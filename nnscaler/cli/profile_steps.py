@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nnscaler.transform.signature import Signature
 
 _LONGEST = 1.0  # seconds of a step, by the analytic model: in longer ones dispatch is lost, and they are not run
-_SECONDS = 1.5  # for which each is run
+_SECONDS = 0.8  # for which each is run
 _LIMIT = 600.0
 
 
@@ -70,7 +70,7 @@ def time_steps(
     programs = _programs(traced, micro_batches, folder, console)
     if not programs:
         return Steps()
-    counts = list(range(1, ranks + 1)) if ranks <= 4 else [n for n in range(1, ranks + 1) if ranks % n == 0]
+    counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
     outcome = launch(
         ranks,
         "nnscaler.runtime.crowded_steps:time_crowded",

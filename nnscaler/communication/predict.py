@@ -6,7 +6,7 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -18,7 +18,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Partial, full_along, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Stage
-from nnscaler.planning.cost.gradients import summed_seconds
+from nnscaler.planning.cost.gradients import seconds_per_byte, summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.scheduling.crowded import simulate_crowded
@@ -29,13 +29,15 @@ from nnscaler.transform.signature import Signature
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step. `forward`, `backward`: of one micro-batch, per stage; `once`: per stage, sums of gradients and
-    what all micro-batches share."""
+    """Seconds of a step. `forward`, `backward`: of one micro-batch, per stage; `once`: per stage, sums of gradients at
+    the rate of full buckets and what all micro-batches share; `beside`: per stage, what the planner's tables leave out:
+    the buckets' own latency, sums of the loss, and what each step takes anyway."""
 
     seconds: float
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     once: tuple[float, ...]
+    beside: tuple[float, ...]
     timeline: Timeline
 
 
@@ -45,7 +47,7 @@ def predict(
     """The step of a program with this schedule. A message takes its time where it is received: senders do not wait."""
     graph = communicated.partitioned.graph
     found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
-    forward, backward, once = (tuple(values) for values in zip(*found, strict=True))
+    forward, backward, once, beside = (tuple(values) for values in zip(*found, strict=True))
     edges, overheads = communicated.edges, cost.overheads
     if overheads.crowding:
         ranks = {p.stage.device: len(p.stage.mesh.ranks) for p in communicated.stages}
@@ -54,8 +56,8 @@ def predict(
         all_ranks = overheads.relief(sum(counts))
     else:
         timeline, all_ranks = simulate(order, edges, forward, backward), 1.0
-    seconds = timeline.makespan + (max(once) + overheads.step) * all_ranks
-    return Prediction(seconds, forward, backward, once, timeline)
+    last = max(a + b for a, b in zip(once, beside, strict=True))
+    return Prediction(timeline.makespan + last * all_ranks, forward, backward, once, beside, timeline)
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
@@ -68,7 +70,7 @@ def place_of(stage: Stage, axis: str) -> AxisPlace:
 
 def _stage(
     graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float]:
     stage = program.stage
     forward = backward = 0.0
     again = repeated_in_backward(graph, program.forward)
@@ -86,7 +88,7 @@ def _stage(
         forward += _sent(graph, stage, message, cost)
     for message in program.sends:
         backward += _sent(graph, stage, message, cost) if message.needs_grad else 0.0
-    return forward, backward, _once(graph, program, signatures, cost)
+    return forward, backward, _once(graph, program, signatures, cost), _beside(graph, program, cost)
 
 
 def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
@@ -96,29 +98,47 @@ def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> floa
 
 
 def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel) -> float:
-    """What micro-batches share, the sums of gradients in the runtime's buckets, and the sum of the loss."""
     stage, once = program.stage, 0.0
     for statement in program.prepare:
         if isinstance(statement, Compute):
             once += _compute(graph, stage, statement, signatures, cost)[0]
         else:
             once += _convert(graph, stage, statement, cost)[0]
+    for stored in _trained(graph, program):
+        for axis in stored.reduce:
+            once += seconds_per_byte(cost, place_of(stage, axis)) * _gradient_bytes(graph, stage, stored)
+    return once
+
+
+def _beside(graph: Graph, program: StageProgram, cost: CostModel) -> float:
+    """What the runtime's buckets take more than their bytes do at full rate, and the sum of the loss."""
+    stage, beside = program.stage, cost.overheads.step
     sizes: dict[tuple[str, AxisPlace], int] = {}
-    for stored in program.stored:
-        tensor = graph.tensors[stored.tensor]
-        place = _holders(stage, stored)
-        if tensor.role == "parameter" and tensor.needs_grad and place.size > 1:
-            dtype = gradient_dtype(tensor.dtype)
-            elements = prod(local_shape(stored.at_rest, stage.sizes, tensor.shape))
-            sizes[dtype, place] = sizes.get((dtype, place), 0) + elements * element_bytes(dtype)
-    for (_, place), size in sizes.items():
-        once += summed_seconds(cost, place, size)
+    for stored in _trained(graph, program):
+        place, size = _holders(stage, stored), _gradient_bytes(graph, stage, stored)
+        if place.size > 1:
+            key = gradient_dtype(graph.tensors[stored.tensor].dtype), place
+            sizes[key] = sizes.get(key, 0) + size
+        beside -= sum(seconds_per_byte(cost, place_of(stage, axis)) for axis in stored.reduce) * size
+    beside += sum(summed_seconds(cost, place, size) for (_, place), size in sizes.items())
     if program.loss is not None:
-        tensor = graph.tensors[program.loss.tensor]
+        size = element_bytes(graph.tensors[program.loss.tensor].dtype)
         for axis, state in zip(stage.names, program.loss.layout, strict=True):
             if isinstance(state, Partial) and axis != MICRO:
-                once += cost.collective("all_reduce", element_bytes(tensor.dtype), place_of(stage, axis))
-    return once
+                beside += cost.collective("all_reduce", size, place_of(stage, axis))
+    return beside
+
+
+def _trained(graph: Graph, program: StageProgram) -> Iterator[Stored]:
+    for stored in program.stored:
+        tensor = graph.tensors[stored.tensor]
+        if tensor.role == "parameter" and tensor.needs_grad:
+            yield stored
+
+
+def _gradient_bytes(graph: Graph, stage: Stage, stored: Stored) -> int:
+    tensor = graph.tensors[stored.tensor]
+    return prod(local_shape(stored.at_rest, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
 
 
 def _holders(stage: Stage, stored: Stored) -> AxisPlace:

@@ -48,7 +48,7 @@ def fit_curves(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, in
 
 
 def from_others(measured: Sequence[CollectiveEntry]) -> list[tuple[float, float]]:
-    """(seconds, what the curve through the others has there) of each entry whose size lies between others of its kind."""
+    """(seconds, what the curve through the others says) of each entry whose size lies between others of its kind."""
     found = []
     for entry in measured:
         others = [e for e in measured if (e.kind, e.ranks) == (entry.kind, entry.ranks) and e is not entry]
