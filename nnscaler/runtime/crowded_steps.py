@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from math import nan
-from statistics import fmean, median
+from statistics import fmean
 
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.executor import RankExecutor
@@ -18,13 +18,14 @@ LEAST = 3  # steps that are counted
 def time_crowded(
     communicator: Communicator, programs: Sequence[str], counts: Sequence[int], seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a step: of each of `programs` on the first rank alone, the median over about `seconds`; and of the
-    first of them in the first `count` ranks at once, for each of `counts`, on this rank: the mean, since a process that
-    is interrupted takes longer by what others get. nan where this rank did not take part."""
+    """Seconds of a step: of each of `programs` on the first rank alone, the lower quartile over about `seconds`, since
+    what else the machine does only adds to them; and of the first of them in the first `count` ranks at once, for each
+    of `counts`, on this rank: the mean, since a rank that waits for a core takes longer by what others get. nan where
+    this rank did not take part."""
     steps = [_Steps(program) for program in programs]
     alone = [_times(communicator, step, communicator.rank == 0, seconds) for step in steps]
     crowded = [_times(communicator, steps[0], communicator.rank < count, seconds) for count in counts]
-    return [median(times) for times in alone], [fmean(times) for times in crowded]
+    return [sorted(times)[len(times) // 4] for times in alone], [fmean(times) for times in crowded]
 
 
 class _Steps:
