@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nnscaler.transform.signature import Signature
 
 _LONGEST = 1.0  # seconds of a step, by the analytic model: in longer ones dispatch is lost, and they are not run
-_SECONDS = 0.8  # for which each is run
+_SECONDS = 0.15  # of a turn
 _LIMIT = 600.0
 
 

@@ -6,26 +6,31 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from math import nan
-from statistics import fmean
+from statistics import fmean, median
 
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.program_directory import read_program
 
-LEAST = 3  # steps that are counted
+ROUNDS = 7  # in which everything takes a turn, so that what disturbs the machine for a while disturbs all alike
 
 
 def time_crowded(
     communicator: Communicator, programs: Sequence[str], counts: Sequence[int], seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a step: of each of `programs` on the first rank alone, the lower quartile over about `seconds`, since
-    what else the machine does only adds to them; and of the first of them in the first `count` ranks at once, for each
-    of `counts`, on this rank: the mean, since a rank that waits for a core takes longer by what others get. nan where
-    this rank did not take part."""
+    """Seconds of a step: of each of `programs` on the first rank alone, the lower quartile, since what else the machine
+    does only adds to them; and of the first of them in the first `count` ranks at once, for each of `counts`, on this
+    rank: the median of the turns' means, since a rank that waits for a core takes longer by what others get. nan where
+    this rank did not take part. Each turn takes about `seconds`."""
     steps = [_Steps(program) for program in programs]
-    alone = [_times(communicator, step, communicator.rank == 0, seconds) for step in steps]
-    crowded = [_times(communicator, steps[0], communicator.rank < count, seconds) for count in counts]
-    return [sorted(times)[len(times) // 4] for times in alone], [fmean(times) for times in crowded]
+    alone: list[list[float]] = [[] for _ in programs]
+    crowded: list[list[float]] = [[] for _ in counts]
+    for _ in range(ROUNDS):
+        for step, found in zip(steps, alone, strict=True):
+            found += _turn(communicator, step, communicator.rank == 0, seconds)
+        for count, means in zip(counts, crowded, strict=True):
+            means.append(fmean(_turn(communicator, steps[0], communicator.rank < count, seconds)))
+    return [sorted(times)[len(times) // 4] for times in alone], [median(means) for means in crowded]
 
 
 class _Steps:
@@ -43,7 +48,7 @@ class _Steps:
         self.executor.step(self.batch)
 
 
-def _times(communicator: Communicator, steps: _Steps, takes_part: bool, seconds: float) -> list[float]:
+def _turn(communicator: Communicator, steps: _Steps, takes_part: bool, seconds: float) -> list[float]:
     """Ranks that take part go on for a while after they are done, so that none has the machine for itself."""
     everyone = tuple(range(communicator.world_size))
     found: list[float] = []
@@ -51,12 +56,12 @@ def _times(communicator: Communicator, steps: _Steps, takes_part: bool, seconds:
     if takes_part:
         steps.run()
         begin = now = time.perf_counter()
-        while len(found) < LEAST or now < begin + seconds:
+        while not found or now < begin + seconds:
             before = now
             steps.run()
             now = time.perf_counter()
             found.append(now - before)
-        while time.perf_counter() < now + seconds / 10:
+        while time.perf_counter() < now + seconds / 5:
             steps.run()
     communicator.barrier(everyone)
     return found or [nan]
