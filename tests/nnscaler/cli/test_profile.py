@@ -13,6 +13,12 @@ from nnscaler.planning.cost.table import load_profile
 from nnscaler.planning.cost.table_cost import TableCost
 
 
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole steps are timed for a moment only."""
+    monkeypatch.setattr("nnscaler.cli.profile_steps._SECONDS", 0.01)
+
+
 def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(TEMPLATE, encoding="utf-8")
     out = tmp_path / "new" / "p.json"
