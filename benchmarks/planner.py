@@ -265,7 +265,7 @@ def order(repeats: int) -> None:
     ranks = 4
     file = Path(__file__).parents[1] / "examples" / "gpt.py"
     _, traced = example("gpt")
-    rows: list[tuple[str, float, float]] = []
+    names, predicted, programs = [], [], []
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
         profile = Path(folder) / "profile.json"
         assert (
@@ -278,23 +278,21 @@ def order(repeats: int) -> None:
             plan = found.plan
             communicated = materialise(apply_plan(traced.graph, known, plan), known)
             schedule = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-            predicted = predict(communicated, schedule, known, cost).seconds
+            names.append(str(found.best.configuration))
+            predicted.append(predict(communicated, schedule, known, cost).seconds)
             program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=None, model={"name": "gpt"})
-            saved = program.save(Path(folder) / str(number))
-            outcome = launch(
-                ranks,
-                f"{Path(__file__).with_name('step_times.py')}:time_steps",
-                {"program": str(saved), "steps": repeats},
-                timeout=300,
-                server=server,
-            )
-            slowest = [max(step) for step in zip(*outcome.results(), strict=True)]
-            rows.append((str(found.best.configuration), predicted, statistics.median(slowest)))
-    for name, predicted, measured in sorted(rows, key=lambda row: row[1]):
-        print(f"{name:<40} predicted {predicted * 1e3:8.2f} ms, measured {measured * 1e3:8.2f} ms")
-    places = [np.argsort(np.argsort([row[i] for row in rows])) for i in (1, 2)]  # Spearman's, without ties
+            programs.append(str(program.save(Path(folder) / str(number))))
+        timed = f"{Path(__file__).with_name('step_times.py')}:time_steps"
+        outcome = launch(ranks, timed, {"programs": programs, "steps": repeats}, timeout=600, server=server)
+    by_program = zip(*outcome.results(), strict=True)  # of each, its steps on each rank
+    measured = [statistics.median(max(step) for step in zip(*rows, strict=True)) for rows in by_program]
+    rows = sorted(zip(predicted, measured, names, strict=True))
+    for expected, taken, name in rows:
+        print(f"{name:<40} predicted {expected * 1e3:8.2f} ms, measured {taken * 1e3:8.2f} ms: {expected / taken:.2f}")
+    places = [np.argsort(np.argsort(values)) for values in (predicted, measured)]  # Spearman's, without ties
     correlation = float(np.corrcoef(*places)[0, 1])
-    print(f"rank correlation of {len(rows)} plans: {correlation:.2f}; costs: {cost.identity}")
+    off = statistics.median(abs(expected / taken - 1) for expected, taken, _ in rows)
+    print(f"rank correlation of {len(rows)} plans: {correlation:.2f}; off by {off:.0%} (median); {cost.identity}")
 
 
 def main() -> None:

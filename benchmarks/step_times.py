@@ -1,29 +1,37 @@
-"""How long a training step of a program takes between the ranks of a job. A job's function: see `launcher.launch`."""
+"""How long training steps of programs take between the ranks of a job. A job's function: see `launcher.launch`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from nnscaler.runtime.communicator import Communicator
 from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.program_directory import read_program
 
+AT_ONCE = 5  # steps of one program before the next one's turn
 
-def time_steps(communicator: Communicator, program: str, steps: int) -> list[float]:
-    """Seconds of each of `steps` steps on the sample batch, after one that is not counted. Ranks begin each together;
+
+def time_steps(communicator: Communicator, programs: Sequence[str], steps: int) -> list[list[float]]:
+    """Seconds of each of `steps` steps of each program on the sample batch. Programs take turns, so that what slows the
+    machine for a while slows all of them, and the first step of a turn is not counted. Ranks begin each step together;
     the time of a step is that of the rank that takes longest."""
-    directory = read_program(program)
-    executor = RankExecutor(
-        directory.role(communicator.rank), communicator.rank, communicator, directory.state(), shapes=directory.shapes
-    )
-    batch = directory.inputs()
     everyone = tuple(range(communicator.world_size))
-    taken = []
-    for _ in range(steps + 1):
-        executor.zero_grad()
-        communicator.barrier(everyone)
-        start = time.perf_counter()
-        executor.step(batch)
-        taken.append(time.perf_counter() - start)
+    prepared = []
+    for program in programs:
+        directory = read_program(program)
+        role = directory.role(communicator.rank)
+        executor = RankExecutor(role, communicator.rank, communicator, directory.state(), shapes=directory.shapes)
+        prepared.append((executor, directory.inputs()))
+    taken: list[list[float]] = [[] for _ in programs]
+    while len(taken[-1]) < steps:
+        for (executor, batch), times in zip(prepared, taken, strict=True):
+            for number in range(min(AT_ONCE, steps - len(times)) + 1):
+                executor.zero_grad()
+                communicator.barrier(everyone)
+                start = time.perf_counter()
+                executor.step(batch)
+                if number:
+                    times.append(time.perf_counter() - start)
     communicator.barrier(everyone)
-    return taken[1:]
+    return taken

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
     console.progress(f"load         {model.name}")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
-        profile = _profile(traced(model, console), options, server)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
+        profile = _profile(traced(model, console), options, server, folder)
     try:
         profile.save(options.out)
     except OSError as error:
@@ -83,11 +86,16 @@ def summary(profile: Profile) -> list[str]:
     device, level = profile.cluster.device, profile.cluster.levels[0]
     peaks = ", ".join(f"{dtype} {peak / 1e9:.3g} GFLOP/s" for dtype, peak in sorted(device.peak.items()))
     memory = f"memory {device.bandwidth / 1e9:.3g} GB/s; launch {device.launch * 1e6:.3g} us"
+    overheads = profile.overheads
+    crowding = ", ".join(f"{n} at once x{times:.2f}" for n, times in enumerate(overheads.crowding, 1) if n > 1)
+    beside = ", ".join(f"a {n} {getattr(overheads, n) * 1e6:.3g} us" for n in ("statement", "step"))
+    beside += f", a repeated statement {overheads.again * 1e6:.3g} us more"
     return [
         f"{profile.cluster.name}: {peaks}; {memory}",
+        f"besides: {beside}" + (f"; ranks that compute {crowding}" if crowding else ""),
         f"links ({level.name}): {level.bandwidth / 1e9:.3g} GB/s, latency {level.latency * 1e6:.3g} us",
         _error("operators", profile.operators_error, "with a factor per operator"),
-        _error("collectives", profile.collectives_error, "with a line per kind and group size"),
+        _error("collectives", profile.collectives_error, "from the other sizes of a kind and group"),
     ]
 
 
@@ -101,10 +109,11 @@ def _error(what: str, found: Calibration, better: str) -> str:
     )
 
 
-def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None) -> Profile:
+def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None, folder: Path) -> Profile:
     import torch
 
-    from nnscaler.planning.cluster.found import available_cores, found_cluster
+    from nnscaler.cli.profile_steps import Steps, time_steps, with_overheads
+    from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.cost.measure import measure
     from nnscaler.transform.signature import signatures
 
@@ -112,31 +121,32 @@ def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | N
     ranks: int = options.ranks
     on_gpu = torch.cuda.is_available()
     cluster = found_cluster(ranks)
-    crowding = 1.0 if on_gpu else max(1.0, ranks / available_cores())
+    cluster = replace(cluster, device=replace(found_cluster(1).device, memory=cluster.device.memory))
     if on_gpu and ranks > 1:
         console.warning("links between GPUs are not measured: the cluster's description says what they do")
     collectives = () if on_gpu or server is None else _collectives(ranks, server, console)
+    steps = Steps() if on_gpu else time_steps(traced, ranks, options.micro_batches, folder, server, console)
     start = time.perf_counter()
-    steps = 10 if console.verbosity >= 2 else 100
+    often = 10 if console.verbosity >= 2 else 100
 
     def said(number: int, count: int) -> None:
-        if number % steps == 0 or number == count:
+        if number % often == 0 or number == count:
             console.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks run
     try:
         device = "cuda" if on_gpu else "cpu"
-        return measure(
+        profile = measure(
             traced.graph,
             signatures(traced.graph),
             cluster,
             lambda call: _timed(call, device),
             collectives,
-            crowding,
             options.micro_batches,
             said,
         )
+        return profile if on_gpu else with_overheads(profile, steps, ranks)
     finally:
         torch.set_num_threads(threads)
 

@@ -6,21 +6,22 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram
+from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import full_along, local_shape
+from nnscaler.ir.layout import Partial, full_along, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Stage
-from nnscaler.planning.cost.gradients import seconds_per_byte
+from nnscaler.planning.cost.gradients import seconds_per_byte, summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
+from nnscaler.scheduling.crowded import simulate_crowded
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import Timeline, simulate
 from nnscaler.transform.signature import Signature
@@ -28,25 +29,35 @@ from nnscaler.transform.signature import Signature
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step. `forward`, `backward`: of one micro-batch, per stage; `once`: per stage, sums of gradients and
-    what all micro-batches share."""
+    """Seconds of a step. `forward`, `backward`: of one micro-batch, per stage; `once`: per stage, sums of gradients at
+    the rate of full buckets and what all micro-batches share; `beside`: per stage, what the planner's tables leave out:
+    the buckets' own latency, sums of the loss, and what each step takes anyway."""
 
     seconds: float
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     once: tuple[float, ...]
+    beside: tuple[float, ...]
     timeline: Timeline
 
 
 def predict(
     communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature], cost: CostModel
 ) -> Prediction:
-    """The step of a program with this schedule. Sending takes time on both sides."""
+    """The step of a program with this schedule. A message takes its time where it is received: senders do not wait."""
     graph = communicated.partitioned.graph
     found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
-    forward, backward, once = (tuple(values) for values in zip(*found, strict=True))
-    timeline = simulate(order, communicated.edges, forward, backward)
-    return Prediction(timeline.makespan + max(once), forward, backward, once, timeline)
+    forward, backward, once, beside = (tuple(values) for values in zip(*found, strict=True))
+    edges, overheads = communicated.edges, cost.overheads
+    if overheads.crowding:
+        ranks = {p.stage.device: len(p.stage.mesh.ranks) for p in communicated.stages}
+        counts = [ranks[device] for device in range(len(order.orders))]
+        timeline = simulate_crowded(order, edges, forward, backward, counts, overheads.relief)
+        all_ranks = overheads.relief(sum(counts))
+    else:
+        timeline, all_ranks = simulate(order, edges, forward, backward), 1.0
+    last = max(a + b for a, b in zip(once, beside, strict=True))
+    return Prediction(timeline.makespan + last * all_ranks, forward, backward, once, beside, timeline)
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
@@ -59,7 +70,7 @@ def place_of(stage: Stage, axis: str) -> AxisPlace:
 
 def _stage(
     graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float]:
     stage = program.stage
     forward = backward = 0.0
     again = repeated_in_backward(graph, program.forward)
@@ -67,29 +78,74 @@ def _stage(
         if isinstance(statement, Compute):
             ahead, behind = _compute(graph, stage, statement, signatures, cost)
             forward += ahead
-            backward += behind + (ahead if statement.placement.recompute is not None else 0.0)
+            repeated = statement.placement.recompute is not None
+            backward += behind + (ahead + cost.overheads.again if repeated else 0.0)
         else:
             ahead, behind = _convert(graph, stage, statement, cost)
             forward += ahead
             backward += behind + (ahead if i in again else 0.0)
-    for message in (*program.receives, *program.sends):
-        tensor = graph.tensors[message.tensor]
-        size = prod(local_shape(message.target.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
-        sent = cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
-        forward += sent
-        backward += sent if message.needs_grad else 0.0
-    once = 0.0
+    for message in program.receives:
+        forward += _sent(graph, stage, message, cost)
+    for message in program.sends:
+        backward += _sent(graph, stage, message, cost) if message.needs_grad else 0.0
+    return forward, backward, _once(graph, program, signatures, cost), _beside(graph, program, cost)
+
+
+def _sent(graph: Graph, stage: Stage, message: Message, cost: CostModel) -> float:
+    tensor = graph.tensors[message.tensor]
+    size = prod(local_shape(message.target.layout, stage.sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    return cost.collective("send", size, AxisPlace(2, len(stage.mesh.ranks)))
+
+
+def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signature], cost: CostModel) -> float:
+    stage, once = program.stage, 0.0
     for statement in program.prepare:
-        one = _compute(graph, stage, statement, signatures, cost) if isinstance(statement, Compute) else (0.0, 0.0)
-        once += one[0]
+        if isinstance(statement, Compute):
+            once += _compute(graph, stage, statement, signatures, cost)[0]
+        else:
+            once += _convert(graph, stage, statement, cost)[0]
+    for stored in _trained(graph, program):
+        for axis in stored.reduce:
+            once += seconds_per_byte(cost, place_of(stage, axis)) * _gradient_bytes(graph, stage, stored)
+    return once
+
+
+def _beside(graph: Graph, program: StageProgram, cost: CostModel) -> float:
+    """What the runtime's buckets take more than their bytes do at full rate, and the sum of the loss."""
+    stage, beside = program.stage, cost.overheads.step
+    sizes: dict[tuple[str, AxisPlace], int] = {}
+    for stored in _trained(graph, program):
+        place, size = _holders(stage, stored), _gradient_bytes(graph, stage, stored)
+        if place.size > 1:
+            key = gradient_dtype(graph.tensors[stored.tensor].dtype), place
+            sizes[key] = sizes.get(key, 0) + size
+        beside -= sum(seconds_per_byte(cost, place_of(stage, axis)) for axis in stored.reduce) * size
+    beside += sum(summed_seconds(cost, place, size) for (_, place), size in sizes.items())
+    if program.loss is not None:
+        size = element_bytes(graph.tensors[program.loss.tensor].dtype)
+        for axis, state in zip(stage.names, program.loss.layout, strict=True):
+            if isinstance(state, Partial) and axis != MICRO:
+                beside += cost.collective("all_reduce", size, place_of(stage, axis))
+    return beside
+
+
+def _trained(graph: Graph, program: StageProgram) -> Iterator[Stored]:
     for stored in program.stored:
         tensor = graph.tensors[stored.tensor]
         if tensor.role == "parameter" and tensor.needs_grad:
-            elements = prod(local_shape(stored.at_rest, stage.sizes, tensor.shape))
-            size = elements * element_bytes(gradient_dtype(tensor.dtype))
-            for axis in stored.reduce:
-                once += seconds_per_byte(cost, place_of(stage, axis)) * size
-    return forward, backward, once
+            yield stored
+
+
+def _gradient_bytes(graph: Graph, stage: Stage, stored: Stored) -> int:
+    tensor = graph.tensors[stored.tensor]
+    return prod(local_shape(stored.at_rest, stage.sizes, tensor.shape)) * element_bytes(gradient_dtype(tensor.dtype))
+
+
+def _holders(stage: Stage, stored: Stored) -> AxisPlace:
+    """The ranks whose gradients of a parameter are added up, in one group: over axes, and over stages that share it."""
+    axes = [place_of(stage, axis) for axis in stored.reduce]
+    inner = min((place.inner for place in axes), default=len(stage.mesh.ranks))
+    return AxisPlace(prod(place.size for place in axes) * max(1, len(stored.copies)), inner)
 
 
 def _compute(
@@ -118,4 +174,6 @@ def _convert(graph: Graph, stage: Stage, statement: Convert, cost: CostModel) ->
     def seconds(kind: str | None) -> float:
         return 0.0 if kind is None else cost.collective(cast(Collective, kind), size, place_of(stage, name))
 
-    return seconds(move.row.forward), seconds(move.row.backward) if tensor.needs_grad else 0.0
+    started = cost.overheads.statement
+
+    return started + seconds(move.row.forward), seconds(move.row.backward) if tensor.needs_grad else 0.0

@@ -51,7 +51,12 @@ def simulate(
         start = max([row[-1].stop if row else 0.0, *ready])
         finished[instruction] = start + costs[instruction.kind][instruction.stage]
         row.append(Span(instruction, start, finished[instruction]))
-    makespan = max(finished.values(), default=0.0)
+    return timeline_of(schedule, rows)
+
+
+def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
+    """The timeline with these spans, per device."""
+    makespan = max((row[-1].stop for row in rows if row), default=0.0)
     busy = sum(span.stop - span.start for row in rows for span in row)
     available = makespan * len(rows)
     return Timeline(

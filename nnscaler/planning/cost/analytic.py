@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost import collectives
-from nnscaler.planning.cost.model import AxisPlace, Collective, Shapes
+from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shapes
 from nnscaler.planning.cost.work import Work, shard_work
 from nnscaler.transform.signature import Signature
 
@@ -25,6 +25,10 @@ class AnalyticCost:
     @cached_property
     def identity(self) -> str:
         return f"analytic:{sha256(f'{self.cluster.identity} {EFFICIENCY}'.encode()).hexdigest()[:16]}"
+
+    @property
+    def overheads(self) -> Overheads:
+        return Overheads()
 
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         forward, backward = shard_work(signature, shapes_in, shapes_out, dtype)

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY
 from nnscaler.planning.cost.collectives import seconds
-from nnscaler.planning.cost.model import AxisPlace, Collective
+from nnscaler.planning.cost.curves import from_others
+from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Entry
 from nnscaler.planning.cost.work import Work
 
 Factors = Mapping[str, tuple[float, float]]
-Line = tuple[float, float]  # seconds, and seconds per byte
+Pair = tuple[float, float]
 _SMALL = Work(1e5, 2e4)  # passes below both are a launch and little else
 _LARGE = Work(1e6, 1e5)  # passes above one of them are worth a look at their rate
 
@@ -57,19 +58,6 @@ def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
     return replace(level, latency=max(latency, 1e-9), bandwidth=1 / max(per_byte, 1e-15))
 
 
-def fit_line(measured: Iterable[CollectiveEntry]) -> Line:
-    """Seconds as a + b * bytes, by relative error, neither negative."""
-    entries = list(measured)
-    rows = np.array([(1.0, float(e.size)) for e in entries])
-    return _least(rows, np.array([e.seconds for e in entries]))
-
-
-def fit_lines(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int], Line]:
-    """A line for each kind and number of ranks."""
-    keys = dict.fromkeys((e.kind, e.ranks) for e in measured)
-    return {key: fit_line(e for e in measured if (e.kind, e.ranks) == key) for key in keys}
-
-
 def operator_factors(entries: Sequence[Entry]) -> Factors:
     """operator -> (forward, backward): the median of measured through predicted; 1 where nothing is predicted."""
     names = dict.fromkeys(e.operator for e in entries)
@@ -83,15 +71,13 @@ def operators_error(entries: Sequence[Entry]) -> Calibration:
     measured = [e.forward + e.backward for e in worth]
     plain = [sum(e.predicted) for e in worth]
     better = [sum(p * f for p, f in zip(e.predicted, factors[e.operator], strict=True)) for e in worth]
-    return _calibration(measured, plain, better)
+    return _calibration(zip(measured, plain, strict=True), zip(measured, better, strict=True))
 
 
 def collectives_error(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Calibration:
-    """The same for collectives; `calibrated` are the lines of each kind and number of ranks."""
-    lines = fit_lines(measured)
+    """The same for collectives; `calibrated` is of those whose time follows from smaller and larger sizes."""
     plain = [seconds(cluster, e.kind, e.size, AxisPlace(e.ranks)) for e in measured]
-    better = [lines[e.kind, e.ranks][0] + lines[e.kind, e.ranks][1] * e.size for e in measured]
-    return _calibration([e.seconds for e in measured], plain, better)
+    return _calibration(zip((e.seconds for e in measured), plain, strict=True), from_others(measured))
 
 
 def _factor(entries: Sequence[Entry]) -> tuple[float, float]:
@@ -100,23 +86,23 @@ def _factor(entries: Sequence[Entry]) -> tuple[float, float]:
     return median(forward) if forward else 1.0, median(backward) if backward else 1.0
 
 
-def _calibration(measured: Sequence[float], plain: Sequence[float], better: Sequence[float]) -> Calibration:
-    if not measured:
-        return Calibration(0, 0.0, 0.0, 0.0, 0.0)
-    found = []
-    for predicted in (plain, better):
-        errors = np.abs(np.array(predicted) / np.array(measured) - 1)
+def _calibration(plain: Iterable[Pair], better: Iterable[Pair]) -> Calibration:
+    """Of pairs (measured, predicted)."""
+    found: list[float] = []
+    pairs = list(plain), list(better)
+    for of in pairs:
+        errors = [abs(predicted / measured - 1) for measured, predicted in of] or [0.0]
         found += [round(float(np.percentile(errors, p)), 4) for p in (50, 95)]
-    return Calibration(len(measured), *found)
+    return Calibration(len(pairs[0]), *found)
 
 
-def _least(rows: NDArray[Any], times: NDArray[Any]) -> Line:
+def _least(rows: NDArray[Any], times: NDArray[Any]) -> tuple[float, float]:
     """Least squares of the relative error in two unknowns, each at least 0: the best of the corners and the middle."""
     scaled, ones = rows / times[:, None], np.ones(len(times))
     both = np.linalg.lstsq(scaled, ones, rcond=None)[0]
     if (both >= 0).all():
         return float(both[0]), float(both[1])
-    best: tuple[float, Line] | None = None
+    best: tuple[float, tuple[float, float]] | None = None
     for column in (0, 1):
         norm = float(scaled[:, column] @ scaled[:, column])
         value = max(0.0, float(scaled[:, column] @ ones) / norm) if norm else 0.0

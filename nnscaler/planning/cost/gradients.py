@@ -10,3 +10,10 @@ BUCKET_BYTES = 25 * 2**20
 def seconds_per_byte(cost: CostModel, ranks: AxisPlace) -> float:
     """Of gradients that are added up over an axis, in full buckets."""
     return cost.collective("all_reduce", BUCKET_BYTES, ranks) / BUCKET_BYTES
+
+
+def summed_seconds(cost: CostModel, ranks: AxisPlace, size: float) -> float:
+    """Of `size` bytes of gradients of one dtype that are added up over one group, in full buckets and a last one."""
+    full, rest = divmod(size, BUCKET_BYTES)
+    last = cost.collective("all_reduce", rest, ranks) if rest else 0.0
+    return full * cost.collective("all_reduce", BUCKET_BYTES, ranks) + last

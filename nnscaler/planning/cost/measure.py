@@ -13,13 +13,13 @@ from nnscaler.ir.graph import Graph
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
-from nnscaler.planning.cost.model import KINDS, Collective
+from nnscaler.planning.cost.model import KINDS, Collective, Overheads
 from nnscaler.planning.cost.shards import ShardCall, shard_calls
 from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile
 from nnscaler.planning.cost.work import Work, shard_work
 from nnscaler.transform.signature import Signature
 
-SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)  # bytes of the tensors that collectives are timed on
+SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
 CollectiveCall = tuple[Collective, int, int]  # kind, ranks of a group, bytes
 Progress = Callable[[int, int], None]  # number, of how many
@@ -37,14 +37,13 @@ def measure(
     cluster: Cluster,
     timer: Timer,
     collectives: Sequence[CollectiveEntry] = (),
-    crowding: float = 1.0,
     micro_batches: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
     """The profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
 
-    `cluster`: the machine as it was found; the profile's is that with the figures that were measured. `crowding`: how
-    many ranks share a core: the times of operators, which run alone here, are multiplied by it.
+    `cluster`: the machine as it was found, each device undivided; the profile's is that with the figures that were
+    measured. Operators run alone here: see `crowded`.
     """
     calls = shard_calls(graph, signatures, cluster.devices, micro_batches)
     timed: list[tuple[ShardCall, float, float]] = []
@@ -56,18 +55,49 @@ def measure(
         if isinstance(found, str):
             skipped.setdefault(call.key[0], found)
         else:
-            timed.append((call, found[0] * crowding, found[1] * crowding))
+            timed.append((call, *found))
     fitted = replace(cluster, device=fit_device(cluster.device, _passes(timed)))
     fitted = replace(fitted, levels=(fit_level(fitted, collectives), *fitted.levels[1:]))
     entries = tuple(_entry(AnalyticCost(fitted), *one) for one in timed)
     return Profile(
         fitted,
-        crowding,
+        Overheads(),
         entries,
         tuple(collectives),
         operators_error(entries),
         collectives_error(fitted, collectives),
         tuple(skipped.items()),
+    )
+
+
+def crowded(profile: Profile, overheads: Overheads) -> Profile:
+    """The profile of a machine whose ranks have these overheads, of operators that ran alone."""
+    if not overheads.crowding:
+        return replace(profile, overheads=overheads)
+    last, device = overheads.crowding[-1], profile.cluster.device
+    shared = replace(
+        device,
+        peak={dtype: peak / last for dtype, peak in device.peak.items()},
+        bandwidth=device.bandwidth / last,
+        launch=device.launch * last,
+    )
+    cluster = replace(profile.cluster, device=shared)
+    cluster = replace(cluster, levels=(fit_level(cluster, profile.collectives), *cluster.levels[1:]))
+    entries = tuple(
+        replace(
+            e,
+            forward=e.forward * last,
+            backward=e.backward * last,
+            predicted=(e.predicted[0] * last, e.predicted[1] * last),
+        )
+        for e in profile.entries
+    )
+    return replace(
+        profile,
+        cluster=cluster,
+        overheads=overheads,
+        entries=entries,
+        collectives_error=collectives_error(cluster, profile.collectives),
     )
 
 

@@ -22,12 +22,36 @@ class AxisPlace:
     inner: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds that a step takes beside operators and collectives, while all ranks run: to dispatch a `statement` of a
+    program (part of `CostModel.compute`); `again`, more for one that backward repeats; a `step`, once on every rank.
+
+    `crowding`: how many times longer operators take with 1, 2, ... ranks computing at once than one by one; the last is
+    that of all ranks, which all other figures include. Empty: each rank computes on a device of its own."""
+
+    statement: float = 0.0
+    again: float = 0.0
+    step: float = 0.0
+    crowding: tuple[float, ...] = ()
+
+    def relief(self, ranks: int) -> float:
+        """What part of its time a pass takes while only so many ranks compute."""
+        if not self.crowding:
+            return 1.0
+        return self.crowding[max(1, min(ranks, len(self.crowding))) - 1] / self.crowding[-1]
+
+
 class CostModel(Protocol):
     """Seconds. Pure: the same question has the same answer."""
 
     @property
     def identity(self) -> str:
         """A hash of what the answers depend on."""
+
+    @property
+    def overheads(self) -> Overheads:
+        """What is neither an operator nor a collective."""
 
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         """Forward and backward of one shard of an operation.

@@ -12,10 +12,10 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.cluster.description import Cluster
-from nnscaler.planning.cost.model import KINDS, Collective, Shape
+from nnscaler.planning.cost.model import KINDS, Collective, Overheads, Shape
 from nnscaler.planning.cost.shards import Key
 
-VERSION = 1
+VERSION = 2
 _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
 
 
@@ -65,12 +65,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Profile:
-    """`cluster`: the machine, with the figures that fit the measurements best. `crowding`: how many ranks share a core;
-    times of operators are those of a rank while the others compute too. `skipped`: (signature, why) of what could
-    not be measured."""
+    """`cluster`: the machine, with the figures that fit the measurements best. Times of operators and `overheads` are
+    those of a rank while the others compute too. `skipped`: (signature, why) of what could not be measured."""
 
     cluster: Cluster
-    crowding: float
+    overheads: Overheads
     entries: tuple[Entry, ...]
     collectives: tuple[CollectiveEntry, ...]
     operators_error: Calibration
@@ -82,7 +81,7 @@ class Profile:
         return {
             "version": VERSION,
             "cluster": self.cluster.as_dict(),
-            "crowding": self.crowding,
+            "overheads": asdict(self.overheads),
             "calibration": {"operators": asdict(self.operators_error), "collectives": asdict(self.collectives_error)},
             "operators": [asdict(entry) for entry in self.entries],
             "collectives": [asdict(entry) for entry in self.collectives],
@@ -126,13 +125,18 @@ def _profile(values: Mapping[str, Any]) -> Profile:
         raise ValueError(f"no collective {unknown[0]!r}")
     return Profile(
         Cluster.from_dict(values["cluster"]),
-        float(values["crowding"]),
+        _overheads(values["overheads"]),
         tuple(_entry(entry) for entry in values["operators"]),
         collectives,
         Calibration(**values["calibration"]["operators"]),
         Calibration(**values["calibration"]["collectives"]),
         tuple((s["signature"], s["reason"]) for s in values["skipped"]),
     )
+
+
+def _overheads(values: Mapping[str, Any]) -> Overheads:
+    statement, again, step = (float(values[name]) for name in ("statement", "again", "step"))
+    return Overheads(statement, again, step, tuple(map(float, values["crowding"])))
 
 
 def _entry(values: Mapping[str, Any]) -> Entry:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from statistics import median
 
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.cost.calibrate import Factors, Line, fit_lines, operator_factors
-from nnscaler.planning.cost.model import AxisPlace, Collective, Shapes
+from nnscaler.planning.cost.calibrate import Factors, operator_factors
+from nnscaler.planning.cost.curves import Curve, fit_curves
+from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shapes
 from nnscaler.planning.cost.shards import Key, key_of
 from nnscaler.planning.cost.table import Entry, Profile
 from nnscaler.transform.kept import VIEWS
@@ -46,25 +47,30 @@ class TableCost:
         text = f"{self.profile.identity} {self._links.identity}"
         return f"table:{sha256(text.encode()).hexdigest()[:16]}"
 
+    @property
+    def overheads(self) -> Overheads:
+        return self.profile.overheads if self._is_measured_host else replace(self.profile.overheads, crowding=())
+
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
+        started = self.profile.overheads.statement
         if signature.call.operator in VIEWS:
-            return 0.0, 0.0
+            return started, 0.0
         key = key_of(signature, tuple(shapes_in), tuple(shapes_out), dtype)
         entry = self._entries.get(key)
         self._asked[key] = entry is not None
         if entry is not None:
-            return entry.forward, entry.backward
+            return started + entry.forward, entry.backward
         forward, backward = self._operators.compute(signature, shapes_in, shapes_out, dtype)
         factors = self._factors.get(signature.call.operator, self._usual)
-        return forward * factors[0], backward * factors[1]
+        return started + forward * factors[0], backward * factors[1]
 
     def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
         predicted = self._links.collective(kind, size, ranks)
         cluster = self._links.cluster
         if ranks.size == 1 or cluster.spans[0] % (ranks.size * ranks.inner) or not self._is_measured_host:
             return predicted
-        line = self._lines.get((kind, ranks.size))
-        return predicted if line is None else line[0] + line[1] * size
+        curve = self._curves.get((kind, ranks.size))
+        return predicted if curve is None else curve.seconds(size)
 
     def coverage(self) -> Coverage:
         """What was asked for so far."""
@@ -88,8 +94,8 @@ class TableCost:
         return self._links.cluster.levels[0].name == self.profile.cluster.levels[0].name
 
     @cached_property
-    def _lines(self) -> dict[tuple[Collective, int], Line]:
-        return fit_lines(self.profile.collectives)
+    def _curves(self) -> dict[tuple[Collective, int], Curve]:
+        return fit_curves(self.profile.collectives)
 
     @cached_property
     def _factors(self) -> Factors:

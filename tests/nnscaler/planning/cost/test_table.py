@@ -17,13 +17,12 @@ from nnscaler.planning.cost.calibrate import (
     collectives_error,
     fit_device,
     fit_level,
-    fit_lines,
     operator_factors,
     operators_error,
 )
 from nnscaler.planning.cost.collectives import seconds
-from nnscaler.planning.cost.measure import collective_calls
-from nnscaler.planning.cost.model import AxisPlace
+from nnscaler.planning.cost.measure import collective_calls, crowded
+from nnscaler.planning.cost.model import AxisPlace, Overheads
 from nnscaler.planning.cost.shards import key_of
 from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile, load_profile
 from nnscaler.planning.cost.table_cost import TableCost
@@ -41,7 +40,7 @@ def gelu(make: Make) -> Signature:
 @pytest.fixture
 def profile(make: Make, cluster: Cluster) -> Profile:
     """Two shards of a gelu that take three times what is predicted in forward and five times in backward, and one of an
-    exp; lines for groups of two."""
+    exp; collectives of groups of two that take 1 ms and 1 ns a byte."""
     cost = AnalyticCost(cluster)
     entries = []
     for signature, shape, times in ((gelu(make), SHAPE, 3), (gelu(make), HALF, 3)):
@@ -49,7 +48,9 @@ def profile(make: Make, cluster: Cluster) -> Profile:
         key = key_of(signature, (shape,), (shape,), "float32")
         entries.append(Entry(*key, times * forward, 5 * backward, (forward, backward)))
     calls = tuple(CollectiveEntry("all_reduce", 2, size, 1e-3 + size * 1e-9) for size in (10**4, 10**6, 10**7))
-    return Profile(cluster, 1.0, tuple(entries), calls, operators_error(entries), collectives_error(cluster, calls), ())
+    return Profile(
+        cluster, Overheads(), tuple(entries), calls, operators_error(entries), collectives_error(cluster, calls), ()
+    )
 
 
 def test_entries_and_what_is_missing(make: Make, cluster: Cluster, profile: Profile) -> None:
@@ -102,13 +103,29 @@ def test_a_level_is_found_again(cluster: Cluster) -> None:
     assert fit_level(guess, []) == guess.levels[0]
 
 
-def test_lines_are_not_negative() -> None:
-    falling = [CollectiveEntry("send", 2, size, taken) for size, taken in ((1000, 2e-3), (100000, 1e-3))]
-    ((start, per_byte),) = fit_lines(falling).values()
-    assert per_byte == 0 and 1e-3 <= start <= 2e-3
-    steep = [CollectiveEntry("send", 2, size, taken) for size, taken in ((1000, 1e-9), (2000, 1.0))]
-    ((start, per_byte),) = fit_lines(steep).values()
-    assert start == 0 and per_byte > 0
+def test_overheads_of_a_table(make: Make, cluster: Cluster, profile: Profile) -> None:
+    """A statement takes its time whether it is a view, in the table or not; ranks that share cores slow all down."""
+    assert TableCost(profile).overheads == AnalyticCost(cluster).overheads == Overheads()
+    overheads = Overheads(1e-4, 2e-4, 3e-4, (1.0, 1.5, 2.0))
+    found = crowded(profile, overheads)
+    cost, before, entry = TableCost(found), TableCost(profile), profile.entries[1]
+    assert cost.overheads == overheads and found.operators_error == profile.operators_error
+    assert cost.compute(gelu(make), [HALF], [HALF], "float32") == (1e-4 + 2 * entry.forward, 2 * entry.backward)
+    view = make("aten.reshape.default", [SHAPE], (64 * 512,), [64 * 512])
+    assert cost.compute(view, [SHAPE], [(64 * 512,)], "float32") == (1e-4, 0.0)
+    for signature in (gelu(make), make("aten.exp.default", [SHAPE], SHAPE)):
+        alone = before.compute(signature, [QUARTER], [QUARTER], "float32")
+        forward, backward = cost.compute(signature, [QUARTER], [QUARTER], "float32")
+        assert isclose(forward, 1e-4 + 2 * alone[0]) and isclose(backward, 2 * alone[1])
+    other = TableCost(found, replace(cluster, levels=(Level("other", 16, 1e9, 1e-6),)))
+    assert other.overheads == replace(overheads, crowding=())
+    assert crowded(profile, Overheads(1e-4)).entries == profile.entries
+
+
+def test_relief() -> None:
+    shared = Overheads(crowding=(1.0, 1.5, 2.0))
+    assert [shared.relief(n) for n in (0, 1, 2, 3, 9)] == [0.5, 0.5, 0.75, 1.0, 1.0]
+    assert Overheads().relief(3) == 1.0
 
 
 def test_a_device_is_found_again(cluster: Cluster) -> None:
@@ -134,8 +151,8 @@ def test_files(profile: Profile, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: "{", "is not JSON"),
-        (lambda d: json.dumps([1]), "is not a profile of version 1, but of None"),
-        (lambda d: json.dumps({**d, "version": 7}), "is not a profile of version 1, but of 7"),
+        (lambda d: json.dumps([1]), "is not a profile of version 2, but of None"),
+        (lambda d: json.dumps({**d, "version": 7}), "is not a profile of version 2, but of 7"),
         (lambda d: json.dumps({k: v for k, v in d.items() if k != "operators"}), "lacks 'operators'"),
         (lambda d: json.dumps({**d, "operators": 3}), "is not a profile"),
         (lambda d: json.dumps({**d, "collectives": [{"kind": "x", "ranks": 2, "size": 1, "seconds": 1}]}),

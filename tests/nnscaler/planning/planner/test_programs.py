@@ -34,7 +34,8 @@ def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tupl
 @pytest.mark.parametrize("c", [Configuration(dp=4), Configuration(dp=2, tp=2), Configuration(tp=4)], ids=str)
 def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
     found, program, held = programmed(name, c)
-    assert program.seconds == pytest.approx(found.seconds, rel=1e-9)
+    assert program.seconds - program.beside[0] == pytest.approx(found.seconds, rel=1e-9)
+    assert program.beside[0] >= 0
     assert held == (pytest.approx(found.stages[0].kept, rel=0.02),)
 
 
@@ -52,7 +53,7 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
 def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
     """What stages repeat, and what micro-batches share, is not in the tables."""
     found, program, held = programmed("gpt", c)
-    assert program.seconds == pytest.approx(found.seconds, rel=0.12)
+    assert program.seconds - max(program.beside) == pytest.approx(found.seconds, rel=0.12)
     assert len(program.forward) == c.pp
     for stage, activations in zip(found.stages, held, strict=True):
         assert activations <= stage.kept * 1.05  # labels and masks that several stages hold are counted once
