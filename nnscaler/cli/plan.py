@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
+from nnscaler.cli.options import MODEL_HELP, add_search_options, add_verbosity, positive
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -41,14 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="how many ranks")
-    parser.add_argument(
-        "--cluster", metavar="FILE.toml", help="a description, or the name of a ready one (default: what is found here)"
-    )
-    parser.add_argument("--memory", metavar="80GB", help="of a rank (default: what the cluster says)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="costs measured by `nnscaler profile`")
-    parser.add_argument(
-        "--constraints", type=Path, metavar="FILE.toml", help="what a plan has to keep to: docs/planner.md"
-    )
+    add_search_options(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for --plan of other commands")
     parser.add_argument("--certificate", type=Path, metavar="FILE", help="write what is known of it, as JSON")
     parser.add_argument("--explain", metavar="OP", help="say what other choices for this operation would cost")
@@ -62,18 +55,18 @@ def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
     from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.outputs import cannot_write, check_writable
-    from nnscaler.cli.plan_cost import cluster_of, cost_of, memory_of
-    from nnscaler.planning.constraints import Constraint, read_constraints
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.cli.plan_cost import auto_plan
+    from nnscaler.planning.auto import cluster_of, cost_of, search_plan
     from nnscaler.transform.signature import signatures
 
     console: Console = options.console
     for path in (options.out, options.certificate):
         if path is not None:
             check_writable(path)
-    cluster = cluster_of(options.cluster, options.ranks)
-    memory = memory_of(options.memory)
-    cost: CostModel = cost_of(options.profile, cluster)
+    wanted = auto_plan(options)
+    cost: CostModel = cost_of(
+        wanted, cluster_of(wanted, options.ranks)
+    )  # what is wrong in files is told before tracing
     model = load_model_file(options.model, options.seed, options.loss_fn)
     graph = traced(model, console).graph
     start = time.perf_counter()
@@ -81,9 +74,8 @@ def run(options: argparse.Namespace) -> int:
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    kept = Constraint("none") if options.constraints is None else read_constraints(options.constraints, graph)
     known = signatures(graph)
-    found = find_plan(graph, known, cluster, memory=memory, cost=cost, constraint=kept, progress=said)
+    found = search_plan(graph, known, options.ranks, wanted, cost=cost, progress=said)
     for line in summary(found, time.perf_counter() - start):
         console.result(line)
     if options.explain is not None:
