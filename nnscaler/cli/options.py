@@ -15,7 +15,7 @@ MODEL_HELP = (
     "a Python file with build_model() -> nn.Module and sample_inputs() -> dict or tuple (one global batch); "
     "forward returns a scalar loss. file.py::factory takes another factory"
 )
-
+SPECIALISE_HELP = "where the model branches on the values of its data, take the branch that the sample batch takes"
 
 TEXT_FORMATS = ("full", "concise")
 MACHINE_FORMATS = ("json", "jsonl", "junit", "sarif", "github", "html")
@@ -130,7 +130,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--specialise",
         action="store_true",
-        help="where the model branches on the values of its data, take the branch that the sample batch takes",
+        help=SPECIALISE_HELP,
     )
 
 
