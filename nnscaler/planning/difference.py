@@ -19,9 +19,11 @@ class Difference:
 
 
 def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Difference, ...]:
-    """In the order of the graph. Sizes of axes do not count, nor does what splits nothing."""
+    """In the order of the graph, of what both run. Sizes of axes do not count, nor does what splits nothing."""
     found = []
     for op in now.graph.operations:
+        if op.name not in before.placements:  # what micro-batches share is an operation of its own
+            continue
         for kind, describe in (("split", splits_of), ("stage", stages_of), ("recomputed", recomputed)):
             old, new = describe(before, op.name), describe(now, op.name)
             if old != new:
