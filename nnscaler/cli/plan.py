@@ -32,7 +32,7 @@ a cluster is described in TOML: docs/clusters.md. A model too large for this mac
 """
 
 
-MANY = 100_000  # passes of micro-batches that are simulated without being asked: some seconds
+MANY = 50_000  # passes of micro-batches that are simulated without being asked: some seconds
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:

@@ -15,7 +15,6 @@ _UNITS = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
 
 def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str, Sequence[str]]) -> str:
     """HTML. `sections`: more text, by its heading."""
-    from nnscaler.communication.profile import communication_profile
     from nnscaler.communication.profile_memory import stage_memory
     from verify.report_formats.html.bars import communication_panel, memory_panel
     from verify.report_formats.html.page import page
@@ -27,7 +26,7 @@ def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str,
         _banner(model, found, replayed),
         _stages(found, replayed),
         timeline_panel(timeline_of(replayed)),
-        communication_panel(communication_profile(communicated, order).as_dict()),
+        communication_panel(replayed.profile.as_dict()),
         memory_panel([m.as_dict() for m in stage_memory(communicated, order)]),
         _runners_up(found),
         *(panel(title, f"<pre>{escape(chr(10).join(lines))}</pre>") for title, lines in sections.items() if lines),
@@ -73,7 +72,19 @@ def _stages(found: Found, replayed: Replay) -> str:
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
     from verify.report_formats.html.text import panel, table
 
-    head = ("stage", "ranks", "layers", "forward", "backward", "once a step", "busy", "idle", "at rest", "activations")
+    head = (
+        "stage",
+        "ranks",
+        "layers",
+        "forward",
+        "backward",
+        "once a step",
+        "busy",
+        "idle",
+        "sends",
+        "at rest",
+        "activations",
+    )
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
     times = replayed.prediction
     rows = [
@@ -86,12 +97,16 @@ def _stages(found: Found, replayed: Replay) -> str:
             show_seconds(times.once[number]),
             f"{replayed.busy[number]:.0%}",
             f"{1 - replayed.busy[number]:.0%}",
+            show_bytes(replayed.sent[number]),
             show_bytes(stage.resting),
             show_bytes(stage.kept),
         )
         for number, stage in enumerate(found.best.stages)
     ]
-    remark = "Forward and backward are of one micro-batch, simulated; bytes are those of the planner's tables."
+    remark = (
+        "Forward and backward are of one micro-batch, simulated; what a rank sends is of a step, in ring algorithms; "
+        "memory is that of the planner's tables."
+    )
     return panel("Stages", table(head, rows, "plain"), remark)
 
 

@@ -25,11 +25,14 @@ def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
     lines.append(_replayed(replayed))
     for number, stage in enumerate(best.stages):
         where = "no layers" if found.layers_of(number) == "none" else f"layers {found.layers_of(number)}"
-        busy = "" if replayed is None else f"; busy {replayed.busy[number]:.0%}, idle {1 - replayed.busy[number]:.0%}"
+        more = ""
+        if replayed is not None:
+            busy = replayed.busy[number]
+            more = f"; a rank sends {show_bytes(replayed.sent[number])} a step; busy {busy:.0%}, idle {1 - busy:.0%}"
         lines.append(
             f"  stage {number}: {where}; a micro-batch {show_seconds(stage.forward)} forward, "
             f"{show_seconds(stage.backward)} backward; once a step {show_seconds(stage.once)}; "
-            f"{show_bytes(stage.resting)} at rest, {show_bytes(stage.kept)} of activations{busy}"
+            f"{show_bytes(stage.resting)} at rest, {show_bytes(stage.kept)} of activations{more}"
         )
     for other, slower, fits in told.runners_up:
         lines.append(f"  next: {other}: {show_seconds(slower)}{'' if fits else ', does not fit'}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nnscaler.communication.communicated import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.predict import Prediction, predict
+from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.registry import get_schedule
@@ -19,14 +20,16 @@ from nnscaler.transform.signature import Signature
 
 @dataclass(frozen=True)
 class Replay:
-    """What the program of a plan does in a step, by a cost model. `busy`: per pipeline device, the share of the step in
-    which it computes or communicates."""
+    """What the program of a plan does in a step, by a cost model. Per pipeline device: `busy`, the share of the step in
+    which it computes or communicates; `sent`, the bytes that a rank of it sends in ring algorithms."""
 
     plan: Plan
     communicated: CommunicatedGraph
     order: Schedule
     prediction: Prediction
     busy: tuple[float, ...]
+    profile: CommunicationProfile
+    sent: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -44,4 +47,8 @@ def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: 
     for program, once in zip(communicated.stages, found.once, strict=True):
         working[program.stage.device] += once
     busy = tuple(seconds / found.seconds if found.seconds else 0.0 for seconds in working)
-    return Replay(plan, communicated, order, found, busy)
+    profile = communication_profile(communicated, order)
+    sent = [0.0] * plan.devices
+    for calls in profile.classes:
+        sent[order.devices[calls.call.stage]] += calls.wire_bytes
+    return Replay(plan, communicated, order, found, busy, profile, tuple(sent))

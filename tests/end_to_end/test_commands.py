@@ -146,6 +146,27 @@ def test_a_search_that_fails_is_an_error(
     assert "Traceback" not in captured.err and not (tmp_path / "build").exists()
 
 
+@pytest.mark.parametrize("command", ["plan", "verify-plan", "compile"])
+def test_files_of_a_search_that_are_wrong_are_errors_with_their_place(
+    model: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"plan": [], "verify-plan": ["--backend", "simulator"], "compile": ["--out", str(tmp_path / "build")]}
+    cluster, kept = tmp_path / "ours.toml", tmp_path / "kept.toml"
+    cluster.write_text('[device]\nmemory = "80GB"\nbandwith = "2TB/s"\n')
+    kept.write_text("[[constraint]]\nkind = 'sizes'\ntp = 3\n")
+    unknown = tmp_path / "unknown.toml"
+    unknown.write_text("[[constraint]]\nkind = 'replicat'\n")
+    for option, said in (
+        (["--cluster", str(cluster)], "ours.toml"),
+        (["--constraints", str(kept)], "permitted"),
+        (["--constraints", str(unknown)], "did you mean 'replicate'?"),
+    ):
+        assert main([command, model, "--ranks", "2", *more[command], *option]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and "help:" in captured.err and said in captured.err
+        assert "Traceback" not in captured.err
+
+
 def test_options_reach_the_run(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--plan", "pp=2", "--schedule", "gpipe", "--micro-batches", "3", "--steps", "1", "--seed", "4", "-q"]
     assert main(["verify-plan", model, "--backend", "simulator", *options]) == 0

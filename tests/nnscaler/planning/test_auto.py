@@ -98,6 +98,11 @@ def test_a_device_is_busy_while_its_passes_run(graph: Graph, wanted: dict[str, i
     for busy, forward, backward, once in zip(found.busy, times.forward, times.backward, times.once, strict=True):
         assert busy * found.seconds == pytest.approx(3 * (forward + backward) + once)
         assert busy <= 1 + 1e-9
+    weights = 2 * (8 * 24 + 24 + 24 * 8 + 8) * 4  # bytes of the two layers
+    if wanted == {"dp": 2}:
+        assert found.sent == (pytest.approx(weights, abs=64),), "an all_reduce of every gradient, and the loss"
+    if wanted == {"pp": 2}:
+        assert found.sent[:1] == (12 * 8 * 4,) and found.sent[1] >= 12 * 8 * 4, "activations, and their gradients"
 
 
 def test_differences_name_what_is_run_otherwise(graph: Graph) -> None:
