@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+PLANS = {2: "tp=2", 8: "dp=2,tp=2,pp=2"}  # of other numbers the plan is searched
 ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = re.compile(r"^\[\s*([\d.]+) s\] (.*)$", re.MULTILINE)
 
@@ -39,6 +40,8 @@ def verify(model: str, ranks: int, backend: str) -> tuple[float, subprocess.Comp
         str(ranks),
         "--backend",
         backend,
+        "--plan",
+        PLANS.get(ranks, "auto"),
     ]
     seconds, result = timed(command)
     if result.returncode != 0:

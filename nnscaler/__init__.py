@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from nnscaler.codegen.program import Program
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
+    from nnscaler.planning.auto import AutoPlan
     from nnscaler.transform.plan import Plan
 
-__all__ = ["NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"]
+__all__ = ["AutoPlan", "NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"]
 
 _HOMES = {
+    "AutoPlan": "nnscaler.planning.auto",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
     "Program": "nnscaler.codegen.program",

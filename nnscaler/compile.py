@@ -21,8 +21,10 @@ from nnscaler.communication.profile import communication_profile
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.planning.policies import choose_sizes, make_plan, parse_spec
+from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
+from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.scheduling.dependencies import check_acyclic
+from nnscaler.scheduling.interleaved import interleaved
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import simulate
@@ -34,14 +36,13 @@ from nnscaler.transform.checkpoints import with_checkpoints
 from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature, signatures
 
-PlanSource = Plan | str | Mapping[str, int] | Callable[[Graph, int], Plan] | None
-AUTO = "auto"
+PlanSource = Plan | AutoPlan | str | Mapping[str, int] | Callable[[Graph, int], Plan] | None
 Progress = Callable[[str, float, str], None]  # phase, seconds, what came out
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and why it was taken."""
+    """A plan and why it was taken: for a plan that was searched, by what and in what time."""
 
     plan: Plan
     signatures: dict[str, Signature]
@@ -67,14 +68,14 @@ def parallelize(
     """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
 
     `sample_inputs`: one global batch, as keyword arguments (dict) or positional ones (tuple). `plan`: a `Plan`, a
-    specification such as `dp=2,tp=2,pp=2`, `auto` or `auto:h100x8` (searched for this machine or that cluster), a
-    function of (graph, ranks) that returns a `Plan`, or None to choose.
-    `micro_batches` None: what the pipeline needs. `replicate`: patterns of modules that tensor parallelism leaves
-    whole.
+    specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or what is to be
+    searched: an `AutoPlan`, `auto:h100x8` (for that cluster), or `auto` and None (for this machine).
+    `micro_batches` None: what the pipeline needs, or the planner finds. `replicate`: patterns of modules that tensor
+    parallelism leaves whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
     returns no loss, a function of its outputs and the batch.
     `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
-    Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, micro_batches_coupled, ...
+    Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, plan_too_large, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
@@ -170,41 +171,42 @@ def make(
             raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
         made = with_checkpoints(_for_ranks(made, ranks), graph)
         return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
-    if isinstance(plan, str) and plan.partition(":")[0] == AUTO:
-        return _searched(graph, known, ranks, plan.partition(":")[2], schedule, micro_batches, replicate)
+    wanted = searched(plan)
+    if wanted is not None:
+        return _search(graph, known, ranks, wanted, schedule, micro_batches, replicate)
+    assert plan is not None and not isinstance(plan, AutoPlan), "it is searched"
+    spec = plan if isinstance(plan, str) else ",".join(f"{n}={v}" for n, v in plan.items())
+    sizes = parse_spec(spec, ranks)
+    made = make_plan(graph, known, sizes, schedule=schedule, micro_batches=micro_batches, replicate=replicate)
+    return Planned(with_checkpoints(made, graph), known, "as asked")
+
+
+def searched(plan: PlanSource) -> AutoPlan | None:
+    """What is to be searched; None for a plan that is named."""
     if plan is None:
-        sizes, why = choose_sizes(graph, known, ranks)
-    elif isinstance(plan, str):
-        sizes, why = parse_spec(plan, ranks), "as asked"
-    else:
-        sizes, why = parse_spec(",".join(f"{n}={v}" for n, v in plan.items()), ranks), "as asked"
-    wanted = make_plan(graph, known, sizes, schedule=schedule, micro_batches=micro_batches, replicate=replicate)
-    return Planned(with_checkpoints(wanted, graph), known, why)
+        return AutoPlan()
+    if isinstance(plan, str):
+        return parse_auto(plan)
+    return plan if isinstance(plan, AutoPlan) else None
 
 
-def _searched(
+def _search(
     graph: Graph,
     known: dict[str, Signature],
     ranks: int,
-    cluster: str,
+    wanted: AutoPlan,
     schedule: str | None,
     micro_batches: int | None,
     replicate: Sequence[str],
 ) -> Planned:
-    """The planner's plan for the named cluster, or for this machine."""
-    from nnscaler.planning import constraints  # with HiGHS, which other plans do not need
-    from nnscaler.planning.cluster.found import found_cluster
-    from nnscaler.planning.cluster.read import load_cluster
-    from nnscaler.planning.planner.plan import find_plan
-
-    wanted = load_cluster(cluster).scaled(ranks) if cluster else found_cluster(ranks)
-    kept = [constraints.replicate(graph, replicate)] if replicate else []
-    if micro_batches is not None:
-        kept.append(constraints.sizes(micro_batches=micro_batches))
-    found = find_plan(graph, known, wanted, constraint=constraints.all_of(kept))
-    told = found.certificate
-    why = f"{told.seconds:.3g} s a step on {wanted.name}, at most {told.gap:.1%} above the best in the space searched"
-    return Planned(with_checkpoints(replace(found.plan, schedule=schedule or found.plan.schedule), graph), known, why)
+    """The planner's plan. Another schedule than 1F1B takes the place of the one that was searched."""
+    if schedule is not None and get_schedule(schedule) is interleaved:
+        message = "the planner searches plans with one stage per device, and this schedule has several"
+        raise NnscalerError("plan_illegal", f"schedule {schedule!r}: {message}", help="name the plan: --plan dp=2,pp=2")
+    start = time.perf_counter()
+    found = search_plan(graph, known, ranks, wanted, micro_batches=micro_batches, replicate=replicate)
+    plan = found.plan if schedule is None else replace(found.plan, schedule=schedule)
+    return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))
 
 
 def _for_ranks(plan: Plan, ranks: int) -> Plan:

@@ -32,7 +32,7 @@ def check_other_plan(
     """Makes the last step on one rank, from the checkpoint, and compares as after the last step of all ranks."""
     if prepared.traced is None or task.checkpoint is None:
         return Outcome(Check(NAME, Verdict.INCONCLUSIVE, 0))
-    compiled = compile_traced(prepared.traced, ranks=1, plan=None, model={"name": type(prepared.model).__name__})
+    compiled = compile_traced(prepared.traced, ranks=1, plan="dp=1", model={"name": type(prepared.model).__name__})
     program = open_program(compiled.save(folder))
     checkpoint = load_checkpoint(task.checkpoint)
     # names of constants are those of the trace, which both programs come from

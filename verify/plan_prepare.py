@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import nnscaler
-from nnscaler.compile import compile_traced
+from nnscaler.compile import compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
+from nnscaler.transform.plan import Plan
 from verify.plan_request import PlanRequest
 from verify.program_directory import ProgramDirectory, open_program
 from verify.randomise import randomise_parameters
@@ -26,7 +27,7 @@ from verify.reference import record_draws
 
 @dataclass(frozen=True)
 class Prepared:
-    """The model with its random parameters, and the program.
+    """The model with its random parameters, and the program. `found`: the plan where one was searched.
 
     `draws`: the operation of the graph that each random call of the model is, in order; None where there are none, and
     where they do not match: then `unmatched` says why. `traced`: None where the program alone is known. `runs`: whether
@@ -42,6 +43,7 @@ class Prepared:
     unmatched: str | None = None
     traced: Traced | None = None
     runs: bool = True
+    found: Plan | None = None
 
 
 def prepare(request: PlanRequest, folder: Path) -> Prepared:
@@ -61,17 +63,17 @@ def prepare(request: PlanRequest, folder: Path) -> Prepared:
         _round_parameters(model, request.dtype)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced, program = _compile(request, model, folder)
-    notes = tuple(dict.fromkeys((*traced.notes, *(str(w.message) for w in caught if _is_note(w)))))
+        traced, program, found, why = _compile(request, model, folder)
+    notes = tuple(dict.fromkeys((*traced.notes, *why, *(str(w.message) for w in caught if _is_note(w)))))
     _check_inputs(program, sample)
     for line in program.details:
         request.detail(line)
     if not runs:
         notes = (*notes, "the model has no data: the program was not run, and the trace not compared with the model")
     if not runs or request.level == "static":
-        return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs)
+        return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs, found=found)
     draws, unmatched = _match(model, sample, traced.graph)
-    return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced)
+    return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced, found=found)
 
 
 def _match(model: nn.Module, sample: SampleInputs, graph: Graph) -> tuple[tuple[Draw | None, ...] | None, str | None]:
@@ -91,7 +93,10 @@ def _is_note(warning: warnings.WarningMessage) -> bool:
     return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
 
 
-def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Traced, ProgramDirectory]:
+def _compile(
+    request: PlanRequest, model: nn.Module, folder: Path
+) -> tuple[Traced, ProgramDirectory, Plan | None, tuple[str, ...]]:
+    """The trace, the program, and, where a plan was searched, this plan with a note on it."""
     opened = None
     if request.program is not None:
         opened = open_program(request.program)
@@ -102,18 +107,33 @@ def _compile(request: PlanRequest, model: nn.Module, folder: Path) -> tuple[Trac
     traced = trace(model, request.sample_inputs, specialise=request.specialise)
     request.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")
     if opened is not None:
-        return traced, opened
+        return traced, opened, None, ()
+    plan = request.plan
+    found: Plan | None = None
+    notes: tuple[str, ...] = ()
+    if searched(plan) is not None:
+        found, notes = _search(request, traced)
+        plan = found
     compiled = compile_traced(
         traced,
         ranks=request.ranks,
-        plan=request.plan,
+        plan=plan,
         schedule=request.schedule,
         micro_batches=request.micro_batches,
         replicate=request.replicate,
         model=request.model or {"name": type(model).__name__},
         progress=request.progress,
     )
-    return traced, open_program(compiled.save(folder))
+    return traced, open_program(compiled.save(folder)), found, notes
+
+
+def _search(request: PlanRequest, traced: Traced) -> tuple[Plan, tuple[str, ...]]:
+    started = time.perf_counter()
+    planned = make(
+        traced.graph, request.ranks, request.plan, request.schedule, request.micro_batches, request.replicate
+    )
+    request.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
+    return planned.plan, (f"the plan was {planned.why}",)
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -37,6 +37,7 @@ def make_report(
         nothing = Finding("nothing_checked", "there was nothing to compare")
         outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
     findings = _ordered(outcomes, frozenset() if proof is None else frozenset(o.check.name for o in proof.outcomes))
+    again = None if request.reproduce is None or not findings else request.reproduce(prepared.found)
     name = request.model.get("name") or type(prepared.model).__name__
     return Report(
         "verify-plan",
@@ -44,7 +45,7 @@ def make_report(
         f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({program.summary})" if program.summary else ""),
         request.seed,
         tuple(outcome.check for outcome in outcomes if outcome.check.name),
-        tuple(f.with_reproduce(request.reproduce) for f in findings),
+        tuple(f.with_reproduce(again) for f in findings),
         (*_notes(prepared, reference), *(() if proof is None else proof.notes)),
         {**environment(), **_settings(request, reference), "plan": json.dumps(program.axes)},
         seconds,

@@ -12,6 +12,7 @@ from torch import nn
 
 from nnscaler.compile import PlanSource, Progress
 from nnscaler.errors import NnscalerError
+from nnscaler.transform.plan import Plan
 
 if TYPE_CHECKING:
     from nnscaler.runtime.launcher import ForkServer
@@ -34,6 +35,7 @@ class PlanRequest:
     `dtype`: float64 compares up to rounding, the others up to the model's own noise in them.
     `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, evaluation mode and a
     checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16.
+    `reproduce`: the line that shows a finding again, for the plan where one was searched.
     `level`: "static" proves and runs nothing, "run" runs and proves nothing. A model without data is never run.
     """
 
@@ -54,7 +56,7 @@ class PlanRequest:
     level: Level = "all"
     program: Path | None = None
     model: Mapping[str, str] = field(default_factory=dict)
-    reproduce: str | None = None
+    reproduce: Callable[[Plan | None], str] | None = None
     server: ForkServer | None = None
     progress: Progress = lambda phase, seconds, text: None
     detail: Callable[[str], None] = lambda text: None

@@ -61,6 +61,8 @@ def verify_request(request: PlanRequest) -> Report:
     with tempfile.TemporaryDirectory(prefix="nnscaler-verify-") as folder:
         work = Path(folder)
         prepared = prepare(request, work / "program")
+        if prepared.found is not None:
+            request = replace(request, plan=prepared.found)  # searched once: for evaluation it is the same
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
         outcomes: Sequence[Outcome] = ()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.comm_profile import add_option, show_profile, total_lines
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_verbosity
+from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -17,6 +17,7 @@ EPILOG = """examples:
   nnscaler compile gpt.py --ranks 4 --plan dp=2,tp=2 --out build/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch build/ --steps 3      train it
   nnscaler verify-plan gpt.py --program build/                                  check it
+  nnscaler compile gpt.py --ranks 8 --cluster h100x8 --memory 40GB --out build/        search the plan
   nnscaler compile gpt.py --ranks 8 --out build/ --comm-profile json=profile.json
 """
 
@@ -33,6 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
+    add_search_options(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the program")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     output = parser.add_argument_group("output")
@@ -44,10 +46,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Compiles, writes, and says what was written."""
     from nnscaler.cli.model_file import load_model_file
-    from nnscaler.cli.plan_source import ranks_of, read_plan
+    from nnscaler.cli.plan_cost import plan_source
+    from nnscaler.cli.plan_source import ranks_of
 
     console: Console = options.console
-    plan = read_plan(options.plan)
+    plan = plan_source(options)
     ranks = options.ranks or ranks_of(options.plan) or getattr(plan, "ranks", None) or 2
     model = load_model_file(options.model, options.seed, options.loss_fn)
     from nnscaler.compile import parallelize

@@ -23,7 +23,7 @@ EXIT_CODES = """exit codes:
   0 verified   1 refuted: a counter-example exists   2 could not run (usage, model, plan)
   3 inconclusive, or nothing was checked   101 a bug of nnScaler   130 interrupted"""
 EPILOG = f"""examples:
-  nnscaler verify-plan model.py --ranks 8                       choose a plan, compile, run 8 processes, compare
+  nnscaler verify-plan model.py --ranks 8                       search a plan, compile, run 8 processes, compare
   nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
   nnscaler verify-op my_ops.py::my_op                           is the annotation true?

@@ -85,12 +85,15 @@ def load_model_file(target: str, seed: int, loss: str | None = None) -> ModelFil
     return ModelFile(path.resolve(), path.name, factory, made, inputs)
 
 
-def traced(model: ModelFile, console: Console) -> Traced:
-    """The model traced, with a word about it. Raises NnscalerError: trace_failed, trace_unfaithful."""
+def traced(model: ModelFile, console: Console, specialise: bool = False) -> Traced:
+    """The model traced, with a word about it. `specialise`: takes the branches of the sample batch.
+
+    Raises NnscalerError: trace_failed, trace_unfaithful.
+    """
     from nnscaler.tracing import trace
 
     start = time.perf_counter()
-    found = trace(model.build(), model.inputs)
+    found = trace(model.build(), model.inputs, specialise=specialise)
     taken = time.perf_counter() - start
     console.progress(f"trace        {taken:5.1f} s  {len(found.graph.operations)} operations")
     return found

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 PLAN_HELP = (
     "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
-    "auto (searched for this machine; auto:h100x8 for a cluster), a plan.json written by `nnscaler plan` or `nnscaler "
-    "compile`, or policy.py::function. Without it a plan is chosen and shown"
+    "a plan.json written by `nnscaler plan` or `nnscaler compile`, or policy.py::function. Without it, or with auto, "
+    "the fastest plan for --cluster is searched and shown (auto:h100x8 is short for --cluster h100x8)"
 )
 MODEL_HELP = (
     "a Python file with build_model() -> nn.Module and sample_inputs() -> dict or tuple (one global batch); "
     "forward returns a scalar loss. file.py::factory takes another factory"
 )
-
+SPECIALISE_HELP = "where the model branches on the values of its data, take the branch that the sample batch takes"
 
 TEXT_FORMATS = ("full", "concise")
 MACHINE_FORMATS = ("json", "jsonl", "junit", "sarif", "github", "html")
@@ -130,8 +130,21 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--specialise",
         action="store_true",
-        help="where the model branches on the values of its data, take the branch that the sample batch takes",
+        help=SPECIALISE_HELP,
     )
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """What a plan is searched for, and within what."""
+    group = parser.add_argument_group("search of a plan")
+    group.add_argument(
+        "--cluster",
+        metavar="FILE.toml",
+        help="the machine: a description, or the name of a ready one (default: what is found here)",
+    )
+    group.add_argument("--memory", metavar="80GB", help="of a rank (default: what the cluster says)")
+    group.add_argument("--constraints", metavar="FILE.toml", help="what the plan has to keep to: docs/planner.md")
+    group.add_argument("--profile", metavar="FILE", help="costs measured by `nnscaler profile`")
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

@@ -5,26 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
+from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_search_options, add_verbosity, positive
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
+    from nnscaler.communication.replay import Replay
+    from nnscaler.ir.graph import Graph
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.plan import Found
+    from nnscaler.transform.signature import Signature
 
 EPILOG = """examples:
   nnscaler plan gpt.py --ranks 8                                for what is found on this machine
   nnscaler plan gpt.py --ranks 64 --cluster h100x8 --out plan.json
   nnscaler plan gpt.py --ranks 8 --cluster a100x8 --memory 40GB --explain linear_3
   nnscaler plan gpt.py --ranks 4 --profile profile.json         with what `nnscaler profile` measured
+  nnscaler plan gpt.py --ranks 8 --constraints edited.toml --compare plan.json --html plan.html
   nnscaler verify-plan gpt.py --ranks 8 --plan plan.json        does its program equal the model?
 
 a cluster is described in TOML: docs/clusters.md. A model too large for this machine is built on the meta device:
 `with torch.device("meta"):` in its factory.
 """
+
+
+MANY = 50_000  # passes of micro-batches that are simulated without being asked: some seconds
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
@@ -41,18 +49,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="how many ranks")
-    parser.add_argument(
-        "--cluster", metavar="FILE.toml", help="a description, or the name of a ready one (default: what is found here)"
-    )
-    parser.add_argument("--memory", metavar="80GB", help="of a rank (default: what the cluster says)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="costs measured by `nnscaler profile`")
-    parser.add_argument(
-        "--constraints", type=Path, metavar="FILE.toml", help="what a plan has to keep to: docs/planner.md"
-    )
+    add_search_options(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for --plan of other commands")
     parser.add_argument("--certificate", type=Path, metavar="FILE", help="write what is known of it, as JSON")
     parser.add_argument("--explain", metavar="OP", help="say what other choices for this operation would cost")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="plan.json",
+        help="say what is otherwise than in this plan, and what it takes: after an edit of the constraints, say",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page, with its timeline")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="simulate the plan's schedule even where that takes more than some seconds",
+    )
     parser.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss")
+    parser.add_argument("--specialise", action="store_true", help=SPECIALISE_HELP)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the parameters (default: 0)")
     add_verbosity(parser.add_argument_group("output"))
     parser.set_defaults(command=run)
@@ -61,88 +75,81 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
     from nnscaler.cli.model_file import load_model_file, traced
-    from nnscaler.cli.outputs import cannot_write, check_writable
-    from nnscaler.cli.plan_cost import cluster_of, cost_of, memory_of
-    from nnscaler.planning.constraints import Constraint, read_constraints
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.cli.outputs import check_writable
+    from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
+    from nnscaler.cli.plan_cost import auto_plan
+    from nnscaler.cli.plan_text import explanation, summary
+    from nnscaler.planning.auto import cluster_of, cost_of, search_plan
+    from nnscaler.transform.select import select
     from nnscaler.transform.signature import signatures
 
     console: Console = options.console
-    for path in (options.out, options.certificate):
+    for path in (options.out, options.certificate, options.html):
         if path is not None:
             check_writable(path)
-    cluster = cluster_of(options.cluster, options.ranks)
-    memory = memory_of(options.memory)
-    cost: CostModel = cost_of(options.profile, cluster)
+    # what is wrong in the options is told before the search
+    wanted = auto_plan(options)
+    cost = cost_of(wanted, cluster_of(wanted, options.ranks))
+    plan = None if options.compare is None else other_plan(options.compare, options.ranks)
     model = load_model_file(options.model, options.seed, options.loss_fn)
-    graph = traced(model, console).graph
+    graph = traced(model, console, options.specialise).graph
+    known = signatures(graph)
+    if options.explain is not None:
+        select(graph, (options.explain,))
+    other = None if plan is None else replay_other(options.compare, plan, graph, known, cost)
     start = time.perf_counter()
 
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    kept = Constraint("none") if options.constraints is None else read_constraints(options.constraints, graph)
-    known = signatures(graph)
-    found = find_plan(graph, known, cluster, memory=memory, cost=cost, constraint=kept, progress=said)
-    for line in summary(found, time.perf_counter() - start):
+    found = search_plan(graph, known, options.ranks, wanted, cost=cost, progress=said)
+    seconds = time.perf_counter() - start
+    replayed = _replayed(graph, known, found, cost, options)
+    sections = {"Explanation": () if options.explain is None else explanation(found, options.explain)}
+    if other is not None and replayed is not None:
+        sections["Comparison"] = comparison(str(options.compare), other, replayed, console.verbosity >= 2)
+    for line in (*summary(found, seconds, replayed), *(line for lines in sections.values() for line in lines)):
         console.result(line)
-    if options.explain is not None:
-        for line in explanation(found, options.explain):
-            console.result(line)
-    for path, text in (
-        (options.out, found.plan.to_json()),
-        (options.certificate, json.dumps(found.certificate.as_dict(), indent=1) + "\n"),
-    ):
+    _write(model.name, found, replayed, sections, options)
+    return 0
+
+
+def _replayed(
+    graph: Graph, known: Mapping[str, Signature], found: Found, cost: CostModel, options: argparse.Namespace
+) -> Replay | None:
+    """None where it would take long, and nothing asks for it."""
+    from nnscaler.communication.replay import replay
+
+    asked = options.replay or options.html is not None or options.compare is not None
+    if not asked and 2 * found.plan.micro_batches * found.plan.stages > MANY:
+        return None
+    return replay(graph, known, found.plan, cost)
+
+
+def _write(
+    name: str,
+    found: Found,
+    replayed: Replay | None,
+    sections: Mapping[str, Sequence[str]],
+    options: argparse.Namespace,
+) -> None:
+    """The files that are asked for. Raises NnscalerError("cannot_write")."""
+    from nnscaler.cli.outputs import cannot_write
+    from nnscaler.cli.plan_page import plan_page
+
+    console: Console = options.console
+    texts: list[tuple[Path | None, str]] = [(options.out, found.plan.to_json())]
+    simulated = {
+        "simulated_seconds": None if replayed is None else replayed.seconds,
+        "simulated_busy": None if replayed is None else list(replayed.busy),
+    }
+    texts.append((options.certificate, json.dumps({**found.certificate.as_dict(), **simulated}, indent=1) + "\n"))
+    if options.html is not None and replayed is not None:
+        texts.append((options.html, plan_page(name, found, replayed, sections)))
+    for path, text in texts:
         if path is not None:
             try:
                 path.write_text(text, encoding="utf-8")
             except OSError as error:
                 raise cannot_write(path, error) from None
             console.result(f"wrote {path}")
-    return 0
-
-
-def summary(found: Found, seconds: float) -> list[str]:
-    """The plan, stage by stage, and how good it is."""
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
-
-    best, told = found.best, found.certificate
-    c = best.configuration
-    held = f"{show_bytes(best.memory)} of {show_bytes(told.memory_limit)} a rank"
-    least = f"at least {show_seconds(told.bound)} in the space searched (gap {told.gap:.2%})"
-    counts = f"{told.solved} configurations solved, {told.left} pruned by their bounds, {told.too_large} too large"
-    lines = [
-        f"{c}: {show_seconds(best.seconds)} a step, {least}; {held}",
-        f"searched in {seconds:.1f} s: {counts}; costs: {told.cost_model} on {told.cluster}",
-    ]
-    layers = len(found.subject.layers)
-    for number, stage in enumerate(best.stages):
-        first, last = max(stage.items[0], 1), min(stage.items[1], layers + 1)
-        where = f"layers {first - 1}..{last - 2}" if last > first else "no layers"
-        lines.append(
-            f"  stage {number}: {where}; a micro-batch {show_seconds(stage.forward)} forward, "
-            f"{show_seconds(stage.backward)} backward; once a step {show_seconds(stage.once)}; "
-            f"{show_bytes(stage.resting)} at rest, {show_bytes(stage.kept)} of activations"
-        )
-    for other, slower, fits in told.runners_up:
-        lines.append(f"  next: {other}: {show_seconds(slower)}{'' if fits else ', does not fit'}")
-    return lines
-
-
-def explanation(found: Found, name: str) -> list[str]:
-    """What other choices cost. Raises NnscalerError("plan_illegal") for an operation that there is not."""
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
-    from nnscaler.planning.planner.explain import alternatives
-    from nnscaler.transform.select import select
-
-    operations = select(found.subject.graph, (name,))
-    lines = []
-    for op in operations[:3]:
-        where = f" ({op.where})" if op.where is not None else ""
-        lines.append(f"{op.name}: {op.operator}{where}, on tp={found.best.configuration.tp}")
-        for other in alternatives(found, op):
-            mark = "taken" if other.chosen else f"+{show_seconds(other.slower)} a step"
-            lines.append(f"  {other.choice:<28} {mark:<20} holds {show_bytes(other.bytes)}")
-    if len(operations) > 3:
-        lines.append(f"  and {len(operations) - 3} more operations that {name!r} names")
-    return lines

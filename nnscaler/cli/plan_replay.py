@@ -9,37 +9,43 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.plan_cost import SEARCH
 from nnscaler.cli.plan_source import is_words
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
+    from nnscaler.transform.plan import Plan
     from verify.plan_token import Option, PlanToken
 
 # What says where the run is shown, not what is run; and what the token holds in a field of its own.
 _SHOWING = frozenset(
     ("command", "console", "output_format", "quiet", "verbose", "color", "comm_profile", "emit_test", "certificate")
 )
-_APART = frozenset(("model", "plan", "program"))
+_APART = frozenset(("model", "plan", "program", *SEARCH))  # a plan that was searched is in the token itself
 
 
-def reproduce_line(options: argparse.Namespace, ranks: int, backend: str) -> str:
-    """The line that runs the same again; this command line where a token would be too long for one."""
+def reproduce_line(options: argparse.Namespace, ranks: int, backend: str, found: Plan | None = None) -> str:
+    """The line that runs the same again; this command line where a token would be too long for one. `found`: the plan
+    where one was searched."""
     from verify.plan_token import encode
 
-    word = encode(make_token(options, ranks, backend))
+    word = encode(make_token(options, ranks, backend, found))
     return shlex.join(["nnscaler", *sys.argv[1:]] if word is None else ["nnscaler", "reproduce", word])
 
 
-def make_token(options: argparse.Namespace, ranks: int, backend: str) -> PlanToken:
-    """What these options of verify-plan run, on so many ranks."""
+def make_token(options: argparse.Namespace, ranks: int, backend: str, found: Plan | None = None) -> PlanToken:
+    """What these options of verify-plan run, on so many ranks. `found`: the plan where one was searched, which another
+    machine might not find again."""
     from verify.environment import environment
     from verify.plan_token import PlanToken, Source
 
     file, _, factory = options.model.partition("::")
     plan: str | None = options.plan
     document, policy = None, None
-    if plan is not None and "::" in plan:
+    if found is not None:
+        document, plan = found.to_json(), None
+    elif plan is not None and "::" in plan:
         policy = Source.of(plan.partition("::")[0])
     elif plan is not None and not is_words(plan):
         document, plan = _plan_text(Path(plan)), None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError
+from nnscaler.planning.auto import parse_auto
 
 if TYPE_CHECKING:
     from nnscaler.compile import PlanSource
@@ -37,7 +38,7 @@ def read_plan(spec: str | None) -> PlanSource:
 
 def is_words(spec: str) -> bool:
     """Whether it says itself what the plan is (axes, auto), and is no file and no function."""
-    return "::" not in spec and ("=" in spec or spec.partition(":")[0] == "auto")
+    return "::" not in spec and ("=" in spec or parse_auto(spec) is not None)
 
 
 def ranks_of(spec: str | None) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, add_verbosity, positive
+from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_verbosity, positive
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -50,6 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to write (default: profile.json)"
     )
     parser.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss")
+    parser.add_argument("--specialise", action="store_true", help=SPECIALISE_HELP)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     add_verbosity(parser.add_argument_group("output"))
     parser.set_defaults(command=run)
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
-        profile = _profile(traced(model, console), options, server, folder)
+        profile = _profile(traced(model, console, options.specialise), options, server, folder)
     try:
         profile.save(options.out)
     except OSError as error:

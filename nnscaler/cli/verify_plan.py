@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.comm_profile import add_option, show_profile
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_report_options, positive, seconds
+from nnscaler.cli.options import (
+    MODEL_HELP,
+    add_plan_options,
+    add_report_options,
+    add_search_options,
+    positive,
+    seconds,
+)
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
@@ -20,7 +27,8 @@ if TYPE_CHECKING:
 BACKENDS = ("simulator", "gloo", "nccl")
 PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
 EPILOG = """examples:
-  nnscaler verify-plan gpt.py --ranks 8                          choose a plan for 8 ranks
+  nnscaler verify-plan gpt.py --ranks 8                          search the fastest plan for this machine
+  nnscaler verify-plan gpt.py --ranks 8 --cluster h100x8 --memory 40GB   the plan for another one
   nnscaler verify-plan gpt.py --ranks 6 --plan tp=2,pp=3 --schedule gpipe --micro-batches 6
   nnscaler verify-plan gpt.py::small_model --ranks 4 --plan my_policies.py::every_second_layer
   nnscaler verify-plan gpt.py --ranks 4 --replicate 'lm_head*'   leave a module whole
@@ -48,6 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
+    add_search_options(parser)
     group = parser.add_argument_group("run")
     group.add_argument(
         "--backend",
@@ -135,19 +144,20 @@ def _write_certificate(path: Path, report: Report, console: Console) -> None:
 
 def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None) -> PlanRequest:
     from nnscaler.cli.model_file import load_model_file
+    from nnscaler.cli.plan_cost import plan_source
     from nnscaler.cli.plan_replay import reproduce_line
-    from nnscaler.cli.plan_source import read_plan
     from verify.plan_run import DTYPES, PlanRequest
 
     console: Console = options.console
     backend = options.backend or default_backend(ranks)
+    plan = plan_source(options)
     model = load_model_file(options.model, options.seed, options.loss_fn)
     console.progress(f"load         {model.name}")
     return PlanRequest(
         model.build,
         model.inputs,
         ranks=ranks,
-        plan=read_plan(options.plan),
+        plan=plan,
         schedule=options.schedule,
         micro_batches=options.micro_batches,
         replicate=tuple(options.replicate),
@@ -161,7 +171,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
         level=options.level,
         program=options.program,
         model=model.description(),
-        reproduce=reproduce_line(options, ranks, backend),
+        reproduce=lambda found: reproduce_line(options, ranks, backend, found),
         server=server,
         detail=console.detail,
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),

@@ -1,4 +1,4 @@
-"""From a short specification to a plan: `dp=2,tp=2,pp=2`, or what suits the model when nothing is said."""
+"""From a short specification to a plan: `dp=2,tp=2,pp=2`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import tensor_parallel
-from nnscaler.transform.choose import batch_of, follow_batch, largest_micro_batches
-from nnscaler.transform.layers import layers_of
-from nnscaler.transform.plan import Plan, SplitStep, Step
+from nnscaler.transform.choose import follow_batch, largest_micro_batches
+from nnscaler.transform.plan import Plan, Step
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
@@ -76,46 +75,6 @@ def make_plan(
     if pp > 1:
         steps.extend(pipeline(graph, signatures, pp, chunks))
     return replace(plan, steps=tuple(steps))
-
-
-def choose_sizes(graph: Graph, signatures: Mapping[str, Signature], ranks: int) -> tuple[dict[str, int], str]:
-    """dp, tp and pp for a model when nothing is said, and why.
-
-    Legal are: a batch that divides by dp, no more stages than layers, and a tp that divides at least 90 % of the
-    FLOPs of matmul-like operations. Among those, one whose shards are equal is taken before one whose are not, the most
-    axes are used (each is another source of errors to check), the largest axis is the smallest, and tp comes before dp
-    before pp.
-    """
-    batch = batch_of(graph)
-    layers = len(layers_of(graph))
-    found: list[tuple[tuple[int, ...], dict[str, int]]] = []
-    for sizes in _factorisations(ranks):
-        dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
-        if batch % dp or pp > max(layers, 1) or (pp > 1 and layers < 2):
-            continue
-        divided, even = _divided(graph, signatures, tp) if tp > 1 else (1.0, True)
-        if divided < 0.9:
-            continue
-        used = sum(v > 1 for v in sizes.values())
-        found.append(((not even, -used, max(sizes.values(), default=1), -tp, -dp), sizes))
-    if not found:
-        raise NnscalerError(
-            "plan_illegal",
-            f"no combination of dp, tp and pp with product {ranks} suits this model (batch {batch}, {layers} layers)",
-            help="change --ranks or the batch of sample_inputs(), or give --plan plan.json",
-        )
-    sizes = min(found, key=lambda f: f[0])[1]
-    why = f"{ranks} ranks over dp, tp and pp as evenly as a batch of {batch} and {layers} layers allow"
-    return sizes, why
-
-
-def _divided(graph: Graph, signatures: Mapping[str, Signature], tp: int) -> tuple[float, bool]:
-    """The share of the FLOPs that tp divides, and whether in equal shards only."""
-    total = sum(s.flops for s in signatures.values())
-    steps = tensor_parallel(graph, signatures, "tp", tp)
-    splits = [s for s in steps if isinstance(s, SplitStep)]
-    flops = sum(signatures[n].flops for s in splits for n in s.operations)
-    return flops / total if total else 0.0, not any(s.sizes for s in splits)
 
 
 def _factorisations(ranks: int) -> list[dict[str, int]]:

@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 FRONT_DOORS = {
-    "nnscaler": ["NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"],
+    "nnscaler": ["AutoPlan", "NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"],
     "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"],
     "op_registry": [
         "Annotation",

@@ -98,11 +98,73 @@ def test_processes_by_default(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert children() == before
 
 
-def test_a_plan_is_chosen_and_shown(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_searched_and_shown(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-plan", model, "--ranks", "4", "--backend", "simulator"]) == 0
     captured = capsys.readouterr()
     assert last_line(captured.out)["how"]
     assert re.search(r"plan .*=", captured.err)
+    told = r"searched in \d+\.\d s for this machine \(.*\): .* a step, at most \d+\.\d% above the best"
+    assert re.search(f"search .*{told}", captured.err) and re.search(f"the plan was {told}", captured.out)
+
+
+def test_a_plan_is_searched_within_what_the_options_say(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept.toml"
+    kept.write_text("[[constraint]]\nkind = 'tensor_parallel'\n[[constraint]]\nkind = 'sizes'\nmicro_batches = 1\n")
+    search = ["--ranks", "2", "--cluster", "a100x8", "--constraints", str(kept)]
+    assert main(["verify-plan", model, *search, "--backend", "simulator", "--quick"]) == 0
+    assert last_line(capsys.readouterr().out)["how"] == "tp=2"
+    assert main(["compile", model, *search, "--out", str(tmp_path / "build")]) == 0
+    captured = capsys.readouterr()
+    assert "wrote" in captured.out and "tp=2" in captured.out and "for a100x8" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--cluster", "h100"], "h100x8"),
+        (["--memory", "lots"], "--memory 80GB"),
+        (["--memory", "1kB"], "no plan for 2 ranks"),
+        (["--constraints", "not_there.toml"], "not_there.toml"),
+        (["--profile", "not_there.json"], "not_there.json"),
+        (["--plan", "dp=2", "--memory", "1GB"], "leave --plan away"),
+        (["--plan", "auto:h100x8", "--cluster", "a100x8"], "both name a cluster"),
+        (["--schedule", "interleaved"], "one stage per device"),
+        (["--schedule", "zigzag"], "1f1b"),
+        (["--replicate", "nothing_like_this*"], "nothing_like_this"),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify-plan", "compile"])
+def test_a_search_that_fails_is_an_error(
+    model: str, command: str, options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--backend", "simulator"] if command == "verify-plan" else ["--out", str(tmp_path / "build")]
+    assert main([command, model, "--ranks", "2", *more, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "error:" in captured.err and said in captured.err
+    assert "Traceback" not in captured.err and not (tmp_path / "build").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "verify-plan", "compile"])
+def test_files_of_a_search_that_are_wrong_are_errors_with_their_place(
+    model: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"plan": [], "verify-plan": ["--backend", "simulator"], "compile": ["--out", str(tmp_path / "build")]}
+    cluster, kept = tmp_path / "ours.toml", tmp_path / "kept.toml"
+    cluster.write_text('[device]\nmemory = "80GB"\nbandwith = "2TB/s"\n')
+    kept.write_text("[[constraint]]\nkind = 'sizes'\ntp = 3\n")
+    unknown = tmp_path / "unknown.toml"
+    unknown.write_text("[[constraint]]\nkind = 'replicat'\n")
+    for option, said in (
+        (["--cluster", str(cluster)], "ours.toml"),
+        (["--constraints", str(kept)], "permitted"),
+        (["--constraints", str(unknown)], "did you mean 'replicate'?"),
+    ):
+        assert main([command, model, "--ranks", "2", *more[command], *option]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and "help:" in captured.err and said in captured.err
+        assert "Traceback" not in captured.err
 
 
 def test_options_reach_the_run(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnscaler.cli.main import build_parser, main
+from nnscaler.cli.plan_cost import SEARCH
 from nnscaler.cli.plan_replay import make_token
 from nnscaler.errors import NnscalerError
+from nnscaler.transform.plan import Plan
 from verify.environment import environment
 from verify.packed_word import Damaged, pack, unpack
 from verify.plan_token import LONGEST, PlanToken, Source, decode, encode
@@ -108,7 +110,7 @@ def test_a_token_holds_everything_that_decides_what_is_run(model: Path) -> None:
     assert token.options["seed"] == 7 and token.options["ranks"] == 2 and token.options["backend"] == "simulator"
     assert token.options["steps"] == 3 and token.options["replicate"] == ["a*"]
     showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "certificate"}
-    assert set(token.options) == set(vars(asked)) - showing - {"model", "plan", "program"}
+    assert set(token.options) == set(vars(asked)) - showing - {"model", "plan", "program", *SEARCH}
     assert not token.changes()
     model.write_text(MODEL + "# changed\n")
     assert token.changes() == ["small.py was changed since the token was made"]
@@ -190,6 +192,16 @@ def test_a_finding_is_found_again_and_a_correction_is_seen(
     captured = capsys.readouterr()
     assert "warning: program was changed since the token was made" in captured.err
     assert captured.out.splitlines()[-1].startswith("VERIFIED  small.py on 2 ranks")
+
+
+def test_a_plan_that_was_searched_is_in_the_token(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another machine, or edited constraints, might give another one."""
+    asked = parsed("--cluster", "nowhere.toml", "--quick", "--steps", "1")
+    token = make_token(asked, 2, "simulator", Plan((("dp", 2),)))
+    assert token.plan is None and not {*SEARCH} & set(token.options)
+    word = encode(token)
+    assert word is not None and main(["reproduce", word, "-q"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("VERIFIED  small.py on 2 ranks (dp=2)")
 
 
 def test_a_plan_file_is_replayed_without_the_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from nnscaler.config import (
     value_of_variable,
 )
 from nnscaler.errors import NnscalerError
+from nnscaler.planning.auto import parse_auto
 from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
@@ -62,6 +63,10 @@ _PLAN = (
     Key("name", "text"),
     Key("ranks", "count"),
     Key("plan", "text"),
+    Key("cluster", "text"),
+    Key("memory", "text"),
+    Key("constraints", "text"),
+    Key("profile", "text"),
     Key("schedule", "text"),
     Key("micro-batches", "count"),
     Key("replicate", "texts"),
@@ -83,6 +88,7 @@ _OPS = (
     Key("timeout", "seconds"),
 )
 _APART = ("name", "timeout", "seed")  # keys of a plan that are no options of verify-plan, or stand beside them
+_FILES = ("loss-fn", "constraints", "profile")
 _SOURCES: tuple[tuple[str, SourceKind], ...] = (("names", "name"), ("files", "file"), ("modules", "module"))
 
 
@@ -210,11 +216,10 @@ def _plan(
     if "ranks" not in options and not (isinstance(plan, str) and "=" in plan):
         raise document.error(path, f"{spelled(path)} lacks ranks, a whole number of at least 1", "{ ranks = 4 }")
     told = {**options, **({"seed": entry["seed"]} if "seed" in entry else {})}
-    if isinstance(plan, str) and "=" not in plan:
-        options["plan"] = from_here(folder, plan)
-    loss = options.get("loss-fn")
-    if isinstance(loss, str):
-        options["loss-fn"] = from_here(folder, loss)
+    files = [key for key in _FILES if key in options]
+    files += ["plan"] if isinstance(plan, str) and "=" not in plan and parse_auto(plan) is None else []
+    files += ["cluster"] if str(options.get("cluster", "")).endswith(".toml") else []
+    options |= {key: from_here(folder, str(options[key])) for key in files}
     timeout = entry.get("timeout") or model.get("timeout") or values["plan-timeout"].value
     return PlanItem(
         entry.get("name") or plan_name(model["model"], told),

@@ -36,6 +36,12 @@ class Found:
         assert self.search.best is not None
         return self.search.best
 
+    def layers_of(self, stage: int) -> str:
+        """`0..3`: the layers of a pipeline device; `none` where it has none."""
+        items = self.best.stages[stage].items
+        first, last = max(items[0], 1), min(items[1], len(self.subject.layers) + 1)
+        return f"{first - 1}..{last - 2}" if last > first else "none"
+
 
 def find_plan(
     graph: Graph,

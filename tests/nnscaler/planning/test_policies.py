@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
-from nnscaler.planning.policies import choose_sizes, make_plan, parse_spec
+from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.signature import signatures
@@ -141,16 +141,3 @@ def test_the_product_must_be_the_ranks() -> None:
     with pytest.raises(NnscalerError, match="is for 4 ranks, and there are 6") as raised:
         parse_spec("dp=2,tp=2", 6)
     assert "dp=2,tp=3" in (raised.value.help or "")
-
-
-def test_sizes_are_chosen_as_even_as_the_model_allows(graph: Graph) -> None:
-    known = signatures(graph)
-    assert choose_sizes(graph, known, 1)[0] == {"dp": 1}
-    assert choose_sizes(graph, known, 8)[0] == {"dp": 2, "tp": 2, "pp": 2}
-    assert choose_sizes(graph, known, 9)[0] == {"dp": 3, "tp": 3}
-    sizes, why = choose_sizes(graph, known, 27)
-    assert sizes == {"dp": 3, "tp": 3, "pp": 3}
-    assert "batch of 12 and 3 layers" in why
-    assert choose_sizes(graph, known, 11)[0] == {"tp": 11}  # unevenly: nothing else has 11 ranks
-    with pytest.raises(NnscalerError, match="no combination of dp, tp and pp with product 101"):
-        choose_sizes(graph, known, 101)

@@ -9,7 +9,9 @@ import pytest
 
 from nnscaler.cli.gate_work import plan_arguments
 from nnscaler.cli.main import build_parser
+from nnscaler.cli.plan_cost import plan_source
 from nnscaler.errors import NnscalerError
+from nnscaler.planning.auto import AutoPlan
 from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
 from verify.plan_request import BACKENDS, DTYPES
@@ -86,6 +88,25 @@ def test_paths_are_relative_to_the_settings(folder: Path, monkeypatch: pytest.Mo
     assert found.plans[0].name.startswith("sub/model.py::tiny"), "the same name from everywhere"
     assert found.baseline == folder / "b.toml"
     assert read_settings(None, {"baseline": "c.toml"}).baseline == folder / "inner" / "c.toml"
+
+
+def test_a_plan_may_be_searched_for_a_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = (
+        '{ ranks = 4, cluster = "h100x8", memory = "40GB", constraints = "kept.toml" }',
+        '{ ranks = 4, plan = "auto", cluster = "ours.toml", profile = "p.json" }',
+        '{ ranks = 4, plan = "auto:h100x8" }',
+    )
+    table = f'[tool.nnscaler.gate]\n[[tool.nnscaler.gate.models]]\nmodel = "m.py"\nplans = [{", ".join(entries)}]\n'
+    settings(table)
+    (folder / "inner").mkdir()
+    monkeypatch.chdir(folder / "inner")
+    items = read_settings().plans
+    sources = [plan_source(build_parser().parse_args(plan_arguments(item, "all"))) for item in items]
+    assert sources == [
+        AutoPlan("h100x8", 40e9, f"{folder}/kept.toml"),
+        AutoPlan(f"{folder}/ours.toml", profile=f"{folder}/p.json"),
+        AutoPlan("h100x8"),
+    ]
 
 
 def test_sources_of_operators(folder: Path) -> None:

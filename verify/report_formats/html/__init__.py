@@ -13,8 +13,8 @@ from verify.report_formats.html.bars import communication_panel, memory_panel
 from verify.report_formats.html.checks import checks_panel
 from verify.report_formats.html.errors_plot import errors_panel
 from verify.report_formats.html.findings import findings_panel
+from verify.report_formats.html.page import page
 from verify.report_formats.html.proof import certificate_panel, lemmas_panel
-from verify.report_formats.html.style import CSS
 from verify.report_formats.html.text import badge, count, escape, facts, folded, panel, prose, seconds, table
 from verify.report_formats.html.timeline import timeline_panel
 from verify.report_formats.line import Line, counts, plain_lines, style_of
@@ -35,11 +35,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     told = {**found.environment, "seed": found.seed}
     body += panel("Environment", facts(told))
     title = f"{found.verdict.word}: {subject}"
-    return plain_lines(
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>"
-    )
+    return plain_lines(page(title, body))
 
 
 def _banner(found: Totals, subject: str, single: Report | None) -> str:
@@ -90,13 +86,13 @@ def _several(reports: Sequence[Report]) -> str:
     ]
     if not rows:
         return panel("Nothing was verified", "<p>There was nothing to verify, which is no pass.</p>")
-    page = panel("Summary", table(("", "subject", "verdict", "agree", "setting", "time"), rows, "checks"))
+    shown = panel("Summary", table(("", "subject", "verdict", "agree", "setting", "time"), rows, "checks"))
     for place, (index, report) in enumerate(ordered):
         summary = f"{badge(report.verdict)} {escape(report.subject)}"
         wanted = place < OPEN and not report.verdict.passes
         setting = f'<p class="faint">{prose(report.setting)}</p>' if report.setting else ""
-        page += f'<div id="report-{index}">{folded(summary, setting + _report(report), "report", wanted)}</div>\n'
-    return page
+        shown += f'<div id="report-{index}">{folded(summary, setting + _report(report), "report", wanted)}</div>\n'
+    return shown
 
 
 def _notes(report: Report) -> str:

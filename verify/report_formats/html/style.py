@@ -33,7 +33,7 @@ a { color:var(--accent) }
 .banner.good { background:var(--goodback); border-left-color:var(--good) } .banner.good .word { color:var(--good) }
 .banner.bad { background:var(--badback); border-left-color:var(--bad) } .banner.bad .word { color:var(--bad) }
 .banner.unsure { background:var(--unsureback); border-left-color:var(--unsure) }
-.banner.unsure .word { color:var(--unsure) }
+.banner.unsure .word { color:var(--unsure) } .banner.plain { background:var(--card); border-left-color:var(--accent) }
 .panel,.report { background:var(--card); border:1px solid var(--line); border-radius:10px; padding:16px 18px;
   margin-bottom:16px }
 .report>.panel { border:0; border-top:1px solid var(--line); border-radius:0; padding:16px 0 0; margin:16px 0 0 }

@@ -43,7 +43,7 @@ def timeline_panel(timeline: Any) -> str:
     narrowest = min(bar.end - bar.start for lane in lanes for bar in lane.bars if bar.end > bar.start)
     wanted = round(end / narrowest * (_PIXELS if height >= 14 else _PIXELS / 4))
     width = min(wanted, WIDEST) if wanted > 1.3 * COLUMN else min(wanted, COLUMN)
-    names = min(16, 2 + max(len(lane.name) for lane in lanes) * 0.62)
+    names = min(16, max(4.5, 2 + max(len(lane.name) for lane in lanes) * 0.62))
     body = "".join(_lane(lane, end, hues, height, max(width, 300)) for lane in lanes) + _times(end, timeline)
     inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
     busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))

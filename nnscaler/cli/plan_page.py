@@ -1,0 +1,129 @@
+"""`nnscaler plan --html`: the plan as one page without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnscaler.communication.replay import Replay
+    from nnscaler.planning.planner.plan import Found
+
+BARS = 4000  # of the timeline that are drawn
+_UNITS = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
+
+
+def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str, Sequence[str]]) -> str:
+    """HTML. `sections`: more text, by its heading."""
+    from nnscaler.communication.profile_memory import stage_memory
+    from verify.report_formats.html.bars import communication_panel, memory_panel
+    from verify.report_formats.html.page import page
+    from verify.report_formats.html.text import escape, panel
+    from verify.report_formats.html.timeline import timeline_panel
+
+    order, communicated = replayed.order, replayed.communicated
+    body = [
+        _banner(model, found, replayed),
+        _stages(found, replayed),
+        timeline_panel(timeline_of(replayed)),
+        communication_panel(replayed.profile.as_dict()),
+        memory_panel([m.as_dict() for m in stage_memory(communicated, order)]),
+        _runners_up(found),
+        *(panel(title, f"<pre>{escape(chr(10).join(lines))}</pre>") for title, lines in sections.items() if lines),
+        _certificate(found, replayed),
+    ]
+    return page(f"{found.certificate.configuration}: {model}", "".join(body))
+
+
+def timeline_of(replayed: Replay) -> dict[str, Any]:
+    """The simulated schedule as data for the picture, as far as it is drawn."""
+    from nnscaler.communication.groups import ranks_text
+    from nnscaler.scheduling.timeline_rows import timeline_rows
+
+    timeline = replayed.prediction.timeline
+    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
+    shortest = min((s.stop - s.start for row in timeline.rows for s in row if s.stop > s.start), default=1.0)
+    name, unit = next(((n, u) for n, u in _UNITS if shortest >= u / 10), _UNITS[-1])
+    told = timeline_rows(timeline, [ranks[d] for d in range(len(timeline.rows))], unit, name).as_dict()
+    most = max(1, BARS // max(len(told["rows"]), 1))
+    if any(len(row["bars"]) > most for row in told["rows"]):
+        end = min(row["bars"][min(most, len(row["bars"])) - 1]["end"] for row in told["rows"])
+        for row in told["rows"]:
+            row["bars"] = [bar for bar in row["bars"] if bar["end"] <= end]
+        told["unit"] = f"{name}: the first {end:.4g} of {told['makespan']:.4g}"
+    return told
+
+
+def _banner(model: str, found: Found, replayed: Replay) -> str:
+    from nnscaler.planning.cluster.units import show_bytes, show_seconds
+    from verify.report_formats.html.text import escape
+
+    of = found.certificate
+    priced = f"{show_seconds(of.seconds)} a step by the planner's tables, {show_seconds(replayed.seconds)} simulated"
+    least = f"at least {show_seconds(of.bound)} in the space searched: gap {of.gap:.2%}"
+    held = f"{show_bytes(of.memory)} of {show_bytes(of.memory_limit)} a rank"
+    told = "".join(f"<p>{escape(line)}</p>" for line in (priced, least, held))
+    subject = f'<span class="faint">nnscaler plan: {escape(model)} on {escape(of.cluster)}</span>'
+    return f'<header class="banner plain">{subject}<div class="word">{escape(of.configuration)}</div>{told}</header>\n'
+
+
+def _stages(found: Found, replayed: Replay) -> str:
+    from nnscaler.communication.groups import ranks_text
+    from nnscaler.planning.cluster.units import show_bytes, show_seconds
+    from verify.report_formats.html.text import panel, table
+
+    head = (
+        "stage",
+        "ranks",
+        "layers",
+        "forward",
+        "backward",
+        "once a step",
+        "busy",
+        "idle",
+        "sends",
+        "at rest",
+        "activations",
+    )
+    ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
+    times = replayed.prediction
+    rows = [
+        (
+            str(number),
+            ranks[number],
+            found.layers_of(number),
+            show_seconds(times.forward[number]),
+            show_seconds(times.backward[number]),
+            show_seconds(times.once[number]),
+            f"{replayed.busy[number]:.0%}",
+            f"{1 - replayed.busy[number]:.0%}",
+            show_bytes(replayed.sent[number]),
+            show_bytes(stage.resting),
+            show_bytes(stage.kept),
+        )
+        for number, stage in enumerate(found.best.stages)
+    ]
+    remark = (
+        "Forward and backward are of one micro-batch, simulated; what a rank sends is of a step, in ring algorithms; "
+        "memory is that of the planner's tables."
+    )
+    return panel("Stages", table(head, rows, "plain"), remark)
+
+
+def _runners_up(found: Found) -> str:
+    from nnscaler.planning.cluster.units import show_seconds
+    from verify.report_formats.html.text import escape, panel, table
+
+    others = found.certificate.runners_up
+    if not others:
+        return ""
+    rows = [(escape(c), show_seconds(s), "yes" if fits else "no") for c, s, fits in others]
+    remark = "The next ones among the configurations that were solved."
+    return panel("Runners-up", table(("configuration", "a step", "fits"), rows, "plain"), remark)
+
+
+def _certificate(found: Found, replayed: Replay) -> str:
+    from verify.report_formats.html.text import facts, panel
+
+    told = {n: v for n, v in found.certificate.as_dict().items() if n != "runners_up"}
+    return panel("Certificate", facts({**told, "simulated_seconds": replayed.seconds}))

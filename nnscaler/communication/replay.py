@@ -1,0 +1,54 @@
+"""A plan replayed: its program is made as far as its communication, priced, and its schedule simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.materialise import materialise
+from nnscaler.communication.predict import Prediction, predict
+from nnscaler.communication.profile import CommunicationProfile, communication_profile
+from nnscaler.ir.graph import Graph
+from nnscaler.planning.cost.model import CostModel
+from nnscaler.scheduling.registry import get_schedule
+from nnscaler.scheduling.schedule import Schedule
+from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.plan import Plan
+from nnscaler.transform.signature import Signature
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the program of a plan does in a step, by a cost model. Per pipeline device: `busy`, the share of the step in
+    which it computes or communicates; `sent`, the bytes that a rank of it sends in ring algorithms."""
+
+    plan: Plan
+    communicated: CommunicatedGraph
+    order: Schedule
+    prediction: Prediction
+    busy: tuple[float, ...]
+    profile: CommunicationProfile
+    sent: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.prediction.seconds
+
+
+def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:
+    """Raises NnscalerError for a plan that is not legal for the graph."""
+    known = dict(signatures)  # `apply_plan` adds those of operations that it makes
+    communicated = materialise(apply_plan(graph, known, plan), known)
+    order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
+    found = predict(communicated, order, known, cost)
+    working = [sum(span.stop - span.start for span in row) for row in found.timeline.rows]
+    for program, once in zip(communicated.stages, found.once, strict=True):
+        working[program.stage.device] += once
+    busy = tuple(seconds / found.seconds if found.seconds else 0.0 for seconds in working)
+    profile = communication_profile(communicated, order)
+    sent = [0.0] * plan.devices
+    for calls in profile.classes:
+        sent[order.devices[calls.call.stage]] += calls.wire_bytes
+    return Replay(plan, communicated, order, found, busy, profile, tuple(sent))

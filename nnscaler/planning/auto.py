@@ -1,0 +1,122 @@
+"""The plan that is searched where none is named: for which machine, within which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnscaler.errors import NnscalerError
+
+if TYPE_CHECKING:  # the planner comes with HiGHS, which named plans do not need
+    from nnscaler.ir.graph import Graph
+    from nnscaler.planning.cluster.description import Cluster
+    from nnscaler.planning.constraints import Constraint
+    from nnscaler.planning.cost.model import CostModel
+    from nnscaler.planning.planner.plan import Found
+    from nnscaler.transform.signature import Signature
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """What a plan is searched for.
+
+    cluster      a description, its file, or the name of a ready one; None: what is found on this machine
+    memory       bytes of a rank; None: what the cluster says
+    constraints  what the plan has to keep to: a file, or a `Constraint` of `nnscaler.planning.constraints`
+    profile      a file with costs that `nnscaler profile` measured; None: the analytic model
+    """
+
+    cluster: str | Path | Cluster | None = None
+    memory: float | None = None
+    constraints: str | Path | Constraint | None = None
+    profile: str | Path | None = None
+
+
+def parse_auto(text: str) -> AutoPlan | None:
+    """What `auto` and `auto:CLUSTER` say; None for what names a plan."""
+    name, _, cluster = text.partition(":")
+    return AutoPlan(cluster=cluster or None) if name == AUTO else None
+
+
+def cluster_of(wanted: AutoPlan, ranks: int) -> Cluster:
+    """The cluster with so many devices. Raises NnscalerError("cluster_invalid")."""
+    from nnscaler.planning.cluster.found import found_cluster
+    from nnscaler.planning.cluster.read import load_cluster
+
+    given = wanted.cluster
+    if given is None:
+        return found_cluster(ranks)
+    return (load_cluster(given) if isinstance(given, str | Path) else given).scaled(ranks)
+
+
+def cost_of(wanted: AutoPlan, cluster: Cluster) -> CostModel:
+    """What was measured, or the analytic model."""
+    from nnscaler.planning.cost.analytic import AnalyticCost
+    from nnscaler.planning.cost.table import load_profile
+    from nnscaler.planning.cost.table_cost import TableCost
+
+    if wanted.profile is None:
+        return AnalyticCost(cluster)
+    return TableCost(load_profile(Path(wanted.profile)), cluster)
+
+
+def search_plan(
+    graph: Graph,
+    known: Mapping[str, Signature],
+    ranks: int,
+    wanted: AutoPlan,
+    *,
+    micro_batches: int | None = None,
+    replicate: Sequence[str] = (),
+    cost: CostModel | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """The planner's plan. `micro_batches` None: searched. `replicate`: patterns of modules left whole. `cost`: instead
+    of what `wanted` says.
+
+    Raises NnscalerError: `cluster_invalid`; `plan_too_large` where nothing fits; `plan_illegal` for a constraint that
+    is wrong or cannot hold.
+    """
+    from nnscaler.planning import constraints
+    from nnscaler.planning.planner.plan import find_plan
+
+    cluster = cluster_of(wanted, ranks)
+    kept = []
+    if isinstance(wanted.constraints, str | Path):
+        kept.append(constraints.read_constraints(Path(wanted.constraints), graph))
+    elif wanted.constraints is not None:
+        kept.append(wanted.constraints)
+    if replicate:
+        kept.append(constraints.replicate(graph, replicate))
+    if micro_batches is not None:
+        kept.append(constraints.sizes(micro_batches=micro_batches))
+    try:
+        return find_plan(
+            graph,
+            known,
+            cluster,
+            memory=wanted.memory,
+            cost=cost or cost_of(wanted, cluster),
+            constraint=constraints.all_of(kept) if kept else None,
+            progress=progress,
+        )
+    except NnscalerError as error:
+        if error.code != "plan_too_large" or wanted.cluster is not None or wanted.memory is not None:
+            raise
+        help = f"{error.help}; --cluster NAME plans for another machine than this one"
+        raise NnscalerError(error.code, error.message, error.where, help) from None
+
+
+def told(found: Found, seconds: float) -> str:
+    """How a plan was found, in a sentence: `seconds` is what the search took."""
+    from nnscaler.planning.cluster.units import show_seconds
+
+    of = found.certificate
+    return (
+        f"searched in {seconds:.1f} s for {of.cluster}: {show_seconds(of.seconds)} a step, at most {of.gap:.1%} above "
+        "the best in the space searched"
+    )

@@ -1,0 +1,52 @@
+"""What two plans of one graph do otherwise, operation by operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`kind`: "split", "stage" or "recomputed"; how the operation was run `before`, and how it is `now`."""
+
+    kind: str
+    operation: str
+    before: str
+    now: str
+
+
+def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Difference, ...]:
+    """In the order of the graph, of what both run. Sizes of axes do not count, nor does what splits nothing."""
+    found = []
+    for op in now.graph.operations:
+        if op.name not in before.placements:  # what micro-batches share is an operation of its own
+            continue
+        for kind, describe in (("split", splits_of), ("stage", stages_of), ("recomputed", recomputed)):
+            old, new = describe(before, op.name), describe(now, op.name)
+            if old != new:
+                found.append(Difference(kind, op.name, old, new))
+    return tuple(found)
+
+
+def splits_of(graph: PartitionedGraph, operation: str) -> str:
+    """`dp b, tp n`: what every axis splits; `whole` where none does."""
+    placement = graph.placements[operation]
+    first = placement.stages[0]
+    shown = []
+    for axis, choice in zip(graph.stages[first].axes, placement.choices[first], strict=True):
+        if axis.name != MICRO and axis.size > 1 and isinstance(choice, Split | RunPartial):
+            shown.append(f"{axis.name} {str(choice).removeprefix('split ')}")
+    return ", ".join(shown) or "whole"
+
+
+def stages_of(graph: PartitionedGraph, operation: str) -> str:
+    """`0`, or `0, 1` where it is repeated."""
+    return ", ".join(map(str, graph.placements[operation].stages))
+
+
+def recomputed(graph: PartitionedGraph, operation: str) -> str:
+    """`yes` where backward computes it again, else `no`."""
+    return "no" if graph.placements[operation].recompute is None else "yes"
