@@ -1,56 +1,16 @@
-"""Constraints on plans: small predicates that are composed, and that the planner searches within.
-
-A constraint says which configurations (sizes of axes, micro-batches, recomputation) it permits, and which choices of
-operations on the tp axis. `all_of` composes them. They stand in TOML as tables of `[[constraint]]`:
-
-    [[constraint]]
-    kind = "sizes"
-    tp = 2
-
-    [[constraint]]
-    kind = "replicate"
-    operations = ["lm_head", "blocks.*.norm"]
-
-    [[constraint]]
-    kind = "require"
-    operations = ["blocks.*.mlp.up"]
-    identifier = "n"
-"""
+"""Constraints on sizes, and on the choices of named operations."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
-from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.transform.select import select
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """`text`: as the user would say it."""
-
-    text: str
-    permits: Callable[[Configuration], bool] = lambda _: True
-    allows: Callable[[Operation, Choice], bool] = lambda _op, _choice: True
-
-
-def all_of(constraints: Iterable[Constraint]) -> Constraint:
-    """What all of them permit and allow."""
-    every = tuple(constraints)
-    return Constraint(
-        "; ".join(c.text for c in every),
-        lambda configuration: all(c.permits(configuration) for c in every),
-        lambda op, choice: all(c.allows(op, choice) for c in every),
-    )
+from nnscaler.transform.signature import Signature
 
 
 def sizes(**wanted: int | bool) -> Constraint:
@@ -101,65 +61,31 @@ def require(graph: Graph, operations: Sequence[str], identifier: str) -> Constra
     )
 
 
+def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str]) -> Constraint:
+    """The parameters of these operations are split over all ranks: tp has all of them, since dp holds a parameter
+    whole, and a pipeline gives it to the ranks of one stage.
+
+    Raises NnscalerError("plan_illegal") for unknown names, and for operations without a parameter that can be split.
+    """
+    shards: dict[str, frozenset[str]] = {}
+    for op in select(graph, tuple(operations)):
+        bound = signatures[op.name].bound
+        if bound is not None:
+            read = zip(op.inputs, bound.inputs, strict=True)
+            held = {i for name, o in read if o and graph.tensors[name].role == "parameter" for i in o.identifiers()}
+            found = held & set(signatures[op.name].identifiers)
+            if found:
+                shards[op.name] = frozenset(found)
+    text = f"{', '.join(operations)} over all devices"
+    if not shards:
+        help = "name an embedding, a linear, or a module that has one"
+        raise NnscalerError("plan_illegal", f"{text}: no parameter that is read there can be split", help=help)
+
+    def allows(op: Operation, choice: Choice) -> bool:
+        return op.name not in shards or (isinstance(choice, Split) and choice.identifier in shards[op.name])
+
+    return Constraint(text, lambda c: 1 < c.tp == c.ranks, allows)
+
+
 def _splits(choice: Choice, identifier: str | None = None) -> bool:
     return isinstance(choice, Split) and identifier in (None, choice.identifier)
-
-
-_ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
-_NUMBERS = ("dp", "tp", "pp", "micro_batches")
-_KEYS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(_ALONE, frozenset({"kind"})),
-    "sizes": frozenset({"kind", *_NUMBERS, "recompute"}),
-    "replicate": frozenset({"kind", "operations"}),
-    "forbid": frozenset({"kind", "operations", "identifier"}),
-    "require": frozenset({"kind", "operations", "identifier"}),
-}
-
-
-def read_constraints(path: Path, graph: Graph) -> Constraint:
-    """What a TOML file says. Raises NnscalerError("plan_illegal") with the entry that is wrong and what is legal."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise NnscalerError("plan_illegal", f"{path}: {error}", help="[[constraint]] with a kind") from None
-    entries = data.get("constraint")
-    if set(data) - {"constraint"} or not isinstance(entries, list):
-        raise NnscalerError("plan_illegal", f"{path}: it has {sorted(data)}", help="it has tables of [[constraint]]")
-    return all_of(_constraint(entry, f"{path}: constraint {i + 1}", graph) for i, entry in enumerate(entries))
-
-
-def _constraint(entry: Any, place: str, graph: Graph) -> Constraint:
-    kind = entry.get("kind") if isinstance(entry, dict) else None
-    if not isinstance(kind, str) or kind not in _KEYS:
-        near = get_close_matches(str(kind), _KEYS, 1)
-        help = f"did you mean {near[0]!r}? " if near else ""
-        raise NnscalerError("plan_illegal", f"{place} has the kind {kind!r}", help=f"{help}kinds: {', '.join(_KEYS)}")
-    unknown = sorted(set(entry) - _KEYS[kind])
-    if unknown:
-        raise NnscalerError("plan_illegal", f"{place} ({kind}) has {unknown}", help=f"known: {sorted(_KEYS[kind])}")
-    if kind in _ALONE:
-        return _ALONE[kind]()
-    if kind == "sizes":
-        return sizes(**{k: _number(k, v, place) for k, v in entry.items() if k != "kind"})
-    names = entry.get("operations")
-    if isinstance(names, str):
-        names = [names]
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise NnscalerError(
-            "plan_illegal", f"{place} ({kind}): operations are {names!r}", help='operations = ["blocks.*.mlp"]'
-        )
-    if kind == "replicate":
-        return replicate(graph, names)
-    identifier = entry.get("identifier")
-    if not isinstance(identifier, str):
-        raise NnscalerError("plan_illegal", f"{place} ({kind}): identifier is {identifier!r}", help='identifier = "n"')
-    return (forbid if kind == "forbid" else require)(graph, names, identifier)
-
-
-def _number(name: str, value: Any, place: str) -> int | bool:
-    if name == "recompute" and isinstance(value, bool):
-        return value
-    if name != "recompute" and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    legal = "true or false" if name == "recompute" else "a whole number from 1 on"
-    raise NnscalerError("plan_illegal", f"{place} (sizes): {name} is {value!r}", help=f"{name} is {legal}")

@@ -33,12 +33,14 @@ class Roles:
 @dataclass(frozen=True, slots=True)
 class _Weight:
     """An operation that contracts an input with a parameter: identifiers of the parameter that the output has alone,
-    that are contracted, and that input, parameter and output share; the size of the first."""
+    that are contracted, and that input, parameter and output share; the size of the first; the slot of the input that
+    has most of the contracted ones."""
 
     made: Names
     contracted: Names
     shared: Names
     size: int
+    read: int
 
 
 def roles_of(graph: Graph, signatures: Mapping[str, Signature]) -> Roles:
@@ -70,7 +72,9 @@ def _roles(
 ) -> Roles:
     cut: dict[str, Names] = {}
     whole: set[str] = set()
-    heads = frozenset(n for n, w in weights.items() if n not in inside and _is_tall(w, signatures[n]))
+    layers = [i for i, op in enumerate(graph.operations) if op.name in inside]
+    after = graph.operations[layers[-1] + 1 :]
+    heads = frozenset(op.name for op in after if op.name in weights and _is_tall(weights[op.name], signatures[op.name]))
     fed = _from_inputs(graph)
     for op, reached in _flow(graph, signatures, weights, columns | heads, handed):
         rows = _table(graph, op, signatures[op.name]) if op.name not in inside and fed.intersection(op.inputs) else None
@@ -99,12 +103,13 @@ def _flow(
     cut: dict[str, Names] = {}
     found: list[tuple[Operation, Names]] = []
     for op in graph.operations:
-        reached: Names = frozenset().union(*(cut.get(name, frozenset()) for name in op.inputs))
+        weight = weights.get(op.name)
+        read = op.inputs if weight is None else (op.inputs[weight.read],)
+        reached: Names = frozenset().union(*(cut.get(name, frozenset()) for name in read))
         over = _normalises(graph, op, signatures[op.name])
         if over is not None:
             reached = frozenset(name for name in reached if weights[name].size != over)
         found.append((op, reached))
-        weight = weights.get(op.name)
         if weight is not None and reached:
             after = reached if weight.shared else frozenset()
         else:
@@ -122,14 +127,15 @@ def _weight(graph: Graph, op: Operation, signature: Signature) -> _Weight | None
     used = [frozenset(() if o is None else o.identifiers()) for o in bound.inputs]
     made = frozenset(i for o in bound.outputs if o is not None for i in o.identifiers())
     may = frozenset(signature.identifiers)
-    for slot, name in enumerate(op.inputs):
-        others = frozenset().union(*(u for i, u in enumerate(used) if i != slot and not _is_parameter(graph, op, i)))
+    data = [slot for slot in range(len(op.inputs)) if not _is_parameter(graph, op, slot)]
+    for slot in range(len(op.inputs)):
+        others: Names = frozenset().union(*(used[i] for i in data if i != slot))
         contracted = (used[slot] & others) - made
-        if _is_parameter(graph, op, slot) and contracted:
+        if slot not in data and contracted:
             alone = (used[slot] & made) - others
-            return _Weight(
-                alone & may, contracted & may, used[slot] & others & made & may, prod(bound.sizes[i] for i in alone)
-            )
+            read = max(data, key=lambda i: (len(used[i] & contracted), -i))
+            shared = used[slot] & used[read] & made
+            return _Weight(alone & may, contracted & may, shared & may, prod(bound.sizes[i] for i in alone), read)
     return None
 
 
