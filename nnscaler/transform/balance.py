@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,13 @@ def balanced_cuts(
     groups: Sequence[int],
     crossing: Sequence[int],
     segments: int,
+    limits: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[int, ...] | None:
     """The positions of the best `segments - 1` cuts of the items with these `costs`; None if there are too few cuts.
 
     `cuts` are candidate positions (a cut at c lies before item c) in ascending order; `groups` (ascending numbers)
-    says which of them are alternatives: of one group at most one is used. Minimises, in this order, the largest cost
+    says which of them are alternatives: of one group at most one is used. `limits`: the least and the greatest
+    position of every cut. Minimises, in this order, the largest cost
     of a segment, the sum of `crossing` over the cuts used, the sum of squared costs of segments. Exact: dynamic
     programming over all pairs of candidates, O(segments * candidates^2) in numpy.
     """
@@ -31,32 +33,55 @@ def balanced_cuts(
     group = np.array([min(groups, default=1) - 1, *groups, max(groups, default=0) + 1])
     weight = np.array([0, *crossing, 0], dtype=np.float64)
     segment = np.where(group[None, :] > group[:, None], total[positions][None, :] - total[positions][:, None], np.inf)
-    limit = _smallest_maximum(segment, segments)
+    within = [np.ones(len(positions), dtype=np.bool_)] * (segments - 1)
+    if limits is not None:
+        within = [(positions >= least) & (positions <= most) for least, most in limits]
+    limit = _smallest_maximum(segment, within)
     if not np.isfinite(limit):
         return None
     allowed = segment <= limit * (1 + TOLERANCE)
     squares = np.where(allowed, np.round(np.square(np.where(allowed, segment, 0.0) / limit), 9), np.inf)
-    return tuple(int(positions[i]) for i in _fewest_crossing(allowed, squares, weight, segments))
+    return tuple(int(positions[i]) for i in _fewest_crossing(allowed, squares, weight, within))
 
 
-def _smallest_maximum(segment: NDArray[np.float64], segments: int) -> float:
-    """The least possible largest segment; infinite when there is no such partition."""
+def cut_limits(segments: int, items: int, at: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
+    """The least and the greatest position of every cut, so that these (item, segment) hold. Segments from -1 down are
+    counted from the last one. None where a segment does not exist."""
+    least, most = [1] * (segments - 1), [items - 1] * (segments - 1)
+    for item, wanted in at:
+        segment = wanted if wanted >= 0 else segments + wanted
+        if not 0 <= segment < segments:
+            return None
+        for cut in range(segments - 1):
+            if cut < segment:
+                most[cut] = min(most[cut], item)
+            else:
+                least[cut] = max(least[cut], item + 1)
+    return tuple(zip(least, most, strict=True))
+
+
+def _smallest_maximum(segment: NDArray[np.float64], within: Sequence[NDArray[np.bool_]]) -> float:
+    """The least possible largest segment, with the cuts `within` positions; infinite when there is no such
+    partition."""
     largest = segment[0]
-    for _ in range(segments - 1):
-        largest = np.maximum(largest[:, None], segment).min(axis=0)
+    for here in within:
+        largest = np.maximum(np.where(here, largest, np.inf)[:, None], segment).min(axis=0)
     return float(largest[-1])
 
 
 def _fewest_crossing(
-    allowed: NDArray[np.bool_], squares: NDArray[np.float64], weight: NDArray[np.float64], segments: int
+    allowed: NDArray[np.bool_],
+    squares: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    within: Sequence[NDArray[np.bool_]],
 ) -> list[int]:
     """Indices of the cuts that minimise (crossing, squares) over partitions into allowed segments."""
     cross = np.where(allowed[0], 0.0, np.inf)
     square = squares[0]
     columns = np.arange(len(weight))
     came_from = []
-    for _ in range(segments - 1):
-        crossing = np.where(allowed, (cross + weight)[:, None], np.inf)
+    for here in within:
+        crossing = np.where(allowed, np.where(here, cross + weight, np.inf)[:, None], np.inf)
         cross = crossing.min(axis=0)
         ties = np.isfinite(crossing) & (crossing == cross[None, :])
         candidates = np.round(np.where(ties, square[:, None] + squares, np.inf), 9)

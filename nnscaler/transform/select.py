@@ -1,4 +1,4 @@
-"""Operations by name, module path or glob."""
+"""Operations by name, module path, parameter or operator, each of which may be a glob."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def reads(op: Operation, graph: Graph, pattern: str) -> bool:
 
 def select(graph: Graph, patterns: Iterable[str]) -> tuple[Operation, ...]:
     """The operations that any of the patterns names, in graph order. A pattern that names no operation and no module
-    may name parameters: `head*` is the head's operations, not the embedding that is tied to `head.weight`.
+    may name parameters: `head*` is the head's operations, not the embedding that is tied to `head.weight`. One that
+    names none of these may name operators: `aten.linear.default`, `aten.dropout*`.
 
     Raises NnscalerError("plan_illegal") for a pattern that names nothing.
     """
@@ -37,6 +38,7 @@ def select(graph: Graph, patterns: Iterable[str]) -> tuple[Operation, ...]:
             continue
         found = [op for op in graph.operations if matches(op, pattern)]
         found = found or [op for op in graph.operations if reads(op, graph, pattern)]
+        found = found or [op for op in graph.operations if fnmatchcase(op.operator, pattern)]
         if not found:
             raise _nothing(graph, pattern)
         chosen.update((op.name, op) for op in found)

@@ -7,7 +7,7 @@ exactly one stage, and since stages are contiguous in topological order, no tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
-from nnscaler.transform.balance import balanced_cuts
+from nnscaler.transform.balance import balanced_cuts, cut_limits
 from nnscaler.transform.layers import Layer, describe_layers, describe_paths, layers_of
 
 __all__ = ["Layer", "StagePartition", "layers_of", "partition_stages", "repeated_operations"]
@@ -61,19 +61,23 @@ def partition_stages(
     finer: bool = False,
     random: Collection[str] = (),
     counts: Sequence[int] = (),
+    at: Mapping[str, int] = MappingProxyType({}),
+    joined: Iterable[Collection[str]] = (),
 ) -> StagePartition:
     """Split the operations into `stages` stages that minimise the largest sum of `cost` (exactly).
 
     Ties are broken by the elements that cross the cuts, then by evenness. Every stage has at least one layer; what
     is outside of layers stays with its neighbours in order. With `finer`, and only when there are fewer layers than
     stages, a cut may lie between any two operations. Operators in `random` are never repeated. `counts`: how many
-    layers each stage has, where that is decided already.
+    layers each stage has, where that is decided already; `at`: the stage of some operations, from the last one where
+    negative; `joined`: operations that stay on one stage together.
     Raises NnscalerError("plan_illegal") when there are not enough places to cut.
     """
     repeated = repeated_operations(graph, random)
     anchored = [op for op in graph.operations if op.name not in repeated]
     layers = layers_of(graph, max(stages, 2), ignore=repeated)
-    forbidden = _forbidden_cuts(graph, anchored)
+    index = {op.name: i for i, op in enumerate(anchored)}
+    forbidden = _forbidden_cuts(graph, anchored) | _inside(index, joined)
     candidates = _layer_cuts(anchored, layers).without(forbidden)
     if counts:
         candidates = candidates.after({sum(counts[: i + 1]) - 1 for i in range(len(counts) - 1)})
@@ -85,8 +89,15 @@ def partition_stages(
     costs = [cost(op) for op in anchored]
     live = _elements_across(graph, anchored)
     crossing = [live[position] for position in candidates.positions]
-    cuts = balanced_cuts(costs, candidates.positions, candidates.groups, crossing, stages)
-    assert cuts is not None, (stages, candidates)
+    limits = cut_limits(stages, len(anchored), [(index[name], stage) for name, stage in at.items() if name in index])
+    cuts = None
+    if limits is not None:
+        cuts = balanced_cuts(costs, candidates.positions, candidates.groups, crossing, stages, limits)
+    if cuts is None:
+        assert at, (stages, candidates)
+        asked = ", ".join(f"{name} on {stage}" for name, stage in list(at.items())[:4])
+        help = "stages follow the order of operations, each with a layer"
+        raise NnscalerError("plan_illegal", f"no {stages} pipeline stages have {asked}", help=help)
     bounds = list(pairwise([0, *cuts, len(anchored)]))
     anchored_stage = {op.name: stage for stage, (start, end) in enumerate(bounds) for op in anchored[start:end]}
     return StagePartition(
@@ -140,6 +151,15 @@ def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[in
         if users:
             forbidden.update(range(min(users) + 1, max(users) + 1))
     return frozenset(forbidden)
+
+
+def _inside(index: Mapping[str, int], joined: Iterable[Collection[str]]) -> frozenset[int]:
+    """Cuts that would separate operations that stay together."""
+    found: set[int] = set()
+    for group in joined:
+        places = [index[name] for name in group if name in index]
+        found.update(range(min(places, default=0) + 1, max(places, default=0) + 1))
+    return frozenset(found)
 
 
 def _elements_across(graph: Graph, anchored: Sequence[Operation]) -> list[int]:

@@ -10,13 +10,15 @@ from nnscaler.ir.graph import Graph
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cluster.units import show_bytes
 from nnscaler.planning.constraints import Constraint
+from nnscaler.planning.constraints.blame import without_choice, without_configuration
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
-from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.planner.search import Progress, Search, search
 from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature
@@ -55,7 +57,8 @@ def find_plan(
 ) -> Found:
     """The fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
 
-    Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted.
+    Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
+    constraint that cannot hold.
     """
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
@@ -66,9 +69,12 @@ def find_plan(
         return c not in excluded and (constraint is None or constraint.permits(c))
 
     while True:
-        found = search(subject, cluster.devices, limit, allowed, progress)
+        try:
+            found = search(subject, cluster.devices, limit, allowed, progress)
+        except (Infeasible, NnscalerError) as error:
+            raise _without_choice(subject, constraint, cluster, error) from None
         if found.best is None:
-            raise _nothing(subject, found, cluster, limit)
+            raise _nothing(subject, found, cluster, limit, constraint)
         problem = _refused(subject, found.best.configuration)
         if problem is None:
             made = plan_of(subject, found.best)
@@ -87,13 +93,38 @@ def _refused(subject: Subject, c: Configuration) -> str | None:
     return None
 
 
-def _nothing(subject: Subject, found: Search, cluster: Cluster, limit: float) -> NnscalerError:
+def _without_choice(
+    subject: Subject, constraint: Constraint | None, cluster: Cluster, error: Infeasible | NnscalerError
+) -> NnscalerError:
+    """The error for constraints that leave nothing to choose, whatever tp is; `error` where that is another one."""
+    if constraint is not None:
+        free = Subject(subject.graph, subject.signatures, subject.cost)
+        space = configurations(cluster.devices, subject.batch, len(subject.layers))
+        for tp in sorted({c.tp for c in space if c.tp > 1 and constraint.permits(c)}):
+            found = without_choice(constraint, subject.graph, free.options(tp), tp)
+            if found is not None:
+                return found
+    if isinstance(error, NnscalerError):
+        return error
+    told = "" if constraint is None else f" that keep to {constraint.text!r}"
+    return NnscalerError(
+        "plan_illegal",
+        f"no choices of all operations{told} go together: what some make cannot be turned into what others read",
+        help="take a constraint away",
+    )
+
+
+def _nothing(
+    subject: Subject, found: Search, cluster: Cluster, limit: float, constraint: Constraint | None
+) -> NnscalerError:
     """The error for a search without a result."""
     if not found.solved and not found.too_large:
+        space = list(configurations(cluster.devices, subject.batch, len(subject.layers)))
+        guilty = without_configuration(constraint, space) if constraint is not None else None
         return NnscalerError(
             "plan_illegal",
             f"no configuration of {cluster.devices} ranks is permitted (batch {subject.batch}, "
-            f"{len(subject.layers)} layers)",
+            f"{len(subject.layers)} layers)" + (f": {guilty}" if guilty else ""),
             help="take a constraint away, or change the number of ranks or the batch",
         )
     nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)

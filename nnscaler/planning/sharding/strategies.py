@@ -119,3 +119,13 @@ class Strategies:
                 help="`nnscaler plan MODEL --explain OP` without constraints lists its choices",
             )
         return list(found.values())
+
+
+def alike(first: Choice, second: Choice) -> bool:
+    """Whether two choices are the same: both whole, both on partial sums, or splits of one identifier by name."""
+    if isinstance(first, Split) and isinstance(second, Split):
+        return first.identifier == second.identifier
+    whole = (RunInvariant, RunReplicated)
+    if isinstance(first, whole) or isinstance(second, whole):
+        return isinstance(first, whole) and isinstance(second, whole)
+    return type(first) is type(second)

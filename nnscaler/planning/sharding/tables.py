@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import Kept
 from nnscaler.planning.sharding.setting import Setting
-from nnscaler.planning.sharding.strategies import Strategies, Strategy
+from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
 from nnscaler.transform.signature import Signature
 
 Column = NDArray[np.float64]
@@ -66,7 +66,7 @@ class Tables:
 @dataclass
 class TableBuilder:
     """Makes the tables of one graph in one setting. `kept`: what `memory.kept_by` found; `groups`: the number of an
-    operation's layer."""
+    operation's layer; `together`: pairs of operations whose choices on the first axis are to be the same."""
 
     graph: Graph
     signatures: Mapping[str, Signature]
@@ -75,6 +75,7 @@ class TableBuilder:
     strategies: Strategies
     kept: Mapping[str, tuple[Kept, ...]]
     groups: Mapping[str, int]
+    together: tuple[tuple[str, str], ...] = ()
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -121,6 +122,9 @@ class TableBuilder:
                 for op in readers:
                     slots = tuple(i for i, name in enumerate(op.inputs) if name == tensor.name)
                     edges.append((at, index[op.name], self._uses(tensor, own, chosen[op.name], slots)))
+        if only is None and self.setting.searched:  # what some layers are to do is no bound for all
+            for first, second in self.together:
+                edges.append((index[first], index[second], self._alike(chosen[first], chosen[second])))
         return Tables(tuple(names), tuple(groups), tuple(columns), tuple(edges), chosen, layouts)
 
     def _group_of(self, tensor: LogicalTensor) -> int:
@@ -288,6 +292,14 @@ class TableBuilder:
                 again = [s.needs[slot] in [s.needs[before] for before in slots[:number]] for s in strategies]
                 total = total + np.where(np.array(again)[None, :], 0.0, table)
             self._edges[key] = total
+        return self._edges[key]
+
+    def _alike(self, first: tuple[Strategy, ...], second: tuple[Strategy, ...]) -> Column:
+        """0 where two operations make the same choice, else infinite."""
+        key = ("alike", id(first), id(second))
+        if key not in self._edges:
+            rows = [[0.0 if alike(a.choices[0], b.choices[0]) else inf for b in second] for a in first]
+            self._edges[key] = np.array(rows, dtype=np.float64)
         return self._edges[key]
 
     # -- parameters

@@ -36,3 +36,8 @@ def test_a_parameter_names_all_operations_that_read_it() -> None:
 
 def test_patterns_add_up_in_graph_order() -> None:
     assert names("head", "middle", "words") == ["aten.embedding.default", "aten.linear.default", "aten.linear.default"]
+
+
+def test_an_operator_names_all_its_operations_where_nothing_else_is_named_so() -> None:
+    assert names("aten.linear.default") == names("aten.lin*") == ["aten.linear.default", "aten.linear.default"]
+    assert names("words", "aten.embed*") == ["aten.embedding.default"]

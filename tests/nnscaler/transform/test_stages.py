@@ -190,6 +190,23 @@ def test_the_loss_is_on_the_last_stage() -> None:
     assert partition_stages(graph, 2, b.cost, finer=True).stage_of["loss"] == (1,)
 
 
+def test_stages_hold_what_is_put_on_them_and_what_stays_together() -> None:
+    b, graph = chain(6)
+    b.costs["embed"] = b.costs["head"] = b.costs["loss"] = 0
+
+    def layers(at: dict[str, int], *joined: tuple[str, str]) -> list[int]:
+        """How many layers each stage has."""
+        found = partition_stages(graph, 3, b.cost, at=at, joined=joined)
+        return [sum(found.stage_of[f"l{i}_1"] == (stage,) for i in range(6)) for stage in range(3)]
+
+    assert layers({}) == [2, 2, 2]
+    assert layers({"l3_0": -1}) in ([1, 2, 3], [2, 1, 3]) and layers({"l2_1": 0})[0] == 3
+    assert layers({}, ("l0_0", "l3_1")) == [4, 1, 1]
+    for at in ({"l5_0": 0}, {"l1_0": 3}):
+        with pytest.raises(NnscalerError, match="no 3 pipeline stages have"):
+            layers(at)
+
+
 def test_ties_go_to_the_narrow_place() -> None:
     b, graph = chain(4, per_layer=1)
     wide = {"l0_0": 10, "l1_0": 10, "l2_0": 3}

@@ -1,0 +1,33 @@
+"""Constraints on plans: small predicates that are composed, and that the planner searches within."""
+
+from nnscaler.planning.constraints.constraint import Constraint, all_of
+from nnscaler.planning.constraints.files import read_constraints
+from nnscaler.planning.constraints.kinds import (
+    data_parallel,
+    forbid,
+    over_all_devices,
+    pipeline,
+    replicate,
+    require,
+    sizes,
+    tensor_parallel,
+)
+from nnscaler.planning.constraints.known import constraints_of
+from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
+
+__all__ = [
+    "Constraint",
+    "all_of",
+    "constraints_of",
+    "data_parallel",
+    "forbid",
+    "megatron",
+    "over_all_devices",
+    "pipeline",
+    "read_constraints",
+    "replicate",
+    "require",
+    "sequence_parallel",
+    "sizes",
+    "tensor_parallel",
+]

@@ -1,0 +1,91 @@
+"""Constraints on sizes, and on the choices of named operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, Split
+from nnscaler.planning.constraints.constraint import Constraint
+from nnscaler.transform.select import select
+from nnscaler.transform.signature import Signature
+
+
+def sizes(**wanted: int | bool) -> Constraint:
+    """Fixed numbers: of `dp`, `tp`, `pp`, `micro_batches`, and whether to `recompute`."""
+    text = ", ".join(f"{name}={value}" for name, value in wanted.items())
+    return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in wanted.items()))
+
+
+def data_parallel() -> Constraint:
+    """The batch is split over all ranks, and nothing else is."""
+    return Constraint("data parallel", lambda c: c.tp == 1 and c.pp == 1)
+
+
+def tensor_parallel() -> Constraint:
+    """Operations are split over all ranks."""
+    return Constraint("tensor parallel", lambda c: c.dp == 1 and c.pp == 1)
+
+
+def pipeline() -> Constraint:
+    """Every rank runs a stage."""
+    return Constraint("pipeline", lambda c: c.dp == 1 and c.tp == 1)
+
+
+def replicate(graph: Graph, operations: Sequence[str]) -> Constraint:
+    """These operations run whole on every rank of tp. Raises NnscalerError("plan_illegal") for unknown names."""
+    named = {op.name for op in select(graph, tuple(operations))}
+    return Constraint(
+        f"replicate {', '.join(operations)}", allows=lambda op, choice: op.name not in named or not _splits(choice)
+    )
+
+
+def forbid(graph: Graph, operations: Sequence[str], identifier: str) -> Constraint:
+    """These operations do not split this identifier. Raises NnscalerError("plan_illegal") for unknown names."""
+    named = {op.name for op in select(graph, tuple(operations))}
+    return Constraint(
+        f"forbid {identifier} of {', '.join(operations)}",
+        allows=lambda op, choice: op.name not in named or not _splits(choice, identifier),
+    )
+
+
+def require(graph: Graph, operations: Sequence[str], identifier: str) -> Constraint:
+    """These operations split this identifier on tp. Raises NnscalerError("plan_illegal") for unknown names."""
+    named = {op.name for op in select(graph, tuple(operations))}
+    return Constraint(
+        f"require {identifier} of {', '.join(operations)}",
+        lambda c: c.tp > 1,
+        lambda op, choice: op.name not in named or _splits(choice, identifier),
+    )
+
+
+def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str]) -> Constraint:
+    """The parameters of these operations are split over all ranks: tp has all of them, since dp holds a parameter
+    whole, and a pipeline gives it to the ranks of one stage.
+
+    Raises NnscalerError("plan_illegal") for unknown names, and for operations without a parameter that can be split.
+    """
+    shards: dict[str, frozenset[str]] = {}
+    for op in select(graph, tuple(operations)):
+        bound = signatures[op.name].bound
+        if bound is not None:
+            read = zip(op.inputs, bound.inputs, strict=True)
+            held = {i for name, o in read if o and graph.tensors[name].role == "parameter" for i in o.identifiers()}
+            found = held & set(signatures[op.name].identifiers)
+            if found:
+                shards[op.name] = frozenset(found)
+    text = f"{', '.join(operations)} over all devices"
+    if not shards:
+        help = "name an embedding, a linear, or a module that has one"
+        raise NnscalerError("plan_illegal", f"{text}: no parameter that is read there can be split", help=help)
+
+    def allows(op: Operation, choice: Choice) -> bool:
+        return op.name not in shards or (isinstance(choice, Split) and choice.identifier in shards[op.name])
+
+    return Constraint(text, lambda c: 1 < c.tp == c.ranks, allows)
+
+
+def _splits(choice: Choice, identifier: str | None = None) -> bool:
+    return isinstance(choice, Split) and identifier in (None, choice.identifier)

@@ -1,0 +1,66 @@
+"""A plan as constraints: all that it says of what the planner chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice
+from nnscaler.planning.constraints.constraint import Constraint, all_of
+from nnscaler.planning.constraints.kinds import sizes
+from nnscaler.transform.choose import choose
+from nnscaler.transform.layers import layers_of
+from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep
+from nnscaler.transform.select import select
+from nnscaler.transform.signature import Signature
+
+
+def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
+    """Its sizes, and the choice of every operation on tp. The stages of a pipeline are cut anew.
+
+    Raises NnscalerError("plan_illegal") for a plan that is outside of what the planner searches: docs/planner.md.
+    """
+    outside = _outside(plan, graph)
+    if outside is not None:
+        raise NnscalerError(
+            "plan_illegal",
+            f"the planner does not search plans with {outside}",
+            help="constrain what it does search: sizes, and choices on tp",
+        )
+    wanted = dict(plan.mesh)
+    again = any(isinstance(step, RecomputeStep) for step in plan.steps)
+    sized = sizes(
+        **{name: wanted.get(name, 1) for name in ("dp", "tp", "pp")}, micro_batches=plan.micro_batches, recompute=again
+    )
+    if wanted.get("tp", 1) == 1:
+        return sized
+    mesh = tuple(axis for axis in plan.device_axes[0])
+    made, axes = choose(graph, signatures, plan, mesh, frozenset(graph.by_name))
+    at = [name for name, _ in axes].index("tp")
+    chosen = {name: choices[at] for name, choices in made.items()}
+
+    def allows(op: Operation, choice: Choice) -> bool:
+        return choice == chosen[op.name]
+
+    return all_of((sized, Constraint("the choices of a plan", allows=allows)))
+
+
+def _outside(plan: Plan, graph: Graph) -> str | None:
+    """What the plan has that is not searched."""
+    unknown = [name for name, size in plan.mesh if name not in ("dp", "tp", "pp") and size > 1]
+    if unknown or plan.data_axes != ("dp",):
+        return f"the axes {', '.join(name for name, _ in plan.mesh)}, of which {plan.data_axes} have the batch"
+    if plan.stage_axes:
+        return "stages of unlike meshes"
+    if plan.chunks > 1 or plan.schedule.lower() != "1f1b":
+        return f"the schedule {plan.schedule} and {plan.chunks} stages per device"
+    if any(isinstance(step, OrderStep) for step in plan.steps):
+        return "an order of operations"
+    steps = [step for step in plan.steps if isinstance(step, RecomputeStep)]
+    again = {op.name for step in steps for op in select(graph, step.operations)}
+    layers = {name for layer in layers_of(graph) for name in layer.operations}
+    if again and again != layers:
+        return "recomputation of some layers only"
+    return None

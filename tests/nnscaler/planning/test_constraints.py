@@ -1,0 +1,269 @@
+"""Constraints hold, compose, are policies of their own, and say which one cannot hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import verify
+from nnscaler.cli.model_file import load_model_file
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Sharded, State
+from nnscaler.ir.operation import Operation
+from nnscaler.ir.placement import Choice, Split
+from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.constraints import (
+    Constraint,
+    all_of,
+    constraints_of,
+    forbid,
+    megatron,
+    over_all_devices,
+    read_constraints,
+    replicate,
+    require,
+    sequence_parallel,
+    sizes,
+)
+from nnscaler.planning.constraints.roles import roles_of
+from nnscaler.planning.planner.plan import Found, find_plan
+from nnscaler.planning.planner.result import choices_of
+from nnscaler.planning.planner.search import CLOSE
+from nnscaler.planning.policies import make_plan
+from nnscaler.transform.choose import choose
+from nnscaler.transform.plan import OrderStep, Plan
+from nnscaler.transform.rules import input_states
+from nnscaler.transform.signature import signatures
+from tests.nnscaler.planning.planner.planned import EXAMPLES, graph_of, subject_of
+
+
+def found(graph: Graph, ranks: int, *kept: Constraint) -> Found:
+    return find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(ranks), constraint=all_of(kept))
+
+
+def choices_on_tp(graph: Graph, plan: Plan) -> dict[str, Choice]:
+    made, axes = choose(graph, signatures(graph), plan, plan.device_axes[0], frozenset(graph.by_name))
+    at = [name for name, _ in axes].index("tp")
+    return {name: choices[at] for name, choices in made.items()}
+
+
+def weights(graph: Graph, choices: dict[str, Choice], operator: str = "aten.linear.default") -> dict[str, State]:
+    """How the weights of these operations lie on tp."""
+    known = signatures(graph)
+    result = {}
+    for op in graph.operations:
+        if op.operator == operator:
+            slot = next(i for i, name in enumerate(op.inputs) if graph.tensors[name].role == "parameter")
+            result[graph.tensors[op.inputs[slot]].fqns[-1]] = input_states(known[op.name], choices[op.name])[slot]
+    return result
+
+
+def named(graph: Graph, ending: str) -> set[str]:
+    """The operations that read a parameter whose name ends so."""
+    parameters = graph.with_role("parameter")
+    return {op.name for t in parameters if any(f.endswith(ending) for f in t.fqns) for op, _ in graph.consumers[t.name]}
+
+
+def test_megatron_cuts_what_the_policy_cuts() -> None:
+    graph = graph_of("gpt")
+    told = found(graph, 4, megatron(graph, signatures(graph)), sizes(dp=2, tp=2))
+    policy = make_plan(graph, signatures(graph), {"dp": 2, "tp": 2})
+    cut = weights(graph, choices_of(told.subject, told.best))
+    assert cut == weights(graph, choices_on_tp(graph, policy))
+    assert cut["blocks.2.attn.qkv.weight"] == Sharded(0, 3) and cut["blocks.2.attn.proj.weight"] == Sharded(1)
+    assert cut["blocks.2.mlp.up.weight"] == Sharded(0) and cut["blocks.2.mlp.down.weight"] == Sharded(1)
+    assert cut["head.weight"] == Sharded(0)
+
+
+@pytest.mark.long
+def test_megatron_cuts_llama_in_pairs() -> None:
+    """As the policy does, but where that one has a residual stream that is split too: it reads o_proj by its rows."""
+    graph = graph_of("llama_hf")
+    told = found(graph, 4, megatron(graph, signatures(graph)), sizes(dp=2, tp=2))
+    cut = weights(graph, choices_of(told.subject, told.best))
+    policy = weights(graph, choices_on_tp(graph, make_plan(graph, signatures(graph), {"dp": 2, "tp": 2})))
+    assert len(cut) == 29
+    for name, state in cut.items():
+        last = name.split(".")[-2]
+        assert state == (Sharded(1) if last in ("o_proj", "down_proj") else Sharded(0)), name
+        assert state == policy[name] or last == "o_proj"
+
+
+ROLES = {  # endings of parameters that are cut, and of those that are whole
+    "gpt": (("wte.weight", "attn.qkv.weight", "mlp.down.weight"), ("wpe.weight", "ln_1.weight")),
+    "llama_hf": (
+        ("embed_tokens.weight", "k_proj.weight", "o_proj.weight", "lm_head.weight"),
+        ("input_layernorm.weight",),
+    ),
+    "moe": (("experts.up", "experts.down", "head.weight"), ("router.weight", "norm_2.weight")),
+    "t5_hf": (("EncDecAttention.k.weight", "DenseReluDense.wo.weight"), ("relative_attention_bias.weight",)),
+    "swin_hf": (
+        ("attention.q_proj.weight", "mlp.fc2.weight"),
+        ("patch_embeddings.projection.weight", "downsample.reduction.weight", "classifier.weight"),
+    ),
+    "evoformer": (("row.bias.weight",), ("distance_head.weight", "outgoing.out.weight")),
+    "mamba": (("in_proj.weight", "out_proj.weight"), ("A_log",)),
+}
+DEFAULT = ("gpt", "moe")
+
+
+@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.long) for n in ROLES])
+def test_roles_follow_from_annotations(name: str) -> None:
+    graph = graph_of(name)
+    roles = roles_of(graph, signatures(graph))
+    assert not roles.whole & set(roles.cut) and roles.columns <= set(roles.cut)
+    assert all("norm" not in graph.by_name[op].operator for op in roles.cut)
+    cut, whole = ROLES[name]
+    for ending in cut:
+        assert named(graph, ending) and named(graph, ending) <= set(roles.cut), ending
+    for ending in whole:
+        assert named(graph, ending) and named(graph, ending) <= roles.whole, ending
+
+
+def test_sequence_parallel_splits_what_megatron_keeps_whole() -> None:
+    graph = graph_of("gpt")
+    known = signatures(graph)
+    plans = [
+        found(graph, 4, kind(graph, known), sizes(tp=4, micro_batches=1)) for kind in (megatron, sequence_parallel)
+    ]
+    whole, along = (choices_of(p.subject, p.best) for p in plans)
+    assert weights(graph, whole) == weights(graph, along)
+    norms = [op for op in graph.operations if op.operator in ("aten.layer_norm.default", "aten.add.Tensor")]
+    assert len(norms) == 18
+    for op in norms:
+        assert not isinstance(whole[op.name], Split)
+        assert along[op.name] == Split("b")  # [batch a, sequence b, hidden]
+    assert plans[1].best.stages[0].kept < plans[0].best.stages[0].kept
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [megatron, sequence_parallel])
+@pytest.mark.parametrize("name", ["gpt", "llama_hf"])
+def test_policies_are_verified(name: str, kind: object) -> None:
+    graph = graph_of(name)
+    told = found(graph, 4, kind(graph, signatures(graph)), sizes(dp=2, tp=2))  # type: ignore[operator]
+    model = load_model_file(str(EXAMPLES / f"{name}.py"), 0)
+    report = verify.verify_plan(model.build, model.inputs, ranks=4, plan=told.plan, micro_batches=None)
+    assert report.verdict.passes
+
+
+def test_over_all_devices() -> None:
+    graph = graph_of("gpt")
+    known = signatures(graph)
+    told = found(graph, 4, over_all_devices(graph, known, ["wte", "head"]))
+    assert told.best.configuration.tp == 4
+    (vocabulary,) = named(graph, "head.weight") - named(graph, "wte.weight") or {"linear_16"}
+    for name in ("embedding", vocabulary):
+        choice = choices_of(told.subject, told.best)[name]
+        assert isinstance(choice, Split) and choice.identifier in ("v", "d", "n", "k")
+    with pytest.raises(NnscalerError, match="no parameter that is read there can be split"):
+        over_all_devices(graph, known, ["gelu"])
+    with pytest.raises(NnscalerError, match="'wte over all devices', 'pp=2' together permit none"):
+        found(graph, 4, over_all_devices(graph, known, ["wte"]), sizes(pp=2))
+
+
+def test_operations_are_named_by_module_and_by_operator() -> None:
+    graph = graph_of("gpt")
+    linears = {op.name for op in graph.operations if op.operator == "aten.linear.default"}
+    tp = sizes(tp=2, micro_batches=1)
+    told = found(graph, 2, tp, forbid(graph, ["aten.linear.default"], "n"))
+    assert Split("n") not in {choices_of(told.subject, told.best)[name] for name in linears}
+    told = found(graph, 2, tp, replicate(graph, ["blocks.*.mlp"]))
+    inside = {op.name for op in graph.operations if ".mlp" in op.module}
+    assert inside and not any(isinstance(choices_of(told.subject, told.best)[name], Split) for name in inside)
+    told = found(graph, 2, tp, require(graph, ["aten.linear.d*"], "k"))
+    assert {choices_of(told.subject, told.best)[name] for name in linears} == {Split("k")}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("gpt", {"dp": 2, "tp": 2}),
+        ("gpt", {"tp": 2, "pp": 2}),
+        ("moe", {"dp": 2, "pp": 2}),
+        ("gpt", {"tp": 4}),
+        pytest.param("llama_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_all_constraints_of_a_policy_give_its_plan(name: str, given: dict[str, int]) -> None:
+    graph = graph_of(name)
+    plan = make_plan(graph, signatures(graph), given)
+    told = found(graph, 4, constraints_of(plan, graph, signatures(graph)))
+    assert told.plan == plan
+    free = found(graph, 4, sizes(micro_batches=plan.micro_batches))
+    assert free.best.seconds <= told.best.seconds * (1 + CLOSE)
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize("seed", range(2))
+def test_all_constraints_of_a_random_plan_give_that_plan(name: str, seed: int) -> None:
+    """One that draws from what is searched: sizes, then a choice per operation."""
+    graph = graph_of(name)
+    random = Random(seed)
+    shape = random.choice([(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)])
+    kept = sizes(**dict(zip(("dp", "tp", "pp"), shape, strict=True)), micro_batches=shape[2], recompute=seed == 1)
+    subject = subject_of(name, 8)
+    tables = subject.tables(shape[1], shape[0] * shape[2])
+    drawn = {n: random.choice(strategies).choices[0] for n, strategies in sorted(tables.strategies.items())}
+
+    def only(op: Operation, choice: Choice) -> bool:
+        return choice == drawn[op.name]
+
+    ranks = shape[0] * shape[1] * shape[2]
+    told = found(graph, ranks, kept, Constraint("drawn", allows=only))
+    again = found(graph, ranks, constraints_of(told.plan, graph, signatures(graph)))
+    assert choices_of(told.subject, told.best) == drawn
+    assert again.plan == told.plan and again.best.seconds == told.best.seconds
+    free = found(graph, ranks, kept)
+    assert free.best.seconds <= told.best.seconds
+
+
+def test_plans_outside_of_the_space_are_refused() -> None:
+    graph = graph_of("gpt")
+    plan = Plan((("dp", 2), ("tp", 2)))
+    for steps, more in (
+        ((OrderStep(("add",), ("linear",)),), {}),
+        ((), {"schedule": "gpipe"}),
+        ((), {"data_axes": ()}),
+    ):
+        other = Plan(plan.mesh, steps, **more)  # type: ignore[arg-type]
+        with pytest.raises(NnscalerError, match="the planner does not search plans with"):
+            constraints_of(other, graph, signatures(graph))
+
+
+def test_the_constraint_that_cannot_hold_is_named() -> None:
+    graph = graph_of("gpt")
+    tp = sizes(tp=2)
+    with pytest.raises(NnscalerError, match=r"the constraint 'require z of linear' leaves linear .* no choice on tp=2"):
+        found(graph, 2, tp, replicate(graph, ["wte"]), require(graph, ["linear"], "z"))
+    with pytest.raises(NnscalerError, match="'replicate linear', 'require n of linear' together leave linear"):
+        found(graph, 2, tp, all_of([replicate(graph, ["linear"]), require(graph, ["linear"], "n")]))
+    with pytest.raises(NnscalerError, match=r"is permitted .*: the constraint 'dp=3' permits none"):
+        found(graph, 4, tp, sizes(dp=3))
+
+
+def test_files_have_all_kinds(tmp_path: Path) -> None:
+    graph = graph_of("gpt")
+    file = tmp_path / "constraints.toml"
+    expected = {
+        "kind = 'megatron'": "megatron",
+        "kind = 'sequence_parallel'": "sequence parallel",
+        "kind = 'over_all_devices'\noperations = 'wte'": "wte over all devices",
+        "kind = 'sizes'\ntp = 2\nrecompute = false": "tp=2, recompute=False",
+        "kind = 'forbid'\noperations = ['aten.linear.*']\nidentifier = 'n'": "forbid n of aten.linear.*",
+    }
+    file.write_text("".join(f"[[constraint]]\n{text}\n" for text in expected))
+    read = read_constraints(file, graph)
+    assert [c.text for c in read.each] == list(expected.values())
+    for text, said in (
+        ("kind = 'megatron'\ntp = 2", r"constraint 1 (megatron) has ['tp']"),
+        ("kind = 'sequence'", "did you mean 'sequence_parallel'?"),
+        ("kind = 'over_all_devices'", "(over_all_devices): operations are None"),
+    ):
+        file.write_text(f"[[constraint]]\n{text}\n")
+        with pytest.raises(NnscalerError) as error:
+            read_constraints(file, graph)
+        assert said in str(error.value), text
