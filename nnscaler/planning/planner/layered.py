@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nnscaler.planning.planner.chain import Chain
 from nnscaler.planning.planner.configurations import Configuration
-from nnscaler.planning.planner.cuts import Cut, best_cut
+from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.planner.priced import (
     Ends,
     Floors,
