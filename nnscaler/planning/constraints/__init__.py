@@ -5,12 +5,14 @@ from nnscaler.planning.constraints.files import read_constraints
 from nnscaler.planning.constraints.kinds import (
     data_parallel,
     forbid,
+    on_device,
     over_all_devices,
     pipeline,
     replicate,
     require,
     sizes,
     tensor_parallel,
+    together,
 )
 from nnscaler.planning.constraints.known import constraints_of
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
@@ -22,6 +24,7 @@ __all__ = [
     "data_parallel",
     "forbid",
     "megatron",
+    "on_device",
     "over_all_devices",
     "pipeline",
     "read_constraints",
@@ -30,4 +33,5 @@ __all__ = [
     "sequence_parallel",
     "sizes",
     "tensor_parallel",
+    "together",
 ]

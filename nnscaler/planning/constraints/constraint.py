@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
@@ -16,12 +16,18 @@ class Constraint:
     text      as the user would say it
     permits   which sizes of axes, micro-batches and recomputation
     allows    which choices of operations on tp
+    also      choices that are considered for operations besides those that are searched
+    together  groups of operations that take the same choice, and run on one pipeline device
+    at        (operation, pipeline device): where it runs; -1 is the last one
     parts     the constraints that it is made of; empty for one that stands for itself
     """
 
     text: str
     permits: Callable[[Configuration], bool] = lambda _: True
     allows: Callable[[Operation, Choice], bool] = lambda _op, _choice: True
+    also: Mapping[str, Choice] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+    at: tuple[tuple[str, int], ...] = ()
     parts: tuple[Constraint, ...] = ()
 
     @property
@@ -37,5 +43,8 @@ def all_of(constraints: Iterable[Constraint]) -> Constraint:
         "; ".join(c.text for c in every),
         lambda configuration: all(c.permits(configuration) for c in every),
         lambda op, choice: all(c.allows(op, choice) for c in every),
+        dict(item for c in every for item in c.also.items()),
+        tuple(group for c in every for group in c.together),
+        tuple(place for c in every for place in c.at),
         every,
     )

@@ -28,12 +28,14 @@ from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import (
     data_parallel,
     forbid,
+    on_device,
     over_all_devices,
     pipeline,
     replicate,
     require,
     sizes,
     tensor_parallel,
+    together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
 from nnscaler.transform.signature import Signature, signatures
@@ -46,6 +48,8 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "sizes": frozenset({"kind", *_NUMBERS, "recompute"}),
     "replicate": frozenset({"kind", "operations"}),
     "over_all_devices": frozenset({"kind", "operations"}),
+    "together": frozenset({"kind", "operations"}),
+    "on_device": frozenset({"kind", "operations", "device"}),
     "forbid": frozenset({"kind", "operations", "identifier"}),
     "require": frozenset({"kind", "operations", "identifier"}),
 }
@@ -86,6 +90,13 @@ def _constraint(entry: Any, place: str, graph: Graph, known: Mapping[str, Signat
     names = _operations(entry.get("operations"), f"{place} ({kind})")
     if kind == "replicate":
         return replicate(graph, names)
+    if kind == "together":
+        return together(graph, names)
+    if kind == "on_device":
+        device = entry.get("device")
+        if not isinstance(device, int) or isinstance(device, bool):
+            raise NnscalerError("plan_illegal", f"{place} ({kind}): device is {device!r}", help="device = 0, or -1")
+        return on_device(graph, names, device)
     if kind == "over_all_devices":
         return over_all_devices(graph, known, names)
     identifier = entry.get("identifier")

@@ -61,6 +61,36 @@ def require(graph: Graph, operations: Sequence[str], identifier: str) -> Constra
     )
 
 
+def together(graph: Graph, operations: Sequence[str]) -> Constraint:
+    """These operations make the same choice on tp: whole, on partial sums, or split along the identifier of one name;
+    and they run on the same pipeline device.
+
+    Raises NnscalerError("plan_illegal") for unknown names, and for fewer than two operations with a gradient.
+    """
+    group = _trained(graph, operations)
+    text = f"{', '.join(operations)} together"
+    if len(group) < 2:
+        help = "name two or more, or a module that has as many"
+        raise NnscalerError("plan_illegal", f"{text}: these are {len(group)} operations with a gradient", help=help)
+    return Constraint(text, together=(group,))
+
+
+def on_device(graph: Graph, operations: Sequence[str], device: int) -> Constraint:
+    """These operations run on this pipeline device, counted from 0, or from the last one, which is -1.
+
+    Raises NnscalerError("plan_illegal") for unknown names, and for operations without gradient, which run wherever
+    they are read.
+    """
+    group = _trained(graph, operations)
+    text = f"{', '.join(operations)} on device {device}"
+    if not group:
+        help = "name operations that they are computed with"
+        raise NnscalerError(
+            "plan_illegal", f"{text}: nothing there has a gradient: it runs where it is read", help=help
+        )
+    return Constraint(text, lambda c: -c.pp <= device < c.pp, at=tuple((name, device) for name in group))
+
+
 def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str]) -> Constraint:
     """The parameters of these operations are split over all ranks: tp has all of them, since dp holds a parameter
     whole, and a pipeline gives it to the ranks of one stage.
@@ -89,3 +119,12 @@ def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operatio
 
 def _splits(choice: Choice, identifier: str | None = None) -> bool:
     return isinstance(choice, Split) and identifier in (None, choice.identifier)
+
+
+def _trained(graph: Graph, operations: Sequence[str]) -> tuple[str, ...]:
+    """The operations of these names that need a gradient."""
+    return tuple(
+        op.name
+        for op in select(graph, tuple(operations))
+        if any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n is not None)
+    )

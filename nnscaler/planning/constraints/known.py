@@ -12,13 +12,13 @@ from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.transform.choose import choose
 from nnscaler.transform.layers import layers_of
-from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep
+from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
 
 def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
-    """Its sizes, and the choice of every operation on tp. The stages of a pipeline are cut anew.
+    """Its sizes, the choice of every operation on tp, and the pipeline device of every operation with a gradient.
 
     Raises NnscalerError("plan_illegal") for a plan that is outside of what the planner searches: docs/planner.md.
     """
@@ -34,17 +34,23 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     sized = sizes(
         **{name: wanted.get(name, 1) for name in ("dp", "tp", "pp")}, micro_batches=plan.micro_batches, recompute=again
     )
+    stages = [step for step in plan.steps if isinstance(step, AssignStep)]
+    placed = {op.name: step.stages for step in stages for op in select(graph, step.operations)}
+    trained = [
+        op for op in graph.operations if any(graph.tensors[n].needs_grad for n in (*op.inputs, *op.outputs) if n)
+    ]
+    at = tuple((op.name, placed[op.name][0]) for op in trained if op.name in placed)
+    devices = Constraint("the stages of a plan", at=at)
     if wanted.get("tp", 1) == 1:
-        return sized
-    mesh = tuple(axis for axis in plan.device_axes[0])
-    made, axes = choose(graph, signatures, plan, mesh, frozenset(graph.by_name))
-    at = [name for name, _ in axes].index("tp")
-    chosen = {name: choices[at] for name, choices in made.items()}
+        return all_of((sized, devices))
+    made, axes = choose(graph, signatures, plan, plan.device_axes[0], frozenset(graph.by_name))
+    axis = [name for name, _ in axes].index("tp")
+    chosen = {name: choices[axis] for name, choices in made.items()}
 
     def allows(op: Operation, choice: Choice) -> bool:
         return choice == chosen[op.name]
 
-    return all_of((sized, Constraint("the choices of a plan", allows=allows)))
+    return all_of((sized, devices, Constraint("the choices of a plan", allows=allows, also=chosen)))
 
 
 def _outside(plan: Plan, graph: Graph) -> str | None:

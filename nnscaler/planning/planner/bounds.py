@@ -65,9 +65,9 @@ def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
     layered = layered_of(subject, c, memory)
     if layered is not None:
         return layered.bound[0]
-    alike = subject.repeated is not None or c.pp == 1
+    alike = subject.repeated_on(c.tp) is not None or c.pp == 1
     live = c.pp / sum(1 / min(c.micro_batches, c.pp - s) for s in range(c.pp)) if alike else 1.0
     weights = replace(weights_of(subject, c), live=live)
     tables = subject.tables(c.tp, c.parts, short=True)
-    problem = pose(tables, weights, subject.window, layers_only=c.pp > 1)
+    problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)
     return bound_at(hull(problem, POINTS), memory * c.pp)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from nnscaler.planning.cost.gradients import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.planner.cuts import cuts_of
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import Weights, once_of, pose
 from nnscaler.planning.sharding.tables import Tables
@@ -18,7 +19,6 @@ from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.hull import bound_at, hull
 from nnscaler.planning.solver.problem import Solution, memory_of
 from nnscaler.planning.solver.solve import solve
-from nnscaler.transform.balance import balanced_cuts
 
 TRIES = 3  # budgets of memory that are tried
 POINTS = 12  # of the hull of time and memory
@@ -109,9 +109,7 @@ def _with(subject: Subject, c: Configuration, tables: Tables, weights: Weights, 
     again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
     count = len(numbers["forward"])
-    # what is before the layers stays with the first one, what follows with the last
-    between = list(range(2, count - 1))
-    cuts = balanced_cuts(list(numbers["forward"] + numbers["backward"]), between, between, [0] * len(between), c.pp)
+    cuts = cuts_of(subject.items, list(numbers["forward"] + numbers["backward"]), c.pp, subject.constraint)
     assert cuts is not None, c
     found = evaluated(subject, c, tables, weights, solution.choices, again, (0, *cuts, count))
     prices = (solution.multiplier,) * c.pp

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from nnscaler.planning.planner.chain import Chain
 from nnscaler.planning.planner.configurations import Configuration
-from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.planner.priced import (
     Ends,
     Floors,
@@ -35,6 +34,7 @@ from nnscaler.planning.planner.priced import (
     stages_of,
     values_of,
 )
+from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.sharding.pose import Weights, once_of
 
 LOW, HIGH = 1 / 512, 64  # of the prices, in prices at which running a layer again pays

@@ -14,10 +14,11 @@ from nnscaler.planning.constraints.blame import without_choice, without_configur
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.configurations import Configuration, configurations
+from nnscaler.planning.planner.cuts import cuts_of
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.planner.search import Progress, Search, search
-from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.planner.subject import FREE, Subject
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Plan
@@ -62,11 +63,11 @@ def find_plan(
     """
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
-    subject = Subject(graph, signatures, model, None if constraint is None else constraint.allows)
+    subject = Subject(graph, signatures, model, constraint or FREE)
     excluded: set[Configuration] = set()
 
     def allowed(c: Configuration) -> bool:
-        return c not in excluded and (constraint is None or constraint.permits(c))
+        return c not in excluded and (constraint is None or (constraint.permits(c) and _may_be_cut(subject, c)))
 
     while True:
         try:
@@ -91,6 +92,11 @@ def _refused(subject: Subject, c: Configuration) -> str | None:
     except NnscalerError as error:
         return str(error).splitlines()[0]
     return None
+
+
+def _may_be_cut(subject: Subject, c: Configuration) -> bool:
+    """Whether there are stages that keep to the constraints."""
+    return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
 
 
 def _without_choice(
@@ -121,6 +127,9 @@ def _nothing(
     if not found.solved and not found.too_large:
         space = list(configurations(cluster.devices, subject.batch, len(subject.layers)))
         guilty = without_configuration(constraint, space) if constraint is not None else None
+        placed = [c.text for c in constraint.each if c.at or c.together] if constraint is not None else []
+        if guilty is None and placed:
+            guilty = f"no pipeline stages keep to {', '.join(map(repr, placed))}"
         return NnscalerError(
             "plan_illegal",
             f"no configuration of {cluster.devices} ranks is permitted (batch {subject.batch}, "

@@ -123,7 +123,16 @@ def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
     def cost(op: Operation) -> float:
         return seconds[op.name]
 
-    return partition_stages(subject.graph, found.configuration.pp, cost, random=random, counts=counts)
+    kept = subject.constraint
+    return partition_stages(
+        subject.graph,
+        found.configuration.pp,
+        cost,
+        random=random,
+        counts=counts,
+        at=dict(kept.at),
+        joined=kept.together,
+    )
 
 
 def operation_seconds(subject: Subject, found: Evaluated) -> Mapping[str, float]:

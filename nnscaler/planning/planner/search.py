@@ -21,10 +21,12 @@ from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.layered import Least
 from nnscaler.planning.planner.place import evaluate_chain
 from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.solver.problem import Infeasible
 
 BOUNDS = (rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share
 Progress = Callable[[str], None]
+Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
 
 
 @dataclass(frozen=True)
@@ -56,30 +58,10 @@ def search(
 ) -> Search:
     """The best configuration of `ranks`, each with `memory` bytes, among those permitted.
 
-    Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is.
+    Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
+    Infeasible where no choices go together.
     """
-    queue: list[tuple[float, int, tuple[int, ...], Configuration]] = []
-    too_large = 0
-    resting = float("inf")
-    refused: dict[int, NnscalerError] = {}
-    contained: set[Configuration] = set()
-    for c in configurations(ranks, subject.batch, len(subject.layers), each=subject.repeated is not None):
-        if c not in contained and permitted(c) and c.tp not in refused:
-            if c.recompute is None:
-                contained.update((replace(c, recompute=False), replace(c, recompute=True)))
-            try:
-                least = subject.least(c.tp)
-            except NnscalerError as error:
-                refused[c.tp] = error
-                continue
-            resting = min(resting, least.resting / c.pp)
-            if may_fit(least, c, memory):
-                queue.append((_bound(subject, least, c), 0, c.order, c))
-            else:
-                too_large += 1
-    if refused and not queue and not too_large:
-        raise next(iter(refused.values()))
-    heapq.heapify(queue)
+    queue, too_large, resting = _queued(subject, ranks, memory, permitted)
     best: Evaluated | None = None
     solved: list[Evaluated] = []
     undecided = float("inf")
@@ -87,6 +69,11 @@ def search(
         bound, depth, order, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
+        if c.recompute is None and subject.chain(c.tp, c.parts) is None:  # with these parts, layers are not told apart
+            for again in (False, True):
+                one = replace(c, recompute=again)
+                heapq.heappush(queue, (bound, 0, one.order, one))
+            continue
         if depth < len(BOUNDS):
             within = BOUNDS[depth](subject, c, memory)
             if within < float("inf"):
@@ -94,7 +81,7 @@ def search(
             else:
                 too_large += 1
             continue
-        solve = evaluate if subject.chain(c.tp, c.parts) is None else evaluate_chain
+        solve = evaluate if c.recompute is not None and subject.chain(c.tp, c.parts) is None else evaluate_chain
         found = solve(subject, c, memory)
         if found is None:
             too_large += 1
@@ -105,6 +92,39 @@ def search(
             best = found
             progress(f"{found}: {found.seconds:.4g} s a step")
     return _result(best, solved, undecided, 0, too_large, resting)
+
+
+def _queued(
+    subject: Subject, ranks: int, memory: float, permitted: Callable[[Configuration], bool]
+) -> tuple[list[Entry], int, float]:
+    """The configurations that may fit, as a heap by their first bounds; how many cannot fit, and the bytes that rest
+    on some rank at least. Where layers can be run again one by one, this contains running all of them, and none."""
+    queue: list[Entry] = []
+    too_large = 0
+    resting = float("inf")
+    refused: dict[int, NnscalerError | Infeasible] = {}
+    contained: set[Configuration] = set()
+    for c in configurations(ranks, subject.batch, len(subject.layers), each=subject.repeated is not None):
+        if c in contained or c.tp in refused or not permitted(c):
+            continue
+        try:
+            least = subject.least(c.tp)
+        except (NnscalerError, Infeasible) as error:
+            refused[c.tp] = error
+            continue
+        if c.recompute is None:
+            if subject.chain(c.tp, 1) is None:
+                continue
+            contained.update((replace(c, recompute=False), replace(c, recompute=True)))
+        resting = min(resting, least.resting / c.pp)
+        if may_fit(least, c, memory):
+            queue.append((_bound(subject, least, c), 0, c.order, c))
+        else:
+            too_large += 1
+    if refused and not queue and not too_large:
+        raise next(iter(refused.values()))
+    heapq.heapify(queue)
+    return queue, too_large, resting
 
 
 def _result(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
+from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.chain import Chain, find_chain, shown
 from nnscaler.planning.planner.configurations import Configuration
@@ -25,7 +26,7 @@ from nnscaler.transform.signature import Signature
 
 MANY = 8  # layers, from which on some stand for all
 
-Allows = Callable[[Operation, Choice], bool]
+FREE = Constraint("none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,12 @@ class Repeated:
 
 @dataclass
 class Subject:
-    """Caches what depends on the graph, on tp, and on the size of a micro-batch. `allows`: whether a choice on tp
-    may be taken."""
+    """Caches what depends on the graph, on tp, and on the size of a micro-batch. `constraint`: what a plan keeps to."""
 
     graph: Graph
     signatures: Mapping[str, Signature]
     cost: CostModel
-    allows: Allows | None = None
+    constraint: Constraint = FREE
     layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
@@ -88,8 +88,8 @@ class Subject:
     @cached_property
     def repeated(self) -> Repeated | None:
         """Where all layers but the first and the last are alike, and there are many."""
-        count = len(self.layers)
-        if count < MANY:
+        count, kept = len(self.layers), self.constraint
+        if count < MANY or kept.also or kept.together or kept.at:
             return None
         by_name = self.graph.by_name
         looks = {
@@ -101,10 +101,17 @@ class Subject:
         middle, size = count // 2, 2 if count % 2 == 0 else 1
         return Repeated(range(middle, middle + size), range(middle - 2, middle + size + 2), (count - 2) // size)
 
-    @cached_property
-    def window(self) -> Window | None:
+    def repeated_on(self, tp: int) -> Repeated | None:
+        """The same where the constraints leave all of these layers the same choices."""
+        if self.repeated is None or tp == 1:
+            return self.repeated
+        options = self.options(tp)
+        looks = {tuple(id(options[name]) for name in layer.operations) for layer in self.layers[1:-1]}
+        return self.repeated if len(looks) == 1 else None
+
+    def window(self, tp: int) -> Window | None:
         """The layers that stand for all in bounds."""
-        found = self.repeated
+        found = self.repeated_on(tp)
         return None if found is None else Window(frozenset(found.window), float(found.times))
 
     def _short(self, layers: range) -> frozenset[str]:
@@ -125,13 +132,12 @@ class Subject:
             model = self.layers[repeated.window[0]].operations
             for layer in self.layers[1:-1]:
                 found.update((name, found[same]) for name, same in zip(layer.operations, model, strict=True))
-        if self.allows is not None:
-            by_name, allows = self.graph.by_name, self.allows
-            same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
-            left = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
-            found = {n: same.setdefault(made, made) for n, made in left.items()}
-        self._options[parts] = found
-        return found
+        by_name, allows, also = self.graph.by_name, self.constraint.allows, self.constraint.also
+        same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+        found = {n: (*made, also[n]) if n in also and also[n] not in made else made for n, made in found.items()}
+        left = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
+        self._options[parts] = {n: same.setdefault(made, made) for n, made in left.items()}
+        return self._options[parts]
 
     def _builder(self, tp: int, parts: int) -> TableBuilder:
         key = (tp, parts)
@@ -144,25 +150,26 @@ class Subject:
             setting = replace(self._settings[parts], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
             strategies = Strategies(self.graph, self.signatures, setting, options)
+            pairs = tuple(pair for group in self.constraint.together for pair in pairwise(group))
             self._builders[key] = TableBuilder(
-                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups
+                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups, pairs
             )
         return self._builders[key]
 
     def tables(self, tp: int, parts: int, short: bool = False) -> Tables:
         """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
         rank sees the same shapes. `short`: without layers that the window stands for, where there is one."""
-        short = short and self.repeated is not None
-        key = (tp, parts, short)
+        repeated = self.repeated_on(tp) if short else None
+        key = (tp, parts, repeated is not None)
         if key not in self._tables:
-            only = self._short(self.repeated.window) if short and self.repeated is not None else None
+            only = None if repeated is None else self._short(repeated.window)
             self._tables[key] = self._builder(tp, parts).build(only)
         return self._tables[key]
 
     def chain(self, tp: int, parts: int) -> Chain | None:
         """The same as three pieces, where all layers but the first and the last are alike."""
         key = (tp, parts)
-        if self.repeated is None:
+        if self.repeated_on(tp) is None:
             return None
         if key not in self._chains:
             count = len(self.layers)
@@ -195,7 +202,7 @@ class Subject:
         if rough is not None:
             self._least[tp] = rough.least
             return rough.least
-        tables, window = self.tables(tp, 1, short=True), self.window
+        tables, window = self.tables(tp, 1, short=True), self.window(tp)
         alone = solve(pose(tables, Weights(once=0.0), window))
         nodes = [
             (c, g >= 0, window.times if window is not None and g in window.groups else 1.0)

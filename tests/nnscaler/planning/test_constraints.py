@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -21,20 +22,24 @@ from nnscaler.planning.constraints import (
     constraints_of,
     forbid,
     megatron,
+    on_device,
     over_all_devices,
     read_constraints,
     replicate,
     require,
     sequence_parallel,
     sizes,
+    together,
 )
 from nnscaler.planning.constraints.roles import roles_of
 from nnscaler.planning.planner.plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.planner.search import CLOSE
 from nnscaler.planning.policies import make_plan
+from nnscaler.planning.random_plan import random_plan
+from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.choose import choose
-from nnscaler.transform.plan import OrderStep, Plan
+from nnscaler.transform.plan import AssignStep, OrderStep, Plan
 from nnscaler.transform.rules import input_states
 from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import EXAMPLES, graph_of, subject_of
@@ -165,6 +170,47 @@ def test_over_all_devices() -> None:
         found(graph, 4, over_all_devices(graph, known, ["wte"]), sizes(pp=2))
 
 
+def test_together_means_one_choice_and_one_device() -> None:
+    graph = graph_of("gpt")
+    tp = sizes(tp=2, micro_batches=1)
+    column = require(graph, ["linear_2"], "n")
+    free = found(graph, 2, tp, column)
+    assert choices_of(free.subject, free.best)["linear_3"] != Split("n")
+    told = found(graph, 2, tp, column, together(graph, ["linear_2", "linear_3"]))
+    assert choices_of(told.subject, told.best)["linear_3"] == Split("n")
+    both = found(graph, 2, tp, require(graph, ["linear_2", "linear_3"], "n"))
+    assert free.best.seconds < told.best.seconds == both.best.seconds
+    assert told.certificate.gap < CLOSE
+    every = found(graph, 2, tp, column, together(graph, ["blocks.*.mlp.up", "blocks.*.mlp.down"]))  # over layers
+    assert {choices_of(every.subject, every.best)[f"linear_{i}"] for i in (2, 3, 6, 7, 10, 11, 14, 15)} == {Split("n")}
+    halves = sizes(pp=2, micro_batches=2)
+    told = found(graph, 2, halves, together(graph, ["blocks.0", "blocks.2.ln_1"]))
+    assert told.best.stages[0].items[1] == 4  # before the layers, and three of them
+    with pytest.raises(NnscalerError, match="no pipeline stages keep to"):
+        found(graph, 2, halves, together(graph, ["blocks.0", "blocks.3.ln_1"]))
+    with pytest.raises(NnscalerError, match="these are 1 operations with a gradient"):
+        together(graph, ["linear_2"])
+
+
+def test_constraints_that_exclude_each_other_are_an_error() -> None:
+    graph = graph_of("gpt")
+    apart = all_of([require(graph, ["linear_2"], "n"), require(graph, ["linear_3"], "k")])
+    with pytest.raises(NnscalerError, match=r"no choices of all operations that keep to .* go together"):
+        found(graph, 2, sizes(tp=2), apart, together(graph, ["linear_2", "linear_3"]))
+
+
+def test_operations_run_on_the_device_they_are_put_on() -> None:
+    graph = graph_of("gpt")
+    kept = (sizes(dp=1, tp=1, micro_batches=4), on_device(graph, ["blocks.2"], -1))
+    assert found(graph, 2, *kept).best.stages[-1].items[0] <= 3
+    with pytest.raises(NnscalerError, match=r"no pipeline stages keep to 'blocks\.2 on device -1'"):
+        found(graph, 4, *kept)
+    with pytest.raises(NnscalerError, match=r"'blocks\.2 on device 4' permits none"):
+        found(graph, 4, on_device(graph, ["blocks.2"], 4))
+    with pytest.raises(NnscalerError, match="runs where it is read"):
+        on_device(graph, ["arange"], 0)
+
+
 def test_operations_are_named_by_module_and_by_operator() -> None:
     graph = graph_of("gpt")
     linears = {op.name for op in graph.operations if op.operator == "aten.linear.default"}
@@ -184,17 +230,46 @@ def test_operations_are_named_by_module_and_by_operator() -> None:
         ("gpt", {"dp": 2, "tp": 2}),
         ("gpt", {"tp": 2, "pp": 2}),
         ("moe", {"dp": 2, "pp": 2}),
-        ("gpt", {"tp": 4}),
-        pytest.param("llama_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
+        ("moe", {"tp": 4}),
+        pytest.param("llama_hf", {"tp": 4}, marks=pytest.mark.long),
+        pytest.param("t5_hf", {"dp": 2, "tp": 2}, marks=pytest.mark.long),
     ],
 )
 def test_all_constraints_of_a_policy_give_its_plan(name: str, given: dict[str, int]) -> None:
+    """Also where it splits what needs no gradient, which the planner does not search by itself."""
     graph = graph_of(name)
     plan = make_plan(graph, signatures(graph), given)
     told = found(graph, 4, constraints_of(plan, graph, signatures(graph)))
     assert told.plan == plan
     free = found(graph, 4, sizes(micro_batches=plan.micro_batches))
     assert free.best.seconds <= told.best.seconds * (1 + CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_all_constraints_of_any_choices_give_them(seed: int) -> None:
+    """Of a plan that nobody would make."""
+    graph = graph_of("gpt")
+    drawn = replace(random_plan(graph, signatures(graph), (("tp", 4),), seed), data_axes=("dp",))
+    told = found(graph, 4, constraints_of(drawn, graph, signatures(graph)))
+    wanted = choices_on_tp(graph, drawn)
+    assert choices_of(told.subject, told.best) == wanted
+    assert told.plan == Plan((("tp", 4),), steps_of(graph, "tp", wanted))
+    free = found(graph, 4, sizes(tp=4, micro_batches=1, recompute=False))
+    assert free.best.seconds < told.best.seconds
+
+
+def test_other_stages_than_the_most_even_ones_are_kept() -> None:
+    graph = graph_of("gpt")
+    plan = found(graph, 2, sizes(pp=2, micro_batches=2, recompute=False)).plan
+    even = [set(step.operations) for step in plan.steps if isinstance(step, AssignStep)]
+    moved = on_device(graph, ["blocks.1"], 1)
+    told = found(graph, 2, sizes(pp=2, micro_batches=2, recompute=False), moved)
+    uneven = [set(step.operations) for step in told.plan.steps if isinstance(step, AssignStep)]
+    layer = {op.name for op in graph.operations if op.module.startswith("blocks.1")}
+    assert layer <= even[0] and layer <= uneven[1]
+    assert [(s.items, s.forward > 0) for s in told.best.stages] == [((0, 2), True), ((2, 6), True)]
+    again = found(graph, 2, constraints_of(told.plan, graph, signatures(graph)))
+    assert again.plan == told.plan and again.best.seconds == told.best.seconds
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])
@@ -252,6 +327,8 @@ def test_files_have_all_kinds(tmp_path: Path) -> None:
         "kind = 'megatron'": "megatron",
         "kind = 'sequence_parallel'": "sequence parallel",
         "kind = 'over_all_devices'\noperations = 'wte'": "wte over all devices",
+        "kind = 'together'\noperations = ['blocks.0.mlp', 'blocks.1.mlp']": "blocks.0.mlp, blocks.1.mlp together",
+        "kind = 'on_device'\noperations = 'head'\ndevice = -1": "head on device -1",
         "kind = 'sizes'\ntp = 2\nrecompute = false": "tp=2, recompute=False",
         "kind = 'forbid'\noperations = ['aten.linear.*']\nidentifier = 'n'": "forbid n of aten.linear.*",
     }
@@ -261,6 +338,7 @@ def test_files_have_all_kinds(tmp_path: Path) -> None:
     for text, said in (
         ("kind = 'megatron'\ntp = 2", r"constraint 1 (megatron) has ['tp']"),
         ("kind = 'sequence'", "did you mean 'sequence_parallel'?"),
+        ("kind = 'on_device'\noperations = 'head'\ndevice = '0'", "device is '0'"),
         ("kind = 'over_all_devices'", "(over_all_devices): operations are None"),
     ):
         file.write_text(f"[[constraint]]\n{text}\n")

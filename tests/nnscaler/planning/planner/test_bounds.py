@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from nnscaler.planning.constraints import replicate
 from nnscaler.planning.planner import subject as subjects
 from nnscaler.planning.planner.bounds import bound_within
 from nnscaler.planning.planner.configurations import Configuration, configurations
@@ -11,6 +14,7 @@ from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.search import CLOSE, search
 from nnscaler.planning.sharding.pose import Weights, pose
 from nnscaler.planning.solver.solve import solve
+from nnscaler.transform.layers import layers_of
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
 PLENTY = 1e12
@@ -20,19 +24,20 @@ PLENTY = 1e12
 @pytest.mark.parametrize(("tp", "parts"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_a_window_costs_no_more_than_all_layers(layers: int, tp: int, parts: int) -> None:
     subject = subject_of(deep(layers), 4, "ethernet10g")
-    assert subject.repeated is not None and subject.window is not None
-    assert subject.window.times * len(subject.repeated.window) == layers - 2
+    window = subject.window(tp)
+    assert subject.repeated is not None and window is not None
+    assert window.times * len(subject.repeated.window) == layers - 2
     short, whole = subject.tables(tp, parts, short=True), subject.tables(tp, parts)
     assert len(short.names) < 0.6 * len(whole.names)
     for weights in (Weights(), Weights(each=3.0, once=0.5, recompute=True)):
-        bound = solve(pose(short, weights, subject.window)).bound
+        bound = solve(pose(short, weights, window)).bound
         value = solve(pose(whole, weights)).value
         assert 0.9 * value < bound <= value * (1 + 1e-9)
 
 
 def test_layers_that_differ_have_no_window() -> None:
-    assert subject_of("gpt", 4).window is None  # four layers
-    assert subject_of(deep(8), 4).window is not None
+    assert subject_of("gpt", 4).window(2) is None  # four layers
+    assert subject_of(deep(8), 4).window(2) is not None
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, pytest.param(0.4, marks=pytest.mark.long)])
@@ -60,3 +65,16 @@ def test_what_is_found_with_a_chain_is_no_slower_than_without(monkeypatch: pytes
     assert chained.best is not None and whole.best is not None
     assert chained.best.seconds <= whole.best.seconds / (1 - CLOSE)
     assert chained.bound <= chained.best.seconds and chained.bound <= whole.best.seconds
+
+
+def test_constraints_on_some_layers_only_make_them_differ() -> None:
+    graph = deep(12)
+    (one,) = [layer.operations for layer in layers_of(graph) if layer.index == 6]
+    subject = replace(subject_of(graph, 2), constraint=replicate(graph, one))
+    assert subject.repeated_on(1) is not None
+    assert subject.repeated_on(2) is None and subject.window(2) is None and subject.chain(2, 1) is None
+    tables = subject.tables(2, 1)
+    resting = sum(float(columns.resting.min()) for columns in tables.columns)
+    assert subject.least(2).resting <= resting * (1 + 1e-9)
+    told = search(subject, 2, PLENTY, lambda c: c.tp == 2 and c.micro_batches == 1)
+    assert told.best is not None and told.bound <= told.best.seconds

@@ -10,10 +10,10 @@ import pytest
 from nnscaler.communication.materialise import materialise
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.configurations import Configuration, configurations
-from nnscaler.planning.planner.spread import best_cut
 from nnscaler.planning.planner.place import evaluate_chain
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.search import search
+from nnscaler.planning.planner.spread import best_cut
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of
