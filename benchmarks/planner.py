@@ -1,7 +1,6 @@
-"""How fast the planner is, and how much better its plans are than pure ones, by its own cost model.
+"""How fast the planner is, whether its plans are right, and whether their order by time is that of this machine.
 
     python benchmarks/planner.py                    speed: Llama 3 8B and 405B, and GPT from trace to code
-    python benchmarks/planner.py --quality          gain over pure plans at 8, 32 and 256 devices, and the certified gap
     python benchmarks/planner.py --pairs [N]        verify the plans of (model, cluster) pairs on tiny models
     python benchmarks/planner.py --order [STEPS]    ten plans of gpt.py: predicted against measured, on this machine
 
@@ -159,43 +158,6 @@ SPEED = {
 }
 
 
-def quality() -> None:
-    """Each model's best plan against the best of each pure kind, and of their products without the search over tp."""
-    from nnscaler.errors import NnscalerError
-    from nnscaler.planning.cluster.read import load_cluster
-    from nnscaler.planning.constraints import Constraint
-    from nnscaler.planning.planner.plan import find_plan
-    from nnscaler.transform.signature import signatures
-
-    kinds = {
-        "dp": lambda c: c.tp == 1 and c.pp == 1,
-        "tp": lambda c: c.dp == 1 and c.pp == 1,
-        "pp": lambda c: c.dp == 1 and c.tp == 1,
-        "dp+tp": lambda c: c.pp == 1,
-        "dp+pp": lambda c: c.tp == 1,
-    }
-    graphs = {name: example(name)[1].graph for name in ("gpt", "t5_hf", "swin_hf", "moe", "evoformer")}
-    graphs["llama 8b"] = llama("8b", 256)
-    for name, graph in graphs.items():
-        known = signatures(graph)
-        for devices in (8, 32, 256):
-            cluster = load_cluster("a100x8").scaled(devices)
-            try:
-                found = find_plan(graph, known, cluster)
-            except NnscalerError as error:
-                print(f"{name:<10} {devices:>4}: {error.message}")
-                continue
-            told, pure = found.certificate, {}
-            for kind, permits in kinds.items():
-                try:
-                    pure[kind] = find_plan(graph, known, cluster, constraint=Constraint(kind, permits)).best.seconds
-                except NnscalerError:
-                    pure[kind] = float("inf")
-            best = min(pure, key=lambda kind: pure[kind])
-            shown = ", ".join(f"{k} {v / told.seconds:.2f}" for k, v in pure.items())
-            print(f"{name:<10} {devices:>4}: {told.configuration:<44} gap {told.gap:6.2%}; best pure {best}; {shown}")
-
-
 def pairs(count: int) -> None:
     """Verify the chosen plans at 4 and 8 ranks."""
     import verify
@@ -297,7 +259,6 @@ def order(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quality", action="store_true")
     parser.add_argument("--pairs", type=int, nargs="?", const=32, metavar="N")
     parser.add_argument("--order", type=int, nargs="?", const=20, metavar="STEPS")
     parser.add_argument("--row", choices=SPEED, help=argparse.SUPPRESS)
@@ -305,8 +266,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.row:
         SPEED[options.row]()
-    elif options.quality:
-        quality()
     elif options.order:
         order(options.order)
     elif options.pairs:

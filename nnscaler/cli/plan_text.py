@@ -14,12 +14,11 @@ def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
 
     best, told = found.best, found.certificate
-    c = best.configuration
     held = f"{show_bytes(best.memory)} of {show_bytes(told.memory_limit)} a rank"
     least = f"at least {show_seconds(told.bound)} in the space searched (gap {told.gap:.2%})"
     counts = f"{told.solved} configurations solved, {told.left} pruned by their bounds, {told.too_large} too large"
     lines = [
-        f"{c}: {show_seconds(best.seconds)} a step, {least}; {held}",
+        f"{best}: {show_seconds(best.seconds)} a step, {least}; {held}",
         f"searched in {seconds:.1f} s: {counts}; costs: {told.cost_model} on {told.cluster}",
     ]
     lines.append(_replayed(replayed))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
@@ -24,6 +24,8 @@ from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Plan
 from nnscaler.transform.signature import Signature
 
+DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
+
 
 @dataclass(frozen=True)
 class Found:
@@ -40,10 +42,12 @@ class Found:
         return self.search.best
 
     def layers_of(self, stage: int) -> str:
-        """`0..3`: the layers of a pipeline device; `none` where it has none."""
+        """`0..3`: the layers of a pipeline device, with how many are recomputed; `none` where it has none."""
         items = self.best.stages[stage].items
         first, last = max(items[0], 1), min(items[1], len(self.subject.layers) + 1)
-        return f"{first - 1}..{last - 2}" if last > first else "none"
+        again = len(self.best.again.intersection(range(first - 1, last - 1)))
+        told = f" ({again} recomputed)" if again else ""
+        return f"{first - 1}..{last - 2}{told}" if last > first else "none"
 
 
 def find_plan(
@@ -75,6 +79,9 @@ def find_plan(
         except (Infeasible, NnscalerError) as error:
             raise _without_choice(subject, constraint, cluster, error) from None
         if found.best is None:
+            if found.too_large and not found.solved and found.least <= limit:
+                progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
+                found = replace(found, solved=_least_that_fits(subject, cluster, limit, allowed))
             raise _nothing(subject, found, cluster, limit, constraint)
         problem = _refused(subject, found.best.configuration)
         if problem is None:
@@ -97,6 +104,25 @@ def _refused(subject: Subject, c: Configuration) -> str | None:
 def _may_be_cut(subject: Subject, c: Configuration) -> bool:
     """Whether there are stages that keep to the constraints."""
     return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
+
+
+def _least_that_fits(
+    subject: Subject, cluster: Cluster, limit: float, allowed: Callable[[Configuration], bool]
+) -> tuple[Evaluated, ...]:
+    """A plan for a limit of memory that is hardly larger than the least that has one; none where it is very large."""
+    fits: Evaluated | None = None
+    low, high = limit, 2 * limit
+    for _ in range(DOUBLINGS):
+        fits = search(subject, cluster.devices, high, allowed).best
+        if fits is not None:
+            break
+        low, high = high, 2 * high
+    for _ in range(HALVINGS if fits is not None else 0):
+        assert fits is not None
+        middle = (low * min(high, fits.memory)) ** 0.5
+        found = search(subject, cluster.devices, middle, allowed).best
+        low, high, fits = (low, middle, found) if found is not None else (middle, high, fits)
+    return () if fits is None else (fits,)
 
 
 def _without_choice(
@@ -137,11 +163,16 @@ def _nothing(
             help="take a constraint away, or change the number of ranks or the batch",
         )
     nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
-    if nearest is None:
+    if nearest is None and found.least <= limit:
+        message = (
+            f"parameters, gradients and optimizer states take {show_bytes(found.least)} a rank or more, and activations"
+        )
+        help = "more ranks, more memory per rank, a smaller batch of sample_inputs(), or a smaller model"
+    elif nearest is None:
         message = f"parameters, gradients and optimizer states alone take {show_bytes(found.least)} a rank or more"
         help = "more ranks, more memory per rank, or a smaller model"
     else:
-        message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest.configuration})"
+        message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest})"
         help = f"--memory {show_bytes(nearest.memory)} would do; or more ranks, or a smaller batch of sample_inputs()"
     return NnscalerError(
         "plan_too_large",

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import numpy as np
 import pytest
 
 from nnscaler.communication.materialise import materialise
+from nnscaler.errors import NnscalerError
+from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.cluster.units import quantity
+from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.place import evaluate_chain
+from nnscaler.planning.planner.plan import find_plan
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.search import search
 from nnscaler.planning.planner.spread import best_cut
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.transform.apply import apply_plan
+from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
 PLENTY = 1e12
@@ -111,3 +118,16 @@ def test_mixing_is_better_than_all_or_none() -> None:
     plain = search(subject, 4, memory, lambda c: this(c) and c.recompute is not None)
     assert mixed.best is not None and plain.best is not None and mixed.gap < 0.1
     assert mixed.best.seconds < 0.9 * plain.best.seconds
+
+
+def test_too_little_memory_is_told_with_what_would_do() -> None:
+    graph = deep(12)
+    least = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(4), constraint=sizes(pp=4))
+    limit = 0.45 * least.best.memory
+    with pytest.raises(NnscalerError, match=r"the least that was found is .*B a rank \(pp=4, .* recompute") as told:
+        find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(4), constraint=sizes(pp=4), memory=limit)
+    named = re.search(r"--memory (\S+) would do", told.value.help or "")
+    assert named is not None
+    enough = quantity(named[1], "bytes") * 1.01  # three digits are shown
+    made = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(4), constraint=sizes(pp=4), memory=enough)
+    assert made.best.memory <= enough < 1.5 * limit
