@@ -164,9 +164,7 @@ def _nothing(
         )
     nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
     if nearest is None and found.least <= limit:
-        message = (
-            f"parameters, gradients and optimizer states take {show_bytes(found.least)} a rank or more, and activations"
-        )
+        message = f"{show_bytes(found.least)} a rank and more are at rest, before any activations"
         help = "more ranks, more memory per rank, a smaller batch of sample_inputs(), or a smaller model"
     elif nearest is None:
         message = f"parameters, gradients and optimizer states alone take {show_bytes(found.least)} a rank or more"
