@@ -20,8 +20,8 @@ TRIES = 3  # limits of memory that are tried
 
 
 def evaluate_chain(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
-    """The fastest choices that are found to fit into `memory` bytes, or the last ones tried. None where it is proved
-    that nothing fits. Assumes that the graph is a chain."""
+    """The fastest choices that are found to fit into `memory` bytes, or the last ones tried. None where none are found.
+    Assumes that the graph is a chain."""
     layered = layered_of(subject, c, memory)
     assert layered is not None
     bound, prices, cut = layered.bound

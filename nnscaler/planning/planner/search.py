@@ -32,7 +32,8 @@ Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it
 @dataclass(frozen=True)
 class Search:
     """`best` and the others that were solved, fastest first; `bound`: no plan in the space takes less; `left`: how
-    many were not solved, since they cannot be much better; `too_large`: how many cannot fit; `least`: bytes that rest
+    many were not solved, since they cannot be much better; `too_large`: in how many nothing fits, or was found to;
+    `least`: bytes that rest
     on some rank at least, whatever the configuration."""
 
     best: Evaluated | None
@@ -81,10 +82,11 @@ def search(
             else:
                 too_large += 1
             continue
-        solve = evaluate if c.recompute is not None and subject.chain(c.tp, c.parts) is None else evaluate_chain
-        found = solve(subject, c, memory)
+        chained = subject.chain(c.tp, c.parts) is not None
+        found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)
         if found is None:
             too_large += 1
+            undecided = min(undecided, bound) if chained else undecided  # none was found, which proves nothing
             continue
         solved.append(found)
         undecided = min(undecided, max(bound, found.bound))
