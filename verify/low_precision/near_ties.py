@@ -3,7 +3,7 @@
 Where two values differ by less than rounding, right programs choose differently, and what follows differs by far more
 than rounding. Such a flip is rare by itself: one token among hundreds has two experts so near. A program may meet one
 that none of a few runs of the model meets. The mode below makes them frequent: values that a choice compares are moved
-by a few units in the last place, each relative to itself, and what is chosen keeps its own value. A choice that is
+by up to a unit in the last place, each relative to itself, and what is chosen keeps its own value. A choice that is
 clear stays as it is, and so does one among zeros or infinities.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 LOW = frozenset((torch.bfloat16, torch.float16, torch.float32))
-UNITS = 2.0  # in the last place, at most: what a few roundings of half a unit add up to
+UNITS = 1.0  # in the last place, at most: about what the roundings of the values themselves are
 
 
 class NearTies(TorchDispatchMode):

@@ -9,7 +9,8 @@ then a little more. The bounds are fixed, and the same for every tensor, model a
 
 While one does not agree, there are twice as many draws, up to 24 in all. They cannot pass an error by and by: the
 largest of n draws grows as sqrt(2 log n), from 6 draws to 24 by a third. What they do show is an error that the model
-itself makes now and then: a router that sends one token to another expert.
+itself makes now and then: a router that sends one token to another expert. In a model that chooses so, errors that
+are no larger than those of another choice cannot be seen, and are undecided or agree.
 
 A tensor whose noise times 4 is as large as the tensor itself has drowned: if it were zero, it would agree. Such a
 tensor is not counted as compared.

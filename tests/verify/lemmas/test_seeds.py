@@ -38,7 +38,7 @@ def divided(whole: tuple[int, ...], count: tuple[int, ...]) -> Stated:
 
 @pytest.mark.parametrize(("whole", "count"), SHAPES)
 def test_the_divisor_of_a_partial_sum_is_a_count(whole: tuple[int, ...], count: tuple[int, ...]) -> None:
-    for seed in SEEDS:
+    for seed in SEEDS[:10]:
         small = represent(divided(whole, count).signature, seed)
         divisor = small.runner.concrete(small.inputs).tensors[1]
         assert bool((divisor != 0).all()) and bool((divisor > 1).any()), f"seed {seed}: {divisor}"
@@ -60,7 +60,7 @@ def test_a_claim_that_is_not_linear_is_refuted(operator: str) -> None:
     slots = frozenset({0} if "pow" in operator else {0, 1})
     tensors: list[TensorArgument] = [floats(), integers() if "pow" in operator else floats()]
     obligation = stated(replace(spec, linear=(slots,)), called(operator, [()], *tensors), RunPartial(slots))
-    for seed in SEEDS[:4]:
+    for seed in SEEDS[:2]:
         (lemma,) = proved([obligation], seed).lemmas
         assert lemma.strength is Verdict.REFUTED, f"seed {seed}: {lemma}"
 
