@@ -47,7 +47,7 @@ from low_precision_bugs import BUGS, Bug, plant  # isort: skip
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # `.half`: built in float16, so that the model's own float32 islands stay (without them this Llama overflows)
-MODELS = ("gpt", "llama_hf", "llama_hf.half", "t5_hf", "vit_hf", "custom_op")
+MODELS = ("gpt", "llama_hf", "llama_hf.half", "t5_hf", "vit_hf", "moe", "custom_op")
 PLANS = (("dp=2,tp=2", 4, 1), ("dp=3", 3, 1), ("tp=4", 4, 1), ("pp=2", 2, 2))  # plan, ranks, micro-batches
 DTYPES = ("bfloat16", "float16")
 TORCH = {"bfloat16": (1.6e-2, 1e-5), "float16": (1e-3, 1e-5)}  # rtol, atol of torch.testing.assert_close

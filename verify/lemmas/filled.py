@@ -14,11 +14,15 @@ from op_registry.samples import samples_of
 from verify.op_checks.concrete import ConcreteCall
 from verify.op_checks.values import fill, fill_whole_numbers
 
+COUNTS = (2, 4)  # from, below: numbers of which each may divide, and changes what it divides
 
-def with_tensors_for(call: Call, seed: int) -> Iterator[ConcreteCall]:
+
+def with_tensors_for(call: Call, seed: int, counts: bool = False) -> Iterator[ConcreteCall]:
     """The call with tensors. Whole numbers: labels, some of them ignored; below each size of the call, the largest
-    first, since the first that does not reach beyond a table is the table's own; 0 and 1. Masks: of which two of five
-    entries are true; of which one is, for an operator that asks for an element for each."""
+    first, since the first that does not reach beyond a table is the table's own; 0 and 1. One number alone is 2 or more
+    where sizes allow it: a divisor of 0 or 1 tells nothing. `counts`, and a call without dims, in which nothing is an
+    index: first of all, every whole number is 2 or 3. Masks: of which two of five entries are true; of which one is,
+    for an operator that asks for an element for each."""
     tensors = call.tensors()
     integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
     if not integers:
@@ -30,13 +34,21 @@ def with_tensors_for(call: Call, seed: int) -> Iterator[ConcreteCall]:
     labels = [
         v for v in (*call.args, *call.kwargs.values()) if isinstance(v, int) and not isinstance(v, bool) and v < 0
     ]
+    if counts or not any(t.shape for t in tensors):
+        yield _filled(call, tensors, COUNTS[1], None, seed, low=COUNTS[0])
     for ignored in (*labels, None):
         for below in sizes:
             yield _filled(call, tensors, below, ignored, seed)
 
 
 def _filled(
-    call: Call, tensors: Sequence[TensorArgument], below: int, ignored: int | None, seed: int, rare: bool = False
+    call: Call,
+    tensors: Sequence[TensorArgument],
+    below: int,
+    ignored: int | None,
+    seed: int,
+    rare: bool = False,
+    low: int = 0,
 ) -> ConcreteCall:
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,7 +64,9 @@ def _filled(
             return numbers == int(torch.randint(0, numbers.numel(), (), generator=generator))
         if argument.dtype == "bool":
             return fill_whole_numbers(argument.shape, 0, "integers", generator)
-        found = fill_whole_numbers(argument.shape, below, "integers", generator).to(getattr(torch, argument.dtype))
+        least = low if argument.shape or below < COUNTS[1] else COUNTS[0]
+        found = fill_whole_numbers(argument.shape, below, "integers", generator, least)
+        found = found.to(getattr(torch, argument.dtype))
         if ignored is not None:
             found[torch.rand(argument.shape, generator=generator) < 0.25] = ignored
         return found

@@ -64,12 +64,14 @@ class Representative:
 
 def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Representative:
     """A small call that runs and that the annotation fits as it fits the real one. `large`: identifiers that are to be
-    split (none: all of them). Whole numbers are drawn again where the result is not finite, or only zeros: a count of
-    labels that happens to be 0 shows nothing. Raises Unrepresented."""
+    split (none: all of them). Whole numbers are drawn again where the result is not finite, or only zeros, in the end
+    without 0 and 1: a count of labels that happens to be 0 shows nothing. Raises Unrepresented."""
     first: Representative | None = None
     constant: Representative | None = None
-    for number in range(SEEDS):
-        found = _represent(signature, seed + number, large)
+    for number in range(SEEDS + 1):
+        if number == SEEDS and constant is not None:
+            break
+        found = _represent(signature, seed + number, large, counts=number == SEEDS)
         first = first or found
         if not _shows_something(found):
             continue
@@ -110,13 +112,13 @@ def _shows_something(small: Representative) -> bool:
     return whole.finite and whole.shows_something
 
 
-def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Representative:
-    """The first small call of one seed."""
+def _represent(signature: Signature, seed: int, large: Sequence[str], counts: bool = False) -> Representative:
+    """The first small call of one seed. `counts`: see `with_tensors_for`."""
     spec, bound = signature.spec, signature.bound
     if spec is None or bound is None:
         spec, bound = only_whole(signature)
         signature = replace(signature, spec=spec, bound=bound, reason="")
-    attempt = _Attempt(spec, bound, seed)
+    attempt = _Attempt(spec, bound, seed, counts)
     integers = any(t.dtype.startswith(("int", "uint")) for t in signature.call.tensors())
     if integers:  # of samples, they are in range, in order, whatever the operator asks
         for concrete in _samples(spec, seed):
@@ -126,7 +128,7 @@ def _represent(signature: Signature, seed: int, large: Sequence[str]) -> Represe
                 return found
     attempt.reason = ""
     for call, small in _clipped(spec, signature, bound, large):
-        for concrete in with_tensors_for(call, seed):
+        for concrete in with_tensors_for(call, seed, counts):
             found = attempt.on(concrete, wanted=small)
             if found is not None:
                 return replace(found, other_numbers=True)
@@ -148,6 +150,7 @@ class _Attempt:
     spec: OperatorSpec
     bound: BoundAnnotation
     seed: int
+    counts: bool = False
     reason: str = ""
 
     def on(
@@ -208,7 +211,7 @@ def _resized_call(
             computed = ()
         if any(prod(t.shape) > LARGEST for t in call.tensors()):
             continue
-        for concrete in with_tensors_for(call, attempt.seed):
+        for concrete in with_tensors_for(call, attempt.seed, attempt.counts):
             found = attempt.on(concrete, follows=follows, wanted=wanted)
             if found is not None:
                 return found
@@ -324,7 +327,7 @@ def _searched(
     small = [n for n in moved if bound.marks.get(n) == "^"]  # a picture of 3 x 3 is as small as a kernel
     for names, size in ((names, size) for names in dict.fromkeys((tuple(frozen), tuple(small))) for size in TRIED):
         call = _resized(signature, bound, table | dict.fromkeys(names, size))
-        for concrete in with_tensors_for(call, attempt.seed):
+        for concrete in with_tensors_for(call, attempt.seed, attempt.counts):
             found = attempt.on(concrete)
             if found is None or found.signature.bound is None:
                 continue

@@ -5,7 +5,9 @@ a run of the same model in the dtype, with one of the disturbances that a right 
 
     plain        the model as it is: its distance from float64
     reassociated its sums in another order and in parts (`verify.low_precision.reassociate`)
-    moved        parameters and inputs moved at random by -1, 0 or +1 unit in the last place
+    moved        parameters and inputs moved at random by -1, 0 or +1 unit in the last place; and where the first draws
+                 have not explained an error, what is chosen among nearly equal values chosen otherwise
+                 (`verify.low_precision.near_ties`)
 
 The recipe of a draw is the program's. A program of a float32 model that runs in another precision has every floating
 dtype replaced, so a float32 island (the norm of a Llama) is none, neither there nor in a draw; in float16 some models
@@ -28,6 +30,7 @@ from nnscaler.tracing.precision import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.compare import family_scale, is_finite
 from verify.low_precision.measures import Statistics, floors, size, statistics
+from verify.low_precision.near_ties import NearTies
 from verify.low_precision.perturb import moved_model, moved_sample, rounded_model, rounded_sample
 from verify.low_precision.reassociate import Reassociated
 from verify.reference import Trajectory, run_reference
@@ -146,6 +149,8 @@ def draw(subject: Subject, number: int) -> Trajectory:
             stack.enter_context(exact(model, dtype=name, dropout=settings.draws is not None))
         if kind == "reassociated":
             stack.enter_context(Reassociated(generator, subject.parts))
+        if kind == "moved" and number >= len(KINDS):
+            stack.enter_context(NearTies(generator))
         steps, rate = len(subject.truth.losses), subject.truth.learning_rate
         return run_reference(model, sample, steps=steps, dtype=subject.dtype, learning_rate=rate, settings=settings)
 

@@ -4,12 +4,16 @@ A right program is one more draw from what makes the noise, so its error is abou
 then a little more. The bounds are fixed, and the same for every tensor, model and dtype:
 
     ratio <= 4        agrees
-    ratio <= 16       near: twice as many draws, up to 24 in all; INCONCLUSIVE where it stays near
+    ratio <= 16       near: INCONCLUSIVE
     ratio > 16        refuted
 
-More draws cannot pass an error by and by: the largest of n draws grows as sqrt(2 log n), from 6 draws to 24 by a
-third. A tensor whose noise times 4 is as large as the tensor itself has drowned: if it were zero, it would agree. Such
-a tensor is not counted as compared.
+While one does not agree, there are twice as many draws, up to 24 in all. They cannot pass an error by and by: the
+largest of n draws grows as sqrt(2 log n), from 6 draws to 24 by a third. What they do show is an error that the model
+itself makes now and then: a router that sends one token to another expert. In a model that chooses so, errors that
+are no larger than those of another choice cannot be seen, and are undecided or agree.
+
+A tensor whose noise times 4 is as large as the tensor itself has drowned: if it were zero, it would agree. Such a
+tensor is not counted as compared.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ class NoiseRow:
 
     @property
     def near(self) -> bool:
-        """Whether more draws may decide it."""
+        """Whether it is neither clearly rounding nor clearly an error."""
         return self.verdict is Verdict.INCONCLUSIVE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 import torch
@@ -135,15 +136,15 @@ def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: 
 
 
 def compare(calibration: Calibration, comparison: Comparison) -> Result:
-    """The checks of one run of a program. Draws again while a tensor is near the threshold, and none beyond."""
+    """The checks of one run of a program. Draws again while a tensor disagrees, unless no draw can explain it."""
     tensors = measured(comparison, calibration.targets)
     while True:
         noise = calibration.noise
         if noise.overflowed is not None:
             return Result((_overflows(calibration),), draws=noise.draws)
         rows = rows_of(tensors, calibration.targets, noise, calibration.dtype)
-        decided = any(row.verdict is Verdict.REFUTED for row in rows) or not any(row.near for row in rows)
-        if decided or noise.draws >= MOST_DRAWS:
+        certain = any(one.problem for one in tensors) or any(row.ratio == inf for row in rows)
+        if certain or all(row.verdict.passes for row in rows) or noise.draws >= MOST_DRAWS:
             break
         calibration = calibration.with_more_draws()
     outcomes = outcomes_of(comparison, tensors, rows, noise.draws, calibration.dtype)
