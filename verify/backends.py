@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from nnscaler.runtime.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.simulator import Simulator
+from verify.apart import run_apart
 from verify.failure import Failure
+from verify.op_run.pool import Died, TimedOut
 from verify.rank_program import RankResult, Task, run_rank
 
 if TYPE_CHECKING:
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from nnscaler.runtime.launcher import ForkServer
 
 STALL = 6.0  # seconds in which no rank gets on, all of them waiting, that make a deadlock
+GRACE = 10.0  # seconds after its time that the simulator has to say that it is up
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 Observe = Callable[[int, int, int, str, str, torch.Tensor], None]  # rank, stage, micro-batch, phase, name, tensor
 
 
@@ -35,7 +41,30 @@ def run_program(
 def run_simulator(
     task: Task, ranks: int, timeout: float, observe: Observe | None = None
 ) -> tuple[RankResult, ...] | Failure:
-    """A thread per rank. Deadlocks and collectives that do not match are proven, not timed."""
+    """A thread per rank. Deadlocks and collectives that do not match are proven, not timed.
+
+    The threads are in a child process, which may die of a wrong program; with `observe`, they are in this one.
+    """
+    if observe is not None:
+        return _simulate(task, ranks, timeout, observe)
+    found = run_apart(lambda: _simulate(task, ranks, timeout), timeout + GRACE)
+    return failure_of_process(found, task.program) if isinstance(found, Died | TimedOut) else found
+
+
+def failure_of_process(event: Died | TimedOut, program: str) -> Failure:
+    """What it means that the process of all ranks ended without a result."""
+    if isinstance(event, TimedOut):
+        return Failure("timed_out", f"{event.seconds:.0f} s on the simulator")
+    lines = [f"{event.how} (the process of all ranks, on the simulator)"]
+    frames = [m.group("file", "line") for m in _FRAME.finditer(event.trace)]  # the innermost first
+    if place := next((f"{file}:{line}" for file, line in frames if Path(file).is_relative_to(program)), None):
+        lines.append(f"it was running: {place}")
+    return Failure("rank_died", "\n".join(lines), from_outside=event.how == "killed by SIGKILL")
+
+
+def _simulate(
+    task: Task, ranks: int, timeout: float, observe: Observe | None = None
+) -> tuple[RankResult, ...] | Failure:
     outcome: list[tuple[RankResult, ...] | Failure] = []
 
     def observer(rank: int) -> Callable[[int, int, str, str, torch.Tensor], None] | None:

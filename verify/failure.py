@@ -94,7 +94,7 @@ _HELP: Mapping[str, str | None] = {
     "deadlock": "the ranks of a group must make the same calls in the same order, and every send needs its recv",
     "communication_mismatch": "the ranks of a group must make the same calls in the same order",
     "rank_raises": None,
-    "rank_died": "the log of the rank says more; a process that is killed for memory leaves no other trace",
+    "rank_died": "a kernel may crash of unchecked sizes; a process that is killed for memory leaves no other trace",
     "timed_out": "give it more time: --timeout SECONDS",
 }
 

@@ -28,7 +28,7 @@ from verify.compare import is_finite
 from verify.evaluation import plan_evaluation
 from verify.failure import Failure
 from verify.finding import Finding
-from verify.localise import localise_all
+from verify.localise import localise_apart
 from verify.minimise import PlanTrial, minimise
 from verify.other_plan import check_other_plan
 from verify.places import Places
@@ -195,7 +195,7 @@ def _random_numbers(prepared: Prepared) -> Sequence[Outcome]:
 def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Outcome]:
     """Every line that is wrong by itself, in a run where nothing is dropped."""
     started = time.perf_counter()
-    found = localise_all(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
+    found = localise_apart(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
     text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
     request.progress("localise", time.perf_counter() - started, text)
     return [Outcome(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []

@@ -19,6 +19,7 @@ from nnscaler.runtime.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.communicator import Communicator
 from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.loader import load_role
+from verify.checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.
 _BUILDING = threading.Lock()
@@ -101,6 +102,11 @@ def role_file(program: str | Path, rank: int) -> Path:
 
 def run_rank(communicator: Communicator, task: Task, observe: Callable[..., None] | None = None) -> RankResult:
     """Trains this rank's part for `task.steps` steps of SGD, and does what else the task asks for."""
+    with CheckedKernels():
+        return _run_rank(communicator, task, observe)
+
+
+def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., None] | None) -> RankResult:
     state = torch.load(task.state, mmap=True, weights_only=True)
     batch = torch.load(task.batch, mmap=True, weights_only=True)
     executor = _executor(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from verify.localise.localise import localise, localise_all
+from verify.localise.localise import localise, localise_all, localise_apart
 
-__all__ = ["localise", "localise_all"]
+__all__ = ["localise", "localise_all", "localise_apart"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nnscaler.ir.graph import Graph
+from verify.apart import run_apart
 from verify.finding import Finding
 from verify.localise import first_divergent
 from verify.localise.culprit import SHOWN, Culprit, Line, findings_of
@@ -26,6 +27,7 @@ from verify.places import Places
 from verify.program_directory import ProgramDirectory
 from verify.rank_program import Task
 
+RUNS = 5  # so many times the time of one run are given to all of them
 STEPS = 2  # the second shows what is left over from the first
 REPAIR_SECONDS = 3.0  # for the changes that are tried on one line
 
@@ -48,6 +50,14 @@ def localise_all(
         return findings_of(culprits, places, tensors)
     found = first_divergent.localise(task, graph, program, places, timeout)
     return () if found is None else (found,)
+
+
+def localise_apart(
+    task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float
+) -> tuple[Finding, ...]:
+    """`localise_all` in a child process; nothing where the program ends that process."""
+    found = run_apart(lambda: localise_all(task, graph, program, places, timeout), RUNS * timeout)
+    return found if isinstance(found, tuple) else ()
 
 
 def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: float) -> list[Culprit]:

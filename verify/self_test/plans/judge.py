@@ -16,7 +16,7 @@ from nnscaler.ir.graph import Graph
 from verify.backends import run_simulator
 from verify.compare import difference, family_scale
 from verify.failure import Failure, finding_of
-from verify.localise import localise_all
+from verify.localise import localise_apart
 from verify.places import Places
 from verify.plan_checks import run_checks
 from verify.plan_checks.context import Outcome
@@ -74,7 +74,7 @@ def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
 
 
 class Execution:
-    """Runs programs of one model in this process, on the simulator, against one reference run of the model."""
+    """Runs programs of one model on the simulator, in processes that may die, against one reference run of it."""
 
     def __init__(self, base: Base, folder: Path) -> None:
         self.base = base
@@ -132,7 +132,7 @@ class Execution:
     def _localised(self, path: Path) -> list[Outcome]:
         graph = self.base.traced.graph
         task = replace(self.task, program=str(path)).plain()
-        found = localise_all(task, graph, open_program(path), Places(graph), TIMEOUT)
+        found = localise_apart(task, graph, open_program(path), Places(graph), TIMEOUT)
         return [Outcome(Check("", Verdict.REFUTED, 0), found)] if found else []
 
     def _loss_differs(self, results: tuple[RankResult, ...], step: int) -> bool:

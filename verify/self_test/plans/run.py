@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
+from verify.apart import run_apart
+from verify.op_run.pool import Died
 from verify.self_test.plans.catalogue import mutants_of
 from verify.self_test.plans.judge import Answer, Executed, Execution, read_statically
 from verify.self_test.plans.mutant import Mutant
-from verify.self_test.plans.subjects import Spec, build
-from verify.self_test.plans.third_oracle import Told, compare_programs
+from verify.self_test.plans.subjects import TIMEOUT, Spec, build
+from verify.self_test.plans.third_oracle import RUNS, Told, compare_programs
 
 LEVELS = ("L0", "L2")
 
@@ -106,7 +109,10 @@ def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judge
     judged = Judged(mutant, static, executed)
     if judged.by_running or (judged.killed and executed is None):
         return judged
-    return Judged(mutant, static, executed, compare_programs(execution, sources))
+    told = run_apart(partial(compare_programs, execution, sources), len(RUNS) * 2 * TIMEOUT)
+    if not isinstance(told, Told):
+        told = Told(False, f"its process was ended: {told.how}" if isinstance(told, Died) else "it does not end")
+    return Judged(mutant, static, executed, told)
 
 
 def judge_all(

@@ -52,6 +52,12 @@ def test_program_that_raises(execution: Get) -> None:
     assert running.answer.refuted and running.answer.codes == ("rank_raises",) and running.first_loss
 
 
+def test_program_that_kills_its_process(execution: Get) -> None:
+    killed = "[__import__('os').abort(), aten.gelu(linear_2)][1]"
+    running = execution("sharded").judge(_changed(execution("sharded"), "aten.gelu(linear_2)", killed))
+    assert running.answer.refuted and running.answer.codes == ("rank_died",) and running.first_loss
+
+
 def test_program_that_hangs(execution: Get) -> None:
     right = execution("staged")
     schedule = right.base.subject.roles[1]

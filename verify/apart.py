@@ -1,0 +1,40 @@
+"""One task in a child process of this one: what kills the process that runs it, or hangs in it, ends alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from verify.op_run.pool import Died, Note, Raised, TimedOut, run_forked, why_not_fork
+
+T = TypeVar("T")
+
+
+def can_run_apart() -> bool:
+    """Not where there are GPUs: there a backward pass starts threads that do not survive a fork."""
+    return why_not_fork() is None and not torch.cuda.is_available()
+
+
+def run_apart(task: Callable[[], T], timeout: float) -> T | Died | TimedOut:
+    """What `task` returns, which torch can save; in this process where it cannot run apart. What it changes in memory
+    is lost. Raises what it raises, NnscalerError as it is and others as RuntimeError."""
+    if not can_run_apart():
+        return task()
+    with tempfile.TemporaryDirectory(prefix="nnscaler-apart-") as folder:
+        file = Path(folder) / "result.pt"  # a file, for torch sends tensors through memory that ends with the child
+
+        def work(_: Note) -> None:
+            torch.save(task(), file)
+
+        (event,) = run_forked([work], 1, timeout)
+        if isinstance(event, Died | TimedOut):
+            return event
+        if isinstance(event, Raised):
+            event.error.add_note(event.text)
+            raise event.error
+        found: T = torch.load(file, weights_only=False)
+        return found
