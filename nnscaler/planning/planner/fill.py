@@ -21,6 +21,7 @@ from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.planner.ways import Ends, Way, ways_of
 
 STATES = 4  # of the cut that are tried
+LEVELS = 5  # of what ways leave to the end of a step, up to which they are taken
 SLACK = 0.05  # by which share more may be left to the end of a step than by the way that leaves least
 
 
@@ -73,9 +74,9 @@ class Ways:
 
 
 def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill, ...]]:
-    """The stages of the fastest pipelines that are found to fit: of all ways, and of those alone that leave little to
-    the end of the step. `cut`: that of the bound, whose states of the cut are tried, with others that are good for
-    many layers."""
+    """The stages of the fastest pipelines that are found to fit: of all ways, and of those alone that leave less and
+    less to the end of the step. `cut`: that of the bound, whose states are tried, with others that are good for many
+    layers."""
     pieces = layered.at(prices)
     hubs = _hubs(layered, pieces)
     head, layer, tail = pieces
@@ -91,12 +92,11 @@ def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill
         {(a, b): ways(layer, (a, b)) for a, b in product(states, states) if (a, b) in turns},
         {state: ways(tail, (state, 0)) for state in states},
     )
-    least = max(
-        min((w.last for w in own), default=0.0)
-        for part in (found.head, found.layer, found.tail)
-        for own in part.values()
-    )
-    for part in (found, found.ending(least)):
+    parts = [own for part in (found.head, found.layer, found.tail) for own in part.values() if own]
+    least = max((min(way.last for way in own) for own in parts), default=0.0)
+    more = sorted({way.last for own in parts for way in own if way.last > least * (1 + SLACK)})
+    levels = [more[i] for i in np.unique(np.linspace(0, len(more) - 1, LEVELS).astype(int))] if more else []
+    for part in (found, *(found.ending(level) for level in (least, *levels[:-1]) if more)):
         stages = _spread(layered, part, states)
         if stages is not None:
             yield stages

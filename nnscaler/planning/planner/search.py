@@ -70,7 +70,7 @@ def search(
         bound, depth, order, c = heapq.heappop(queue)
         if best is not None and bound >= best.seconds * (1 - CLOSE):
             return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
-        if c.recompute is None and subject.chain(c.tp, c.parts) is None:  # with these parts, layers are not told apart
+        if depth and c.recompute is None and subject.chain(c.tp, c.parts) is None:  # layers are not told apart
             for again in (False, True):
                 one = replace(c, recompute=again)
                 heapq.heappush(queue, (bound, 0, one.order, one))

@@ -54,6 +54,7 @@ class Subject:
     _tables: dict[tuple[int, int, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
     _chains: dict[tuple[int, int], Chain | None] = field(default_factory=dict)
+    _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
 
     @cached_property
@@ -103,11 +104,13 @@ class Subject:
 
     def repeated_on(self, tp: int) -> Repeated | None:
         """The same where the constraints leave all of these layers the same choices."""
-        if self.repeated is None or tp == 1:
+        if self.repeated is None or tp == 1 or self.constraint is FREE:
             return self.repeated
-        options = self.options(tp)
-        looks = {tuple(id(options[name]) for name in layer.operations) for layer in self.layers[1:-1]}
-        return self.repeated if len(looks) == 1 else None
+        if tp not in self._repeated:
+            options = self.options(tp)
+            looks = {tuple(id(options[name]) for name in layer.operations) for layer in self.layers[1:-1]}
+            self._repeated[tp] = self.repeated if len(looks) == 1 else None
+        return self._repeated[tp]
 
     def window(self, tp: int) -> Window | None:
         """The layers that stand for all in bounds."""
@@ -132,6 +135,9 @@ class Subject:
             model = self.layers[repeated.window[0]].operations
             for layer in self.layers[1:-1]:
                 found.update((name, found[same]) for name, same in zip(layer.operations, model, strict=True))
+        if self.constraint is FREE:
+            self._options[parts] = found
+            return found
         by_name, allows, also = self.graph.by_name, self.constraint.allows, self.constraint.also
         same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
         found = {n: (*made, also[n]) if n in also and also[n] not in made else made for n, made in found.items()}
