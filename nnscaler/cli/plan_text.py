@@ -26,7 +26,7 @@ def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
         where = "no layers" if found.layers_of(number) == "none" else f"layers {found.layers_of(number)}"
         more = ""
         if replayed is not None:
-            busy = replayed.busy[number]
+            busy = min(replayed.busy[number], 1.0)  # sums may differ in their last digits
             more = f"; a rank sends {show_bytes(replayed.sent[number])} a step; busy {busy:.0%}, idle {1 - busy:.0%}"
         lines.append(
             f"  stage {number}: {where}; a micro-batch {show_seconds(stage.forward)} forward, "
