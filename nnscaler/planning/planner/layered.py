@@ -39,6 +39,7 @@ from nnscaler.planning.sharding.pose import Weights, once_of
 
 LOW, HIGH = 1 / 512, 64  # of the prices, in prices at which running a layer again pays
 COARSE, FINE = 12, 8  # prices of the first grid, and between the neighbours of one that binds in the second
+COUNTED = 24  # layers of a stage up to which bounds tell apart how many are run again
 EVEN = 0.7  # share of the largest part of what is done once per step
 LIVES = 6  # numbers of live micro-batches that prices are made for
 BINDING = 10  # prices that bind, about which finer ones are tried
@@ -126,9 +127,9 @@ class Layered:
         """[stages, layers, states, states]: seconds of a micro-batch that a stage of so many layers takes at least
         between two states of the cut, and the number of the price that says so."""
         stages = stages_of(self.configuration)
-        values = values_of(self.at(prices), len(prices), self.most, STATES, ends_of(self.configuration))
-        each = {s: limited(values, s, s.live, self.floors, self.memory, prices) for s in set(stages)}
-        best = {stage: (found.max(axis=-1), found.argmax(axis=-1)) for stage, found in each.items()}
+        ends = ends_of(self.configuration)
+        values = values_of(self.at(prices), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
+        best = {s: limited(values, s, s.live, self.floors, self.memory, prices) for s in set(stages)}
         seconds = [best[s][0] + between(s, self.sent, best[s][0].shape[-1]) for s in stages]
         return np.stack(seconds), np.stack([best[s][1] for s in stages])
 
@@ -196,7 +197,7 @@ class Rough:
             return inside * float(getattr(floors.layer, name)) + sum(float(getattr(end, name)) for end in ends)
 
         return Least(
-            float(values[True, True, False][-1, 0, 0, 0]) * self.parts,  # the first price is none
+            float(values[True, True, 0][-1, 0, 0, 0]) * self.parts,  # the first price is none
             (inside * again[1] + again[0] + again[2]) * self.parts,
             whole("resting"),
             whole("kept") * self.parts,
@@ -209,14 +210,14 @@ class Rough:
         by state of the cut, seconds in which a stage hands a micro-batch on."""
         values, prices = self._values(most_of(c, self.layers), ends_of(c)), self._priced[1]
         if c.recompute is False:
-            values = {kind: np.full_like(v, np.inf) if kind[2] else v for kind, v in values.items()}
+            values = {kind: np.full_like(v, np.inf) if kind[2] != 0 else v for kind, v in values.items()}
         most, part, stages = most_of(c, self.layers), self.parts / c.parts, stages_of(c)
         counts = np.arange(most + 1)
         floors = self.floors
         cut = {kind: found[: most + 1] for kind, found in values.items()}
         made = {}
         for stage in set(stages):
-            bounds = limited(cut, stage, stage.live * part, floors, memory, prices).max(axis=-1)
+            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices)
             summed = (counts - stage.first - stage.last) * floors.layer.summed
             summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
             once = rate * summed / (c.micro_batches + c.pp - 1)

@@ -6,7 +6,7 @@ priced value of a stage, less the most that bytes which fit can cost, is a bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,10 @@ from nnscaler.planning.sharding.tables import Column, Columns
 
 Numbers = NDArray[np.float64]
 Pieces = tuple[Priced, Priced, Priced]  # head, layer, tail
-Kind = tuple[bool, bool, bool]  # of a stage: the first one, the last one, with layers that are run again
+ANY = -1  # number of layers of a stage that are run again
+Kind = tuple[bool, bool, int]  # of a stage: the first one, the last one, how many layers are run again
 Ends = frozenset[tuple[bool, bool]]
+Halves = tuple[Numbers | None, Numbers, Numbers | None]  # of head, layer and tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,59 +135,103 @@ def at_prices(chain: Chain, prices: Prices, recompute: bool | None, seconds: Cal
     return piece(chain.head), piece(chain.layer), piece(chain.tail)
 
 
-def values_of(pieces: Pieces, prices: int, most: int, states: int, ends: Ends) -> dict[Kind, Numbers]:
+def values_of(
+    pieces: Pieces, prices: int, most: int, states: int, ends: Ends, counted: bool = False
+) -> dict[Kind, Numbers]:
     """By kind of stage, of those with these ends: [layers, states, states, prices], the best priced seconds. What
     begins or ends the whole does so in state 0. Where a cut has more than `states`, they are not told apart: what is
-    handed on may change its state for nothing."""
-    found: dict[Kind, Numbers] = {}
-    for again in (False, True):
-        head, layer, tail = (_either(p.table.min(axis=0), prices, again) for p in pieces)
+    handed on may change its state for nothing. `counted`: for every number of layers that are run again, else for none
+    and for any."""
+    halves = []
+    for part in (slice(None, prices), slice(prices, None)):
+        head, layer, tail = (p.table.min(axis=0)[..., part] for p in pieces)
         if layer.shape[0] > states:
             head, tail = head.min(axis=1, keepdims=True), tail.min(axis=0, keepdims=True)
             layer = layer.min(axis=(0, 1), keepdims=True)
-        for first, last in ends:
-            found[first, last, again] = _paths(head if first else None, layer, tail if last else None, most)
+        halves.append((head, layer, tail))
+    found: dict[Kind, Numbers] = {}
+    for first, last in ends:
+        kept, again = ((h if first else None, layer, t if last else None) for h, layer, t in halves)
+        if counted:
+            found.update({(first, last, n): table for n, table in enumerate(_counted(kept, again, most))})
+            continue
+        either = tuple(None if a is None or b is None else np.minimum(a, b) for a, b in zip(kept, again, strict=True))
+        nothing = (None, np.full_like(layer, np.inf), None)
+        for number, one in ((0, kept), (ANY, either)):
+            found[first, last, number] = _counted(one, nothing, most, 0)[0]  # type: ignore[arg-type]
     return found
 
 
 def limited(
     values: Mapping[Kind, Numbers], stage: Stage, live: float, floors: Floors, memory: float, prices: Prices
-) -> Numbers:
-    """[layers, states, states, prices]: bounds of the seconds of a stage, one at each price. Infinite where it cannot
-    fit."""
+) -> tuple[Numbers, NDArray[np.int64]]:
+    """[layers, states, states]: bounds of the seconds of a stage, infinite where it cannot fit, and the number of the
+    price that says so: the best over prices, for the number of layers run again with which this is least."""
     head, layer, tail = floors.head, floors.layer, floors.tail
-    counts = np.arange(len(values[stage.first, stage.last, False]), dtype=np.float64)
+    kinds = {
+        number: table for (first, last, number), table in values.items() if (first, last) == (stage.first, stage.last)
+    }
+    counts = np.arange(len(next(iter(kinds.values()))), dtype=np.float64)
     middle, ends = counts - stage.first - stage.last, [head] * stage.first + [tail] * stage.last
     resting = middle * layer.resting + sum(f.resting for f in ends)
     received = 0.0 if stage.first else live * layer.handed
-    found = []
-    for again in (False, True):
+    outside = sum(f.outside for f in ends)
+    whole = middle * layer.kept + sum(f.kept for f in ends)
+    handed = middle * layer.handed + sum(f.handed for f in ends)
+    saved = max(f.kept - f.handed for f in (layer, *ends))
+    best: Numbers | None = None
+    at = np.zeros(0, dtype=np.int64)
+    for number, table in kinds.items():
         # one layer that is run again has all that it keeps once
-        once = min(f.kept for f in (layer, *ends)) * live / stage.live if again else 0.0
+        once = min(f.kept for f in (layer, *ends)) * live / stage.live if number else 0.0
         room = memory - received - once
-        kept = middle * (layer.handed if again else layer.kept)
-        kept = kept + sum(f.outside + (f.handed if again else f.kept) for f in ends)
+        kept = outside + (handed if number == ANY else np.maximum(whole - number * saved, handed))
         # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
         most_kept = ((room - resting) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
         most_resting = (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
-        value = values[stage.first, stage.last, again] - np.maximum(most_kept, most_resting)[:, None, None, :]
+        value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
         value[resting + live * kept > room] = np.inf
-        found.append(value)
-    return np.minimum(*found)
+        bound, by = value.max(axis=-1), value.argmax(axis=-1)
+        if best is None:
+            best, at = bound, by
+        else:
+            best, at = np.minimum(best, bound), np.where(bound < best, by, at)
+    assert best is not None
+    return best, at
 
 
-def _paths(head: Numbers | None, layer: Numbers, tail: Numbers | None, most: int) -> Numbers:
-    width, _, prices = layer.shape
-    answer = np.full((most + 1, width, width, prices), np.inf)
-    ends = (head is not None) + (tail is not None)
-    at = head  # [1 or states, states, prices]: the best path so far
+def _counted(kept: Halves, again: Halves, most: int, numbers: int | None = None) -> list[Numbers]:
+    """By how many layers are run again (up to `numbers`): [layers, states, states, prices], the best paths."""
+    width, _, prices = kept[1].shape
+    numbers = most if numbers is None else numbers
+    answer = [np.full((most + 1, width, width, prices), np.inf) for _ in range(numbers + 1)]
+    ends = (kept[0] is not None) + (kept[2] is not None)
+    # [1 or states, states, prices] by the number of layers run again: the best paths so far; None before the first
+    at: list[Numbers | None] = [kept[0], again[0]][: numbers + 1]
     for middle in range(most + 1 - ends):
         if middle:
-            at = layer if at is None else _product(at, layer)
-        ended = at if tail is None else tail if at is None else _product(at, tail)
-        if ended is not None:
-            answer[middle + ends, : ended.shape[0], : ended.shape[1]] = ended
+            at = _longer(at, kept[1], again[1], numbers)
+        ended = at if kept[2] is None else _longer(at, kept[2], again[2], numbers)
+        for number, table in enumerate(ended):
+            if table is not None:
+                answer[number][middle + ends, : table.shape[0], : table.shape[1]] = table
     return answer
+
+
+def _longer(at: Sequence[Numbers | None], kept: Numbers, again: Numbers | None, numbers: int) -> list[Numbers | None]:
+    """Paths with one more piece, which is run again or not."""
+    found: list[Numbers | None] = []
+    for number in range(min(len(at), numbers) + 1):
+        options = []
+        for before, piece in ((number, kept), (number - 1, again)):
+            if piece is not None and 0 <= before < len(at):
+                start = at[before]
+                if start is not None:
+                    options.append(_product(start, piece))
+                elif before == 0:  # nothing comes before
+                    options.append(piece)
+        found.append(None if not options else options[0] if len(options) == 1 else np.minimum(*options))
+    return found
 
 
 def _product(first: Numbers, second: Numbers) -> Numbers:
@@ -194,9 +240,3 @@ def _product(first: Numbers, second: Numbers) -> Numbers:
     for state in range(1, first.shape[1]):
         np.minimum(answer, first[:, state, None] + second[None, state], out=answer)
     return answer
-
-
-def _either(table: Numbers, count: int, again: bool) -> Numbers:
-    """With or without the second half of the prices, in which layers are run again."""
-    kept, computed = table[..., :count], table[..., count:]
-    return np.minimum(kept, computed) if again else kept
