@@ -103,8 +103,8 @@ def two_axes() -> None:
     )
 
 
-def large(size: str, batch: int, devices: int) -> None:
-    """The whole planner."""
+def large(size: str, batch: int, devices: int, memory: float) -> None:
+    """The whole planner, within so many GB a device."""
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.transform.signature import signatures
@@ -112,11 +112,11 @@ def large(size: str, batch: int, devices: int) -> None:
     graph = llama(size, batch)
     before = memory_mb()
     start = time.perf_counter()
-    found = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(devices))
+    found = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(devices), memory=memory * 1e9)
     taken = time.perf_counter() - start
     told = found.certificate
     print(
-        f"Llama 3 {size}, {devices} devices, batch {batch}: {taken:.1f} s, {told.configuration}, "
+        f"Llama 3 {size}, {devices} devices of {memory:g} GB, batch {batch}: {taken:.1f} s, {told.configuration}, "
         f"{told.seconds:.4g} s a step, gap {told.gap:.2%}, {told.memory / 1e9:.1f} GB, "
         f"{told.solved} solved, {told.left} pruned, {told.too_large} too large, "
         f"{memory_mb() - before:.0f} MB beside the graph"
@@ -152,8 +152,10 @@ def to_code() -> None:
 
 SPEED = {
     "two_axes": two_axes,
-    "405b-1024": lambda: large("405b", 2048, 1024),
-    "405b-16384": lambda: large("405b", 16384, 16384),
+    "405b-1024": lambda: large("405b", 2048, 1024, 80),
+    "405b-1024-full": lambda: large("405b", 2048, 1024, 85.9),
+    "405b-16384": lambda: large("405b", 16384, 16384, 80),
+    "405b-16384-full": lambda: large("405b", 16384, 16384, 85.9),
     "to_code": to_code,
 }
 
