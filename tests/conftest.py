@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from verify.apart import can_run_apart as CAN_RUN_APART
 
 # Workers of `pytest -n auto` already use every core.
 torch.set_num_threads(1)
@@ -26,6 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves tests marked `early` to the front: a long test that starts last would run alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _simulator_in_this_process() -> Iterator[pytest.MonkeyPatch]:
+    """A child process for every run on the simulator would make the suite a fifth longer. Tests marked `apart` have
+    one, and so have all commands that run as processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verify.apart.can_run_apart", lambda: False)
+        yield patch
+
+
+@pytest.fixture(autouse=True)
+def _simulator_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("apart") is not None:
+        monkeypatch.setattr("verify.apart.can_run_apart", CAN_RUN_APART)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import pytest
 from nnscaler.cli.main import main
 from tests.broken.planting import Edit, Original, assert_refuted
 
+pytestmark = pytest.mark.apart
 BACKENDS = ("simulator", pytest.param("gloo", marks=pytest.mark.long))
 KILLS = "        __import__('signal').raise_signal({}); tanh = "
 

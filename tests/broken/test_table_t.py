@@ -42,6 +42,7 @@ def test_row(row: Row, bench: TableBench, judged: dict[int, RowResult]) -> None:
     assert not found.unsaid, f"no finding says {found.unsaid}: {found.said}"
 
 
+@pytest.mark.long  # it judges the rows that other workers have
 def test_comparing_losses_misses_more_than_half(bench: TableBench, judged: dict[int, RowResult]) -> None:
     results = [_judged(row, bench, judged) for row in ROWS]
     assert [row.number for row in ROWS] == list(range(1, 31))

@@ -15,6 +15,8 @@ from verify import apart
 from verify.apart import run_apart
 from verify.op_run.pool import Died, TimedOut
 
+pytestmark = pytest.mark.apart
+
 
 def test_a_result_with_tensors_that_share_memory() -> None:
     def work() -> tuple[int, torch.Tensor, torch.Tensor]:

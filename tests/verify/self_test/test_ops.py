@@ -82,6 +82,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.early
+@pytest.mark.long
 def test_the_quick_self_test_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["self-test", "ops", "--quick"]) == 0
     shown = capsys.readouterr()

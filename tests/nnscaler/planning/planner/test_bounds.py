@@ -40,7 +40,7 @@ def test_layers_that_differ_have_no_window() -> None:
     assert subject_of(deep(8), 4).window(2) is not None
 
 
-@pytest.mark.parametrize("share", [1.0, 0.6, pytest.param(0.4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [0.6, *(pytest.param(s, marks=pytest.mark.long) for s in (1.0, 0.4))])
 def test_what_fits_takes_no_less_than_its_bound(share: float) -> None:
     subject = subject_of(deep(10), 4)
     free = search(subject, 4, PLENTY)

@@ -64,7 +64,7 @@ def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: st
     subject = subject_of(deep(9), 4, cluster)
     looked, close = 0, 0
     for c in configurations(4, subject.batch, len(subject.layers), each=True):
-        if c.recompute is not None or c.micro_batches not in (1, 4) or c.dp > 2:
+        if c.recompute is not None or c.micro_batches != 4 or c.dp > 2:
             continue
         free = evaluate_chain(subject, c, PLENTY)
         assert free is not None and free.fits
@@ -77,7 +77,7 @@ def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: st
                     assert bound(subject, c, limit) <= made.seconds * (1 + 1e-9), (c, share, bound)
             looked += 1
             close += bound_within(subject, c, made.memory) >= 0.9 * made.seconds
-    assert looked > 8 and close > 0.7 * looked
+    assert looked > 4 and close > 0.7 * looked
 
 
 def limited(subject: Subject, share: float, **sizes: int) -> tuple[Configuration, float]:

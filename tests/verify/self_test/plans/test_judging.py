@@ -52,6 +52,7 @@ def test_program_that_raises(execution: Get) -> None:
     assert running.answer.refuted and running.answer.codes == ("rank_raises",) and running.first_loss
 
 
+@pytest.mark.apart
 def test_program_that_kills_its_process(execution: Get) -> None:
     killed = "[__import__('os').abort(), aten.gelu(linear_2)][1]"
     running = execution("sharded").judge(_changed(execution("sharded"), "aten.gelu(linear_2)", killed))
