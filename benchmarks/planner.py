@@ -22,35 +22,27 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-LLAMAS = {"8b": (32, 4096, 32, 8, 14336), "405b": (126, 16384, 128, 8, 53248)}
-VOCABULARY, TOKENS = 128256, 4096
+LLAMA_TOKENS = 4096
+EXAMPLES_FOLDER = Path(__file__).resolve().parents[1] / "examples"
 CLUSTERS = ("dgx2-v100", "a100x8", "h100x8", "ethernet10g")
 EXAMPLES = ("gpt", "llama_hf", "t5_hf", "swin_hf", "moe", "evoformer", "vit_hf", "unet")
 
 
 def llama(size: str, batch: int) -> Any:
-    """The graph of a Llama of this size."""
+    """(a Llama of this size, its inputs)"""
     import torch
-    import transformers as hf
 
+    from nnscaler.cli.model_file import import_user_file
+
+    model = getattr(import_user_file(EXAMPLES_FOLDER / "llama_405b.py"), f"llama_{size}")()
+    ids = torch.zeros(batch, LLAMA_TOKENS, dtype=torch.long, device="meta")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def llama_graph(size: str, batch: int) -> Any:
     from nnscaler.tracing import trace
 
-    layers, width, heads, groups, hidden = LLAMAS[size]
-    config = hf.LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=hidden,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2 * TOKENS,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = hf.LlamaForCausalLM(config).to(torch.bfloat16)
-        ids = torch.zeros(batch, TOKENS, dtype=torch.long)
-    return trace(model, {"input_ids": ids, "labels": ids}, self_check=False).graph
+    return trace(*llama(size, batch), self_check=False).graph
 
 
 def example(name: str) -> Any:
@@ -58,7 +50,7 @@ def example(name: str) -> Any:
     from nnscaler.cli.model_file import load_model_file
     from nnscaler.tracing import trace
 
-    model = load_model_file(str(Path(__file__).parents[1] / "examples" / f"{name}.py"), 0)
+    model = load_model_file(str(EXAMPLES_FOLDER / f"{name}.py"), 0)
     return model, trace(model.build(), model.inputs)
 
 
@@ -80,7 +72,7 @@ def two_axes() -> None:
     from nnscaler.transform.layers import layers_of
     from nnscaler.transform.signature import signatures
 
-    graph = llama("8b", 32)
+    graph = llama_graph("8b", 32)
     before = memory_mb()
     start = time.perf_counter()
     known = signatures(graph)
@@ -109,7 +101,7 @@ def large(size: str, batch: int, devices: int, memory: float) -> None:
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.transform.signature import signatures
 
-    graph = llama(size, batch)
+    graph = llama_graph(size, batch)
     before = memory_mb()
     start = time.perf_counter()
     found = find_plan(graph, signatures(graph), load_cluster("h100x8").scaled(devices), memory=memory * 1e9)
@@ -213,8 +205,7 @@ def order(repeats: int) -> None:
     import numpy as np
 
     from nnscaler.cli.main import main as command
-    from nnscaler.communication.materialise import materialise
-    from nnscaler.communication.predict import predict
+    from nnscaler.communication.replay import replay
     from nnscaler.compile import compile_traced
     from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.constraints import sizes
@@ -222,12 +213,10 @@ def order(repeats: int) -> None:
     from nnscaler.planning.cost.table_cost import TableCost
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.runtime.launcher import ForkServer, launch
-    from nnscaler.scheduling.registry import get_schedule
-    from nnscaler.transform.apply import apply_plan
     from nnscaler.transform.signature import signatures
 
     ranks = 4
-    file = Path(__file__).parents[1] / "examples" / "gpt.py"
+    file = EXAMPLES_FOLDER / "gpt.py"
     _, traced = example("gpt")
     names, predicted, programs = [], [], []
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
@@ -237,13 +226,11 @@ def order(repeats: int) -> None:
         )
         cost = TableCost(load_profile(profile))
         for number, wanted in enumerate(ORDERED):
-            known = dict(signatures(traced.graph))
+            known = signatures(traced.graph)
             found = find_plan(traced.graph, known, found_cluster(ranks), cost=cost, constraint=sizes(**wanted))
             plan = found.plan
-            communicated = materialise(apply_plan(traced.graph, known, plan), known)
-            schedule = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
             names.append(str(found.best.configuration))
-            predicted.append(predict(communicated, schedule, known, cost).seconds)
+            predicted.append(replay(traced.graph, known, plan, cost).seconds)
             program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=None, model={"name": "gpt"})
             programs.append(str(program.save(Path(folder) / str(number))))
         timed = f"{Path(__file__).with_name('step_times.py')}:time_steps"

@@ -21,6 +21,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+import planner
+
 CLUSTER = "a100x8"
 
 
@@ -43,20 +45,7 @@ def gpt2() -> Any:
 
 def llama() -> Any:
     """Llama 3 8B."""
-    import transformers as hf
-
-    config = hf.LlamaConfig(
-        num_hidden_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    return _language(config, hf.LlamaForCausalLM, 256, 4096)
+    return planner.llama("8b", 256)
 
 
 def t5() -> Any:
@@ -103,16 +92,11 @@ def moe() -> Any:
 
 def evoformer() -> Any:
     """AlphaFold's widths, 12 of its 48 blocks; 128 alignments of 64 sequences of 256 residues."""
-    import importlib.util
-
     import torch
 
-    file = Path(__file__).parents[1] / "examples" / "evoformer.py"
-    spec = importlib.util.spec_from_file_location("evoformer", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["evoformer"] = module
-    spec.loader.exec_module(module)
+    from nnscaler.cli.model_file import import_user_file
+
+    module = import_user_file(planner.EXAMPLES_FOLDER / "evoformer.py")
     config = module.EvoformerConfig(
         alignment=256, pairs=128, heads=8, pair_heads=4, outer=32, triangle=128, bins=64, reach=32, blocks=12
     )

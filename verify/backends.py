@@ -73,6 +73,7 @@ def _simulate(
     task: Task, ranks: int, timeout: float, observe: Observe | None = None
 ) -> tuple[RankResult, ...] | Failure:
     outcome: list[tuple[RankResult, ...] | Failure] = []
+    simulator = Simulator(ranks)
 
     def observer(rank: int) -> Callable[[int, int, str, str, torch.Tensor], None] | None:
         if observe is None:
@@ -81,7 +82,7 @@ def _simulate(
 
     def work() -> None:
         try:
-            results = Simulator(ranks).run(lambda c: run_rank(c, task, observer(c.rank)))
+            results = simulator.run(lambda c: run_rank(c, task, observer(c.rank)))
             outcome.append(tuple(results))
         except BaseException as error:  # noqa: BLE001 - whatever a rank raises (SystemExit too) is what we look for
             outcome.append(failure_of(error))
@@ -90,6 +91,7 @@ def _simulate(
     thread.start()
     thread.join(timeout)
     if not outcome:
+        simulator.stop()
         return Failure("timed_out", f"{timeout:g} s on the simulator")
     return outcome[0]
 

@@ -14,14 +14,12 @@ from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from nnscaler.communication.communicated import CommunicatedGraph
+    from nnscaler.communication.replay import Programmed
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.cost.table import Profile
     from nnscaler.runtime.launcher import ForkServer
-    from nnscaler.scheduling.schedule import Schedule
     from nnscaler.tracing import Traced
     from nnscaler.transform.plan import RecomputeStep
-    from nnscaler.transform.signature import Signature
 
 _LONGEST = 1.0  # seconds of a step, by the analytic model: in longer ones dispatch is lost, and they are not run
 _SECONDS = 0.15  # of a turn
@@ -33,22 +31,18 @@ class OneRank:
     """A program of the model on one rank, saved in `folder`."""
 
     folder: Path
-    communicated: CommunicatedGraph
-    order: Schedule
-    signatures: Mapping[str, Signature]
+    program: Programmed
 
     def predicted(self, cost: CostModel) -> float:
-        from nnscaler.communication.predict import predict
-
-        return predict(self.communicated, self.order, self.signatures, cost).seconds
+        return self.program.predicted(cost).seconds
 
     def counts(self) -> tuple[int, int]:
         """Statements of a step, and those that it repeats."""
         from nnscaler.communication.communicated import Compute
 
-        forward = self.communicated.stages[0].forward
+        forward, micro_batches = self.program.communicated.stages[0].forward, self.program.order.micro_batches
         again = sum(isinstance(s, Compute) and s.placement.recompute is not None for s in forward)
-        return len(forward) * self.order.micro_batches, again * self.order.micro_batches
+        return len(forward) * micro_batches, again * micro_batches
 
 
 @dataclass(frozen=True)
@@ -131,16 +125,11 @@ def _programs(traced: Traced, micro_batches: int, folder: Path, console: Console
 
 
 def _program(traced: Traced, micro_batches: int, steps: tuple[RecomputeStep, ...], folder: Path) -> OneRank:
-    from nnscaler.communication.materialise import materialise
+    from nnscaler.communication.replay import programmed
     from nnscaler.compile import compile_traced
-    from nnscaler.scheduling.registry import get_schedule
-    from nnscaler.transform.apply import apply_plan
     from nnscaler.transform.plan import Plan
     from nnscaler.transform.signature import signatures
 
-    known = dict(signatures(traced.graph))
     plan = Plan((("dp", 1),), steps, micro_batches)
     compile_traced(traced, ranks=1, plan=plan, micro_batches=None, model={"name": "one rank"}).save(folder)
-    communicated = materialise(apply_plan(traced.graph, known, plan), known)
-    order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-    return OneRank(folder, communicated, order, known)
+    return OneRank(folder, programmed(traced.graph, signatures(traced.graph), plan))

@@ -37,15 +37,34 @@ class Replay:
         return self.prediction.seconds
 
 
-def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:
+@dataclass(frozen=True)
+class Programmed:
+    """The program of a plan, as far as its communication, with the order of its passes and all of its signatures."""
+
+    communicated: CommunicatedGraph
+    order: Schedule
+    signatures: Mapping[str, Signature]
+
+    def predicted(self, cost: CostModel) -> Prediction:
+        """Of one step."""
+        return predict(self.communicated, self.order, self.signatures, cost)
+
+
+def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> Programmed:
     """Raises NnscalerError for a plan that is not legal for the graph."""
     known = dict(signatures)  # `apply_plan` adds those of operations that it makes
     communicated = materialise(apply_plan(graph, known, plan), known)
-    order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-    found = predict(communicated, order, known, cost)
+    return Programmed(communicated, get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches), known)
+
+
+def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:
+    """Raises NnscalerError for a plan that is not legal for the graph."""
+    program = programmed(graph, signatures, plan)
+    communicated, order = program.communicated, program.order
+    found = program.predicted(cost)
     working = [sum(span.stop - span.start for span in row) for row in found.timeline.rows]
-    for program, once in zip(communicated.stages, found.once, strict=True):
-        working[program.stage.device] += once
+    for stage, once in zip(communicated.stages, found.once, strict=True):
+        working[stage.stage.device] += once
     busy = tuple(seconds / found.seconds if found.seconds else 0.0 for seconds in working)
     profile = communication_profile(communicated, order)
     sent = [0.0] * plan.devices

@@ -67,6 +67,10 @@ class Simulator:
         exchange.raise_failure()
         return [results[rank] for rank in range(self.world_size)]
 
+    def stop(self) -> None:
+        """Every rank of a `run` in another thread ends at its next communication."""
+        self._exchange.fail(-1, CommunicationError("the simulator was stopped"))
+
 
 class _Meeting:
     """One collective of one group: filled by each rank of it, and answered by the last."""

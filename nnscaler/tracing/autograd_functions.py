@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,10 +133,12 @@ class OpaqueFunctions:
 def opaque_autograd_functions(checkpoints: Checkpoints) -> Iterator[OpaqueFunctions]:
     """While open, each `Function.apply` under an export calls one operator."""
     functions = OpaqueFunctions()
+    exporter = threading.get_ident()
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        # inside the body of an operator nothing is recorded: there the function is itself
-        if kwargs or get_proxy_mode() is None:
+        # inside the body of an operator nothing is recorded: there the function is itself; and so it is in other
+        # threads, though the mode of an export is seen in all of them
+        if kwargs or threading.get_ident() != exporter or get_proxy_mode() is None:
             return _REAL_APPLY(cls, *args, **kwargs)
         if cls is CheckpointFunction:
             return checkpoints.run_reentrant(args[0], *args[2:])

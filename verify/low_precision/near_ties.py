@@ -9,40 +9,26 @@ clear stays as it is, and so does one among zeros or infinities.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from verify.low_precision.reassociate import RulesMode
 
 aten = torch.ops.aten
-LOW = frozenset((torch.bfloat16, torch.float16, torch.float32))
 UNITS = 1.0  # in the last place, at most: about what the roundings of the values themselves are
 
 
-class NearTies(TorchDispatchMode):
+class NearTies(RulesMode):
     """While open, every choice is made among values that are moved."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(_RULES, self._moved)
         self._generator = generator
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        dim = _CHOICES.get(func)
-        x = args[0] if args else None
-        with torch._C.DisableTorchFunction():  # see `Reassociated`
-            if dim is None or not isinstance(x, Tensor) or not x.dim() or x.dtype not in LOW or x.device.type == "meta":
-                return func(*args, **(kwargs or {}))
-            found = func(self._moved(x), *args[1:], **(kwargs or {}))
-            return found if isinstance(found, Tensor) else _unmoved(x, found[1], _dim(dim, args, kwargs or {}))
 
     def _moved(self, x: Tensor) -> Tensor:
         """In float64, where a part of a unit counts."""
@@ -50,8 +36,13 @@ class NearTies(TorchDispatchMode):
         return x.double() * (1 + UNITS * torch.finfo(x.dtype).eps * share)
 
 
-def _dim(position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return int(args[position] if len(args) > position else kwargs.get("dim", -1))
+def _chosen(position: int, moved: Callable[[Tensor], Tensor], func: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
+    """`position`: where `dim` stands among the arguments after `x`; the last dim is its default."""
+    if not x.dim():
+        return func(x, *rest, **named)
+    found = func(moved(x), *rest, **named)
+    dim = int(rest[position] if len(rest) > position else named.get("dim", -1))
+    return found if isinstance(found, Tensor) else _unmoved(x, found[1], dim)
 
 
 def _unmoved(x: Tensor, indices: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -60,15 +51,14 @@ def _unmoved(x: Tensor, indices: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return x.gather(dim, kept).view(indices.shape), indices
 
 
-# operator -> the position of its `dim`, of which the default is the last
-_CHOICES: Mapping[Any, int] = MappingProxyType(
+_RULES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
-        aten.topk.default: 2,
-        aten.sort.default: 1,
-        aten.sort.stable: 2,
-        aten.max.dim: 1,
-        aten.min.dim: 1,
-        aten.argmax.default: 1,
-        aten.argmin.default: 1,
+        aten.topk.default: partial(_chosen, 1),
+        aten.sort.default: partial(_chosen, 0),
+        aten.sort.stable: partial(_chosen, 1),
+        aten.max.dim: partial(_chosen, 0),
+        aten.min.dim: partial(_chosen, 0),
+        aten.argmax.default: partial(_chosen, 0),
+        aten.argmin.default: partial(_chosen, 0),
     }
 )

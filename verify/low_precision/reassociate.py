@@ -20,14 +20,13 @@ Cut = Callable[[int], list[Tensor]]  # number of terms -> the indices of each pa
 LOW = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 
-class Reassociated(TorchDispatchMode):
-    """While open, every sum that has a rule is computed in parts. `parts`: the numbers of parts to choose from; a sum
-    of fewer terms than parts is left alone."""
+class RulesMode(TorchDispatchMode):
+    """While open, every operator of `rules` with a first tensor in low precision runs as its rule says, which is called
+    with `aid`, the operator and its arguments."""
 
-    def __init__(self, generator: torch.Generator, parts: Sequence[int]) -> None:
+    def __init__(self, rules: Mapping[Any, Callable[..., Any]], aid: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = generator
-        self._parts = tuple(parts) or (1,)
+        self._rules, self._aid = rules, aid
 
     def __torch_dispatch__(
         self,
@@ -36,12 +35,22 @@ class Reassociated(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        rule = _RULES.get(func)
+        rule = self._rules.get(func)
         # a mode of functions around this one (`exact`) has had its say: it must not see what autograd asks for
         with torch._C.DisableTorchFunction():
             if rule is None or not _is_low(args):
                 return func(*args, **(kwargs or {}))
-            return rule(self._cut, func, *args, **(kwargs or {}))
+            return rule(self._aid, func, *args, **(kwargs or {}))
+
+
+class Reassociated(RulesMode):
+    """While open, every sum that has a rule is computed in parts. `parts`: the numbers of parts to choose from; a sum
+    of fewer terms than parts is left alone."""
+
+    def __init__(self, generator: torch.Generator, parts: Sequence[int]) -> None:
+        super().__init__(_RULES, self._cut)
+        self._generator = generator
+        self._parts = tuple(parts) or (1,)
 
     def _cut(self, terms: int) -> list[Tensor]:
         choice = int(torch.randint(len(self._parts), (), generator=self._generator))

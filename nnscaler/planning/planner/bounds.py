@@ -17,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 
 from nnscaler.planning.cost.gradients import seconds_per_byte
+from nnscaler.planning.planner.chain import Numbers
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layered import Layered
-from nnscaler.planning.planner.priced import Numbers
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import pose
 from nnscaler.planning.solver.hull import bound_at, hull

@@ -39,16 +39,14 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """`tables` have the operations of `shown`; `model`: the layer that stands for those in the middle. `hubs`: nodes
-    before the layers that several pieces read. `entry`: by joint choice of the cut after the head, that of a cut
-    between layers which means the same."""
+    """`tables` have the operations of `shown`. `hubs`: nodes before the layers that several pieces read. `entry`: by
+    joint choice of the cut after the head, that of a cut between layers which means the same."""
 
     tables: Tables
     head: Piece
     layer: Piece
     tail: Piece
     hubs: tuple[int, ...]
-    model: int
     entry: tuple[int, ...]
 
     @property
@@ -170,7 +168,7 @@ def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | Non
         _piece(tables, inside[model], cut[model - 1], cut[model], hubs),
         _piece(tables, tail, cut[layers - 2], (), hubs),
     )
-    found = None if None in pieces else Chain(tables, *pieces, hubs, model, entry)  # type: ignore[arg-type]
+    found = None if None in pieces else Chain(tables, *pieces, hubs, entry)  # type: ignore[arg-type]
     if found is None or found.width > WIDE or prod(found.sizes[hub] for hub in hubs) > WIDE:
         return None
     return found

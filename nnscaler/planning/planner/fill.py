@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.planner.chain import Priced
+from nnscaler.planning.planner.chain import Numbers, Priced
 from nnscaler.planning.planner.layered import Layered
-from nnscaler.planning.planner.priced import Numbers, Prices, Stage, stages_of
+from nnscaler.planning.planner.priced import Prices, Stage, stages_of
 from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.planner.ways import Ends, Way, ways_of
 

@@ -15,13 +15,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.planner.chain import Chain
+from nnscaler.planning.planner.chain import Chain, Numbers
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.priced import (
     Ends,
     Floors,
     Kind,
-    Numbers,
     Pieces,
     Prices,
     Stage,
@@ -153,13 +152,12 @@ class Least:
 @dataclass(frozen=True)
 class Rough:
     """Bounds for every number of parts of the batch, from the chain of some `parts`: each takes no longer than its own
-    parts after one another, so its seconds and what it keeps count by the part."""
+    parts after one another, so its seconds and what it keeps count by the part. States of a cut are not told apart."""
 
     chain: Chain
     layers: int
     batch: int
     parts: int
-    states: int = 1
     _known: dict[tuple[int, Ends], dict[Kind, Numbers]] = field(default_factory=dict)
 
     @cached_property
@@ -178,7 +176,7 @@ class Rough:
         size = min(self.layers, 1 << (most - 1).bit_length())
         if (size, ends) not in self._known:
             pieces, prices = self._priced
-            self._known[size, ends] = values_of(pieces, len(prices), size, self.states, ends)
+            self._known[size, ends] = values_of(pieces, len(prices), size, 1, ends)
         return self._known[size, ends]
 
     @cached_property

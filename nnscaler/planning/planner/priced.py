@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.planner.chain import Chain, Piece, Priced, price
+from nnscaler.planning.planner.chain import Chain, Numbers, Piece, Priced, price
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.sharding.tables import Column, Columns
 
-Numbers = NDArray[np.float64]
 Pieces = tuple[Priced, Priced, Priced]  # head, layer, tail
 ANY = -1  # number of layers of a stage that are run again
 Kind = tuple[bool, bool, int]  # of a stage: the first one, the last one, how many layers are run again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -174,6 +175,29 @@ def test_other_ranks_learn_that_they_only_stopped() -> None:
     with pytest.raises(ValueError, match="planted"):
         Simulator(2).run(run)
     assert seen[1].secondary and "rank 0 failed" in str(seen[1])
+
+
+def test_ranks_that_are_stopped_end_at_their_next_communication() -> None:
+    simulator, began = Simulator(2), threading.Event()
+    failures: list[CommunicationError] = []
+
+    def run(c: SimulatedCommunicator) -> None:
+        while True:
+            c.barrier((0, 1))
+            began.set()
+
+    def work() -> None:
+        try:
+            simulator.run(run)
+        except CommunicationError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert began.wait(30)
+    simulator.stop()
+    thread.join(30)
+    assert str(failures[0]) == "the simulator was stopped"
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (0, 7), (0, 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -95,6 +96,30 @@ class UsesTwins(UsesFunctions):
     def forward(self, x: Tensor) -> Tensor:
         first, second = _scaling_by(2.0), _scaling_by(3.0)
         return second.apply(first.apply(self.proj(x))).sum()
+
+
+BESIDE: list[Tensor] = []
+
+
+class WorksBeside(nn.Module):
+    """What a program that still runs in another thread does while a model is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: BESIDE.append(Rounded.apply(X, 2.0, {"times": 3}, None)))
+        thread.start()
+        thread.join()
+        return self.proj(x).sum()
+
+
+def test_functions_of_other_threads_are_none_of_the_model() -> None:
+    traced = trace(WorksBeside(), (X,), self_check=False)
+    assert traced.notes == ()
+    assert [op.operator for op in traced.graph.operations] == ["aten.linear.default", "aten.sum.default"]
+    torch.testing.assert_close(BESIDE[0], torch.round(X * 6))
 
 
 def test_two_classes_of_one_name() -> None:
