@@ -48,14 +48,7 @@ def run_simulator(
     if observe is not None:
         return _simulate(task, ranks, timeout, observe)
     found = run_apart(lambda: _simulate(task, ranks, timeout), timeout + GRACE)
-    if not isinstance(found, Died | TimedOut):
-        return found
-    failure = failure_of_process(found, task.program)
-    if isinstance(found, TimedOut) or failure.from_outside:
-        return failure
-    # a fork may end a child by itself, though rarely: only a death that comes again is the program's
-    again = run_apart(lambda: _simulate(task, ranks, timeout), timeout + GRACE)
-    return failure if isinstance(again, Died | TimedOut | Failure) else replace(failure, from_outside=True)
+    return failure_of_process(found, task.program) if isinstance(found, Died | TimedOut) else found
 
 
 def failure_of_process(event: Died | TimedOut, program: str) -> Failure:
