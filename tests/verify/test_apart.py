@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.errors import NnscalerError
 from verify import apart
@@ -42,6 +44,25 @@ def test_a_task_that_hangs() -> None:
     before = threading.active_count()
     found = run_apart(lambda: time.sleep(600), 0.2)
     assert isinstance(found, TimedOut) and threading.active_count() == before
+
+
+class Needing(TorchDispatchMode):
+    """Lists the operators that ran; a child process has its parent's modes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_autograd_is_used_once_before_the_task() -> None:
+    """torch makes its engine anew at the first use after a fork; two threads that do it at once corrupt the heap."""
+    with torch.no_grad(), Needing() as modes:
+        found = run_apart(lambda: list(modes.ran), 60)
+    assert isinstance(found, list) and "aten.exp.default" in found
 
 
 def test_what_a_task_raises() -> None:

@@ -271,6 +271,10 @@ def _settle(inherited: Sequence[Connection], trace: int, parent: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+        # The first use of autograd after a fork destroys torch's engine and makes it anew, without a lock
+        # (PythonEngine::get_python_engine): ranks, which are threads, that come there at once corrupt the heap.
+        with torch.enable_grad():
+            torch.ones((), requires_grad=True).exp()
 
 
 def _serve(tasks: Sequence[Task[Result]], connection: Connection, memory: mmap.mmap) -> None:
