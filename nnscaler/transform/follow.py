@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.conversion import find_path
+from nnscaler.ir.conversion import STEP, find_path
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Replicated, Sharded, State
 from nnscaler.ir.operation import Operation
@@ -69,7 +69,51 @@ def follow(
             if name is not None:
                 full = isinstance(state, Replicated) and not graph.tensors[name].needs_grad
                 states[name] = INVARIANT if full else state
-    return choices
+    return _follow_readers(graph, signatures, axis, states, explicit, choices, made, every)
+
+
+def _follow_readers(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    axis: FollowAxis,
+    states: Mapping[str, State],
+    explicit: Mapping[str, Choice],
+    choices: Mapping[str, Choice],
+    made: Mapping[str, Sequence[Choice]],
+    every: Sequence[tuple[str, int]],
+) -> dict[str, Choice]:
+    """The choices, where what no input reaches (masks, positions) is computed in the shards that all of its readers
+    take. It needs no gradient, and to cut a piece out of its inputs costs nothing; whole, a mask would be that of the
+    global batch, on every rank and for every micro-batch."""
+    found = dict(choices)
+    for op in reversed(graph.operations):
+        signature = signatures[op.name]
+        if op.name in explicit or isinstance(found[op.name], Split | RunPartial) or signature.bound is None:
+            continue
+        wanted = [_wanted(graph, signatures, found, name) for name in op.outputs]
+        if None in wanted:
+            continue
+        position = next((i for i, state in enumerate(wanted) if isinstance(state, Sharded)), None)
+        operand = None if position is None else signature.bound.outputs[position]
+        split = None if position is None else resolve(operand, wanted[position], axis.parts)  # type: ignore[arg-type]
+        if split is None or explain_illegal_choices(graph, op, signature, (*made[op.name], split), every):
+            continue
+        if list(output_states(signature, split, len(op.outputs))) != wanted:
+            continue
+        before, cuts = _cost(graph, op, signature, found[op.name], axis, states), STEP * len(op.inputs)
+        if _cost(graph, op, signature, split, axis, states) <= before + cuts:
+            found[op.name] = split
+    return found
+
+
+def _wanted(
+    graph: Graph, signatures: Mapping[str, Signature], choices: Mapping[str, Choice], name: str | None
+) -> State | None:
+    """In which state all readers of a tensor without gradient take it; None where they differ, or have no say."""
+    if name is None or graph.tensors[name].needs_grad or name == graph.loss:
+        return None
+    taken = {input_states(signatures[op.name], choices[op.name])[slot] for op, slot in graph.consumers[name]}
+    return taken.pop() if len(taken) == 1 else None
 
 
 def _cheapest(
