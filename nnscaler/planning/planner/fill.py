@@ -96,9 +96,11 @@ def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill
     least = max((min(way.last for way in own) for own in parts), default=0.0)
     more = sorted({way.last for own in parts for way in own if way.last > least * (1 + SLACK)})
     levels = [more[i] for i in np.unique(np.linspace(0, len(more) - 1, LEVELS).astype(int))] if more else []
+    made: list[tuple[StageFill, ...]] = []
     for part in (found, *(found.ending(level) for level in (least, *levels[:-1]) if more)):
         stages = _spread(layered, part, states)
-        if stages is not None:
+        if stages is not None and stages not in made:
+            made.append(stages)
             yield stages
 
 

@@ -182,7 +182,9 @@ class Rough:
     @cached_property
     def least(self) -> Least:
         """What no choices come below."""
-        values = self._values(self.layers, frozenset({(True, True)}))
+        free = Prices(np.zeros(1), np.zeros(1))
+        pieces = at_prices(self.chain, free, False, lambda columns: columns.forward + columns.backward)
+        values = values_of(pieces, 1, self.layers, 1, frozenset({(True, True)}))
         floors, inside = self.floors, self.layers - 2
         columns = self.chain.tables.columns
         ends, piece = (floors.head, floors.tail), self.chain.layer
@@ -195,7 +197,7 @@ class Rough:
             return inside * float(getattr(floors.layer, name)) + sum(float(getattr(end, name)) for end in ends)
 
         return Least(
-            float(values[True, True, 0][-1, 0, 0, 0]) * self.parts,  # the first price is none
+            float(values[True, True, 0][-1, 0, 0, 0]) * self.parts,
             (inside * again[1] + again[0] + again[2]) * self.parts,
             whole("resting"),
             whole("kept") * self.parts,

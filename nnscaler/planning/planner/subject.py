@@ -100,7 +100,7 @@ class Subject:
         if len(looks) > 1:
             return None
         middle, size = count // 2, 2 if count % 2 == 0 else 1
-        return Repeated(range(middle, middle + size), range(middle - 2, middle + size + 2), (count - 2) // size)
+        return Repeated(range(middle, middle + size), range(middle - 1, middle + size + 1), (count - 2) // size)
 
     def repeated_on(self, tp: int) -> Repeated | None:
         """The same where the constraints leave all of these layers the same choices."""
