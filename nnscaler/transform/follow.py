@@ -84,11 +84,14 @@ def _follow_readers(
 ) -> dict[str, Choice]:
     """The choices, where what no input reaches (masks, positions) is computed in the shards that all of its readers
     take. It needs no gradient, and to cut a piece out of its inputs costs nothing; whole, a mask would be that of the
-    global batch, on every rank and for every micro-batch."""
+    global batch, on every rank and for every micro-batch. Numbers that a hook makes by the rank's place (`arange`) stay
+    whole and are cut: that is proved for all sizes."""
     found = dict(choices)
     for op in reversed(graph.operations):
         signature = signatures[op.name]
-        if op.name in explicit or isinstance(found[op.name], Split | RunPartial) or signature.bound is None:
+        if op.name in explicit or isinstance(found[op.name], Split | RunPartial):
+            continue
+        if signature.bound is None or (not op.inputs and signature.spec is not None and signature.spec.localize):
             continue
         wanted = [_wanted(graph, signatures, found, name) for name in op.outputs]
         if None in wanted:
