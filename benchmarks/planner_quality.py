@@ -1,6 +1,6 @@
 """How much faster the planner's plans are than those that people write by hand, by its own cost model.
 
-    python benchmarks/planner_quality.py [--models gpt2 llama t5 swin moe evoformer] [--devices 8 32 256]
+    python benchmarks/planner_quality.py [--models gpt2 llama t5 swin moe mixtral evoformer] [--devices 8 32 256]
     python benchmarks/planner_quality.py --memory    a limit that no pure plan meets
 
 Models of real sizes are on the meta device; the cluster is `a100x8`, scaled. A hand-written plan splits tp as Megatron
@@ -83,7 +83,23 @@ def swin() -> Any:
 
 
 def moe() -> Any:
-    """Mixtral's shapes, with half of its layers: 16 layers of 8 experts."""
+    """16 layers of 1024 with 16 experts each, whose routing leaves the batch free to be divided."""
+    import torch
+
+    from nnscaler.cli.model_file import import_user_file
+
+    module = import_user_file(planner.EXAMPLES_FOLDER / "moe.py")
+    width, tokens = 1024, 1024
+    ids = torch.zeros(256, tokens, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = module.MixtureOfExperts(32000, width, 0)
+        model.blocks = torch.nn.ModuleList(module.Block(width, 16, 4 * width, 16, 2) for _ in range(16))
+    return model.to(torch.bfloat16), {"ids": ids, "labels": ids}
+
+
+def mixtral() -> Any:
+    """Mixtral's shapes, with half of its layers: 16 layers of 8 experts. Its routing sorts the tokens of the batch,
+    which couples samples: dp and micro-batches gain nothing."""
     import transformers as hf
 
     config = hf.MixtralConfig(num_hidden_layers=16, vocab_size=32000, use_cache=False, attn_implementation="sdpa")
@@ -112,6 +128,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5": t5,
     "swin": swin,
     "moe": moe,
+    "mixtral": mixtral,
     "evoformer": evoformer,
 }
 

@@ -23,9 +23,7 @@ from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layered import Layered
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import pose
-from nnscaler.planning.solver.hull import bound_at, hull
-
-POINTS = 5  # of a hull
+from nnscaler.planning.solver.prices import bound_by_prices
 
 
 def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | None:
@@ -56,7 +54,9 @@ def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 
 
 
 def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
-    """The same from the shapes of its own micro-batches."""
+    """The same from the shapes of its own micro-batches; where the graph is no chain, whatever the memory."""
+    if subject.chain(c.tp, c.parts) is None:
+        return c.each * subject.fastest(c.tp, c.parts)
     return rough_bound(subject, c, memory, c.parts)
 
 
@@ -70,4 +70,4 @@ def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
     weights = replace(weights_of(subject, c), live=live)
     tables = subject.tables(c.tp, c.parts, short=True)
     problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)
-    return bound_at(hull(problem, POINTS), memory * c.pp)
+    return bound_by_prices(problem, memory * c.pp)

@@ -53,6 +53,7 @@ class Subject:
     _builders: dict[tuple[int, int], TableBuilder] = field(default_factory=dict)
     _tables: dict[tuple[int, int, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
     _chains: dict[tuple[int, int], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
@@ -209,13 +210,12 @@ class Subject:
             self._least[tp] = rough.least
             return rough.least
         tables, window = self.tables(tp, 1, short=True), self.window(tp)
-        alone = solve(pose(tables, Weights(once=0.0), window))
         nodes = [
             (c, g >= 0, window.times if window is not None and g in window.groups else 1.0)
             for c, g in zip(tables.columns, tables.groups, strict=True)
         ]
         self._least[tp] = Least(
-            alone.bound,
+            self.fastest(tp, 1),
             sum(often * float(c.forward.min()) for c, inside, often in nodes if inside),
             sum(often * float(c.resting.min()) for c, _, often in nodes),
             sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
@@ -223,3 +223,10 @@ class Subject:
             sum(often * float(c.summed["dp"].min()) for c, _, often in nodes if "dp" in c.summed),
         )
         return self._least[tp]
+
+    def fastest(self, tp: int, parts: int) -> float:
+        """Seconds that no choices come below for one of `parts` of the batch, forward and backward."""
+        if (tp, parts) not in self._fastest:
+            tables = self.tables(tp, parts, short=True)
+            self._fastest[tp, parts] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
+        return self._fastest[tp, parts]

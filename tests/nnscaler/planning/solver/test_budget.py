@@ -15,6 +15,7 @@ from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.flat import flatten
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.hull import Point, bound_at, hull, line_at
+from nnscaler.planning.solver.prices import bound_by_prices
 from nnscaler.planning.solver.problem import (
     Edge,
     Infeasible,
@@ -51,6 +52,10 @@ def test_answers_are_within_the_budget_and_above_their_bound(shape: str) -> None
                 assert solution.bound <= best * (1 + 1e-12)
                 assert best <= solution.value * (1 + 1e-12)
             assert bound_at(found, budget) <= best
+            at_once = bound_by_prices(problem, budget)
+            assert at_once <= best
+            assert number != 4 or at_once >= found.points[0].time * (1 - 1e-9)  # where all fit, the price is none
+        assert bound_by_prices(problem, -1.0) == inf
         with pytest.raises(Infeasible) as raised:
             solve(problem, float(legal.min()) - 0.5)
         assert raised.value.least_memory == legal.min()
