@@ -7,7 +7,7 @@ table of arguments is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from math import inf, prod
@@ -57,7 +57,9 @@ class Elimination:
 
 
 def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int]) -> Elimination:
-    """Eliminates the variables of `order` from `factors`, which name no variables but those of `order`."""
+    """Eliminates the variables of `order` from `factors`, which name no variables but those of `order`. Variables with
+    one value name no axis: a table of hundreds of them has few entries, and more axes than numpy has."""
+    single = {variable for variable in order.variables if sizes[variable] == 1}
     place = {variable: index for index, variable in enumerate((*order.variables, *order.keep))}
     waiting: list[list[Factor]] = [[] for _ in order.variables]
     rest: list[Factor] = []
@@ -68,7 +70,7 @@ def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int
         (waiting[first] if first < last else rest).append(factor)
 
     for factor in factors:
-        put(_sort_axes(factor, place))
+        put(_sort_axes(_without(factor, single), place))
     buckets: list[Bucket] = []
     for index, variable in enumerate(order.variables):
         inside = tuple(waiting[index])
@@ -112,6 +114,15 @@ def exact_solution(problem: Problem, choices: tuple[int, ...], how: str) -> Solu
     if value == inf:
         raise Infeasible(inf)
     return Solution(choices, value, value, how)
+
+
+def _without(factor: Factor, single: Set[int]) -> Factor:
+    """The factor without the axes of these variables, which have one value."""
+    if single.isdisjoint(factor.scope):
+        return factor
+    axes = [axis for axis, variable in enumerate(factor.scope) if variable not in single]
+    shape = [factor.table.shape[axis] for axis in axes]
+    return Factor(tuple(factor.scope[axis] for axis in axes), factor.table.reshape(shape))
 
 
 def _sort_axes(factor: Factor, place: dict[int, int]) -> Factor:

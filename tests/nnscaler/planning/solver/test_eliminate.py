@@ -131,3 +131,10 @@ def test_nodes_without_edges_and_parts_apart() -> None:
     problem = Problem(nodes, (Edge(0, 1, np.array([[0.0, 9.0], [9.0, 9.0]])),))
     assert eliminate(problem).choices == (0, 0, 0, 0)
     assert [list(min_marginal(problem, n)) for n in range(4)] == [[12, 18], [12, 18], [12, 12], [12, 13]]
+
+
+def test_more_neighbours_with_one_choice_than_a_table_has_axes() -> None:
+    nodes = (Node("hub", np.zeros(1)), *(Node(f"n{i}", np.ones(1)) for i in range(80)))
+    edges = tuple(Edge(0, i + 1, np.full((1, 1), 2.0)) for i in range(80))
+    solution = eliminate(Problem(nodes, edges))
+    assert solution.value == 240.0 and solution.choices == (0,) * 81
