@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from nnscaler.planning.planner.chain import Numbers, Priced
 from nnscaler.planning.planner.layered import Layered
-from nnscaler.planning.planner.priced import Prices, Stage, stages_of
+from nnscaler.planning.planner.priced import Pieces, Prices, Stage, stages_of
 from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.planner.ways import Ends, Way, ways_of
 
 STATES = 4  # of the cut that are tried
 LEVELS = 5  # of what ways leave to the end of a step, up to which they are taken
+HUBS = 3  # choices of what all layers read that are tried
 SLACK = 0.05  # by which share more may be left to the end of a step than by the way that leaves least
 
 
@@ -78,7 +79,14 @@ def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill
     less to the end of the step. `cut`: that of the bound, whose states are tried, with others that are good for many
     layers."""
     pieces = layered.at(prices)
-    hubs = _hubs(layered, pieces)
+    for hubs in _hubs(layered, pieces):
+        yield from _fill(layered, prices, cut, pieces, hubs)
+
+
+def _fill(
+    layered: Layered, prices: Prices, cut: Cut, pieces: Pieces, hubs: Mapping[int, int]
+) -> Iterator[tuple[StageFill, ...]]:
+    """The same with these choices of the hubs."""
     head, layer, tail = pieces
     used = dict.fromkeys(end for ends in cut.states for end in ends if cut.states)
     states = list(dict.fromkeys((*_states(layer, hubs), *used)))[:STATES]
@@ -104,20 +112,22 @@ def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill
             yield stages
 
 
-def _hubs(layered: Layered, pieces: Sequence[Priced]) -> dict[int, int]:
-    """The choice of every hub that is best for all pieces together where memory has no price."""
+def _hubs(layered: Layered, pieces: Sequence[Priced]) -> Iterator[dict[int, int]]:
+    """The choices of all hubs that are best for all pieces together at some price of memory, those of no price first.
+    (A table of tokens that the head reads too is whole where memory is free, and cut where it is dear.)"""
     hubs = layered.chain.hubs
     sizes = tuple(layered.chain.sizes[hub] for hub in hubs)
-    total = np.zeros(sizes)
     often = (1, layered.layers - 2, 1)
+    half = pieces[0].table.shape[-1] // 2
+    total = np.zeros((*sizes, half))
     for piece, times in zip(pieces, often, strict=True):
         best = piece.table.min(axis=(1, 2))
-        half = best.shape[1] // 2
-        own = np.minimum(best[:, 0], best[:, half])
         shape = [n if hub in piece.piece.hubs else 1 for hub, n in zip(hubs, sizes, strict=True)]
-        total = total + times * own.reshape(shape)
-    at = np.unravel_index(int(total.argmin()), sizes) if hubs else ()
-    return dict(zip(hubs, map(int, at), strict=True))
+        total = total + times * np.minimum(best[:, :half], best[:, half:]).reshape(*shape, half)
+    numbers = dict.fromkeys(total.reshape(-1, half).argmin(axis=0).tolist())
+    for number in list(numbers)[:HUBS]:
+        at = np.unravel_index(number, sizes) if hubs else ()
+        yield dict(zip(hubs, map(int, at), strict=True))
 
 
 def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:

@@ -26,10 +26,12 @@ def graph_of(name: str) -> Graph:
 
 
 @cache
-def deep(layers: int) -> Graph:
-    """A tiny Llama with many layers."""
+def deep(layers: int, tokens: int = 64, tied: bool = False) -> Graph:
+    """A tiny Llama with many layers. `tied`: the table of this many tokens is the head too."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-    config = LlamaConfig(num_hidden_layers=layers, vocab_size=64, use_cache=False, **sizes)
+    config = LlamaConfig(
+        num_hidden_layers=layers, vocab_size=tokens, use_cache=False, tie_word_embeddings=tied, **sizes
+    )
     ids = torch.randint(0, 64, (8, 12))
     return trace(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, self_check=False).graph
 

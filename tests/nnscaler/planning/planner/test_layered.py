@@ -120,6 +120,17 @@ def test_mixing_is_better_than_all_or_none() -> None:
     assert mixed.best.seconds < 0.9 * plain.best.seconds
 
 
+def test_a_table_that_is_the_head_too_is_cut_where_memory_is_dear() -> None:
+    subject = subject_of(deep(9, tokens=8192, tied=True), 4)
+    c = Configuration(tp=4)
+    free = evaluate_chain(subject, c, PLENTY)
+    assert free is not None
+    table = 8192 * 32 * 16  # bytes with its gradient and the optimizer's states
+    assert free.stages[0].resting > table  # whole: to cut it would cost time
+    tight = evaluate_chain(subject, c, 0.5 * free.memory)
+    assert tight is not None and tight.fits and tight.stages[0].resting < table
+
+
 def test_too_little_memory_is_told_with_what_would_do() -> None:
     graph = deep(12)
     limit = 1.03 * subject_of(graph, 4).least(1).resting / 4  # what rests can be spread so evenly, and no more fits
