@@ -24,6 +24,7 @@ from nnscaler.planning.planner.layered import Layered
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import pose
 from nnscaler.planning.solver.prices import bound_by_prices
+from nnscaler.planning.solver.problem import TooWide
 
 
 def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | None:
@@ -61,7 +62,7 @@ def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
 
 
 def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
-    """The same from the shapes of one micro-batch."""
+    """The same from the shapes of one micro-batch; 0 where this says nothing."""
     layered = layered_of(subject, c, memory)
     if layered is not None:
         return layered.bound[0]
@@ -70,4 +71,7 @@ def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
     weights = replace(weights_of(subject, c), live=live)
     tables = subject.tables(c.tp, c.parts, short=True)
     problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)
-    return bound_by_prices(problem, memory * c.pp)
+    try:
+        return bound_by_prices(problem, memory * c.pp)
+    except TooWide:
+        return 0.0

@@ -17,11 +17,12 @@ from nnscaler.planning.sharding.pose import Weights, once_of, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.hull import bound_at, hull
-from nnscaler.planning.solver.problem import Solution, memory_of
+from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_of
 from nnscaler.planning.solver.solve import solve
 
 TRIES = 3  # budgets of memory that are tried
 POINTS = 12  # of the hull of time and memory
+WIDE_SECONDS = 10.0  # of an integer program, where tables would be too wide
 Numbers = NDArray[np.float64]
 
 
@@ -88,16 +89,25 @@ def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | N
         return found
     if c.pp == 1 and sum(float(np.min(n.memory)) for n in problem.nodes if n.memory is not None) > memory:
         return None
-    swept = hull(problem, POINTS)
-    bound = max(solution.bound, bound_at(swept, memory)) if c.pp == 1 else solution.bound
+    try:
+        swept = hull(problem, POINTS)
+    except TooWide:  # no table for every price: the front door alone, which takes longer
+        swept = None
+    bound = max(solution.bound, bound_at(swept, memory)) if c.pp == 1 and swept is not None else solution.bound
     if bound == np.inf:
         return None
     budget = memory_of(problem, solution.choices)
     for _ in range(TRIES):
         budget *= memory / found.memory * 0.995
-        if swept.least_memory > budget:
+        try:
+            within = (
+                solve(problem, budget, WIDE_SECONDS)
+                if swept is None
+                else solve_within(problem, budget, swept, seconds=0.0)
+            )
+        except Infeasible:
             break
-        found = _with(subject, c, tables, weights, solve_within(problem, budget, swept, seconds=0.0))
+        found = _with(subject, c, tables, weights, within)
         budget = memory_of(problem, found.choices)
         if found.memory <= memory:
             break

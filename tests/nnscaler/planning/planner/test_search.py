@@ -21,6 +21,7 @@ from nnscaler.planning.planner.explain import alternatives
 from nnscaler.planning.planner.plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.planner.search import CLOSE, search
+from nnscaler.planning.solver import order
 from nnscaler.transform.plan import Plan, SplitStep
 from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
@@ -70,6 +71,19 @@ def test_it_finds_the_best_of_all(cluster: str, ranks: int, share: float) -> Non
     assert least <= told.best.seconds <= least / (1 - CLOSE)
     assert told.bound <= least and told.gap >= 0.0
     assert all(e.bound <= e.seconds * (1 + 1e-9) for e in fitting)
+
+
+def test_tables_that_are_too_wide_are_left_to_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def this(c: Configuration) -> bool:
+        return c.tp == 4 and c.micro_batches == 1
+
+    free = search(subject_of("moe", 4), 4, 1e12, this)
+    assert free.best is not None
+    narrow = search(subject_of("moe", 4), 4, 0.6 * free.best.memory, this)
+    monkeypatch.setattr(order, "CAP", 2**7)
+    wide = search(subject_of("moe", 4), 4, 0.6 * free.best.memory, this)
+    assert narrow.best is not None and wide.best is not None and wide.best.memory <= 0.6 * free.best.memory
+    assert max(narrow.bound, wide.bound) <= min(narrow.best.seconds, wide.best.seconds)
 
 
 def test_what_is_found_is_never_slower_than_a_pure_plan() -> None:
