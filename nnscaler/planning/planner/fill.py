@@ -21,7 +21,7 @@ from nnscaler.planning.planner.spread import Cut, best_cut
 from nnscaler.planning.planner.ways import Ends, Way, ways_of
 
 STATES = 4  # of the cut that are tried
-LEVELS = 5  # of what ways leave to the end of a step, up to which they are taken
+LEVELS = 3  # of what ways leave to the end of a step, up to which they are taken
 HUBS = 3  # choices of what all layers read that are tried
 SLACK = 0.05  # by which share more may be left to the end of a step than by the way that leaves least
 

@@ -31,8 +31,8 @@ FREE = Constraint("none")
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Layers between the first and the last that are all alike. `window`: some of them; `around`: with more on either
-    side; `times`: how many windows they make."""
+    """Layers between the first and the last that are all alike. `window`: some of them; `around`: its first one with a
+    neighbour on either side; `times`: how many windows they make."""
 
     window: range
     around: range
@@ -101,7 +101,7 @@ class Subject:
         if len(looks) > 1:
             return None
         middle, size = count // 2, 2 if count % 2 == 0 else 1
-        return Repeated(range(middle, middle + size), range(middle - 1, middle + size + 1), (count - 2) // size)
+        return Repeated(range(middle, middle + size), range(middle - 1, middle + 2), (count - 2) // size)
 
     def repeated_on(self, tp: int) -> Repeated | None:
         """The same where the constraints leave all of these layers the same choices."""
