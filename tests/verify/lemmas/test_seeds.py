@@ -12,7 +12,7 @@ from op_registry.call import TensorArgument
 from op_registry.registry import default_registry
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.placement import RunPartial
+from nnscaler.ir.placement import RunPartial, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, integers, stated
 from verify.lemmas import LemmaResult, prove_obligations
 from verify.lemmas.obligation import Obligation, Stated
@@ -50,6 +50,13 @@ def test_a_partial_sum_divided_by_a_count_is_decided(whole: tuple[int, ...], cou
     for seed in SEEDS[:4]:
         (lemma,) = proved([divided(whole, count)], seed).lemmas
         assert lemma.strength is Verdict.PROVED_ALL_SIZES, f"seed {seed}: {lemma}"
+
+
+def test_labels_that_lie_alike_in_all_shards_are_drawn_again() -> None:
+    """With this seed the labels that count lie so that wrong shards of their gradients look right."""
+    call = called("nnscaler.ce_tail", [()], floats(18), floats(18), floats(18), integers(18), -100)
+    (lemma,) = proved([stated("nnscaler.ce_tail", call, Split("n"))], 5400).lemmas
+    assert lemma.strength is Verdict.PROVED_ALL_SIZES, str(lemma)
 
 
 @pytest.mark.parametrize("operator", ["aten.div.Tensor", "aten.pow.Tensor_Tensor"])
