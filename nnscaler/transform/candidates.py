@@ -83,13 +83,13 @@ def _induced(
         signature = signatures[op.name]
         key = ("induced", is_output, position, state, parts)
         if key not in signature.memo:
-            signature.memo[key] = _split_of(signature, is_output, position, state, parts)
+            signature.memo[key] = split_of(signature, is_output, position, state, parts)
         split = signature.memo[key]
         if split is not None:
             yield op, split
 
 
-def _split_of(signature: Signature, is_output: bool, position: int, state: State, parts: int) -> Split | None:
+def split_of(signature: Signature, is_output: bool, position: int, state: State, parts: int) -> Split | None:
     """The legal split that gives an operand this state."""
     if signature.bound is None:
         return None

@@ -18,6 +18,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Replicated, Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.transform.candidates import split_of
 from nnscaler.transform.rules import explain_illegal_choices, input_states, output_states, resolve
 from nnscaler.transform.signature import Signature
 
@@ -91,17 +92,14 @@ def _follow_readers(
         signature = signatures[op.name]
         if op.name in explicit or isinstance(found[op.name], Split | RunPartial):
             continue
-        if signature.bound is None or (not op.inputs and signature.spec is not None and signature.spec.localize):
+        if not op.inputs and signature.spec is not None and signature.spec.localize is not None:
             continue
         wanted = [_wanted(graph, signatures, found, name) for name in op.outputs]
-        if None in wanted:
+        at, state = next(((i, state) for i, state in enumerate(wanted) if isinstance(state, Sharded)), (0, None))
+        split = None if state is None else split_of(signature, True, at, state, axis.parts)
+        if split is None or list(output_states(signature, split, len(op.outputs))) != wanted:
             continue
-        position = next((i for i, state in enumerate(wanted) if isinstance(state, Sharded)), None)
-        operand = None if position is None else signature.bound.outputs[position]
-        split = None if position is None else resolve(operand, wanted[position], axis.parts)  # type: ignore[arg-type]
-        if split is None or explain_illegal_choices(graph, op, signature, (*made[op.name], split), every):
-            continue
-        if list(output_states(signature, split, len(op.outputs))) != wanted:
+        if explain_illegal_choices(graph, op, signature, (*made[op.name], split), every):
             continue
         before, cuts = _cost(graph, op, signature, found[op.name], axis, states), STEP * len(op.inputs)
         if _cost(graph, op, signature, split, axis, states) <= before + cuts:

@@ -17,7 +17,7 @@ from nnscaler.planning.sharding.pose import Weights, once_of, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.hull import bound_at, hull
-from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_of
+from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve
 
 TRIES = 3  # budgets of memory that are tried
@@ -87,7 +87,7 @@ def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | N
     found = _with(subject, c, tables, weights, solution)
     if found.memory <= memory:
         return found
-    if c.pp == 1 and sum(float(np.min(n.memory)) for n in problem.nodes if n.memory is not None) > memory:
+    if c.pp == 1 and memory_floor(problem) > memory:
         return None
     try:
         swept = hull(problem, POINTS)

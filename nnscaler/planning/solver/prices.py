@@ -13,7 +13,7 @@ import numpy as np
 from nnscaler.planning.solver.eliminate import Factor, run_elimination
 from nnscaler.planning.solver.hull import ROUNDING
 from nnscaler.planning.solver.order import find_order
-from nnscaler.planning.solver.problem import Problem, Table
+from nnscaler.planning.solver.problem import Problem, Table, memory_floor
 
 LOW, HIGH, COUNT = 1 / 64, 64.0, 12  # of the prices, in prices at which the budget costs what the fastest nodes do
 
@@ -21,7 +21,7 @@ LOW, HIGH, COUNT = 1 / 64, 64.0, 12  # of the prices, in prices at which the bud
 def bound_by_prices(problem: Problem, budget: float) -> float:
     """A lower bound of the value of every choice within `budget`; +inf where it is clear that there is none. It may lie
     below the best Lagrangian bound, which has a price between these. Raises `TooWide`."""
-    if sum(float(node.memory.min()) for node in problem.nodes if node.memory is not None) > budget:
+    if memory_floor(problem) > budget:
         return inf
     base = sum(float(node.cost.min()) for node in problem.nodes) / max(budget, 1.0)
     prices = np.append(0.0, base * np.geomspace(LOW, HIGH, COUNT)) if 0.0 < base < inf else np.zeros(1)

@@ -121,6 +121,11 @@ def memory_of(problem: Problem, choices: Sequence[int]) -> float:
     return sum(float(node.memory[choice]) for node, choice in pairs if node.memory is not None)
 
 
+def memory_floor(problem: Problem) -> float:
+    """What the memory of no choice comes below: of each node the least, whether they go together or not."""
+    return sum(float(node.memory.min()) for node in problem.nodes if node.memory is not None)
+
+
 def to_json(problem: Problem) -> dict[str, Any]:
     """`problem` for `json.dumps`. Each array is written once, and null is +inf."""
     tables: list[Any] = []
