@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph
+from nnscaler.planning.planner.lean import Kept, lean
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.eliminate import Elimination, Factor, run_elimination, substitute
 from nnscaler.planning.solver.order import find_order
@@ -39,10 +40,12 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """`tables` have the operations of `shown`. `hubs`: nodes before the layers that several pieces read. `entry`: by
-    joint choice of the cut after the head, that of a cut between layers which means the same."""
+    """`tables` have the operations of `shown`, and of each node the strategies `kept`, by number among all. `hubs`:
+    nodes before the layers that several pieces read. `entry`: by joint choice of the cut after the head, that of a cut
+    between layers which means the same."""
 
     tables: Tables
+    kept: Kept
     head: Piece
     layer: Piece
     tail: Piece
@@ -163,15 +166,21 @@ def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | Non
             }
         )
     )
-    pieces = (
+    found = [
         _piece(tables, head, (), cut[0], hubs),
         _piece(tables, inside[model], cut[model - 1], cut[model], hubs),
         _piece(tables, tail, cut[layers - 2], (), hubs),
-    )
-    found = None if None in pieces else Chain(tables, *pieces, hubs, entry)  # type: ignore[arg-type]
-    if found is None or found.width > WIDE or prod(found.sizes[hub] for hub in hubs) > WIDE:
+    ]
+    pieces = [piece for piece in found if piece is not None]
+    if len(pieces) < len(found):
         return None
-    return found
+    shared = {node for piece in pieces for node in (*piece.before, *piece.after, *hubs)}
+    inner = {node for piece in pieces for node in piece.nodes} - shared
+    smaller, kept = lean(tables, set(range(len(tables.names))) - inner)
+    chain = Chain(smaller, kept, *pieces, hubs, entry)
+    if chain.width > WIDE or prod(chain.sizes[hub] for hub in hubs) > WIDE:
+        return None
+    return chain
 
 
 def _touching(tables: Tables, nodes: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.cuts import cuts_of
 from nnscaler.planning.planner.subject import Subject
-from nnscaler.planning.sharding.pose import Weights, once_of, pose
+from nnscaler.planning.sharding.pose import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.hull import bound_at, hull
@@ -157,7 +157,7 @@ def item_numbers(
     for columns, group, choice, item in zip(tables.columns, tables.groups, choices, items, strict=True):
         total["forward"][item] += columns.forward[choice]
         total["backward"][item] += columns.backward[choice] + (columns.forward[choice] if group in again else 0.0)
-        total["once"][item] += once_of(columns, weights)[choice]
+        total["once"][item] += once_at(columns, weights, choice)
         total["resting"][item] += columns.resting[choice]
         total["kept" if group >= 0 else "outside"][item] += columns.kept[choice]
         total["handed"][item] += columns.handed[choice]

@@ -141,52 +141,69 @@ def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:
 
 def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageFill, ...] | None:
     stages = stages_of(layered.configuration)
-    fills: dict[Stage, dict[tuple[int, int, int], StageFill]] = {}
-    tables: dict[Stage, Numbers] = {}
-    for stage in set(stages):
-        tables[stage], fills[stage] = _fastest(layered, ways, stage, states)
-    seconds = np.stack([tables[stage] for stage in stages])
-    found = best_cut(seconds, layered.layers, layered.configuration.micro_batches - 1)
-    if found is None:
+    found = {stage: _fastest(layered, ways, stage, states) for stage in set(stages)}
+    seconds = np.stack([_table(found[stage], layered.most, len(states)) for stage in stages])
+    cut = best_cut(seconds, layered.layers, layered.configuration.micro_batches - 1)
+    if cut is None:
         return None
-    taken = zip(stages, found.layers, found.states, strict=True)
-    return tuple(fills[stage][count, *ends] for stage, count, ends in taken)
+    fills = []
+    for stage, count, ends in zip(stages, cut.layers, cut.states, strict=True):
+        mixes = min(found[stage][ends], key=lambda m: m.seconds[count])
+        fills.append(mixes.fill(count))
+    return tuple(fills)
 
 
-def _fastest(
-    layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]
-) -> tuple[Numbers, dict[tuple[int, int, int], StageFill]]:
-    """[layers, states, states]: the seconds of the fastest mix that fits; and the mixes. States are numbered as they
-    are listed; what begins or ends the whole does so in the first."""
-    most = layered.most
-    seconds = np.full((most + 1, len(states), len(states)), np.inf)
-    fills: dict[tuple[int, int, int], StageFill] = {}
+@dataclass(frozen=True, eq=False)
+class Mixes:
+    """The fastest stages between two states: by number of layers, their `seconds`, which of `fixed` (head, turn, tail)
+    they have, and how they mix the others: `first`, the first `often` of them, and `second`."""
+
+    fixed: tuple[tuple[Way | None, Way | None, Way | None], ...]
+    layers: Sequence[Way]
+    seconds: Numbers
+    taken: NDArray[np.int64]
+    first: NDArray[np.int64]
+    second: NDArray[np.int64]
+    often: NDArray[np.int64]
+
+    def fill(self, count: int) -> StageFill:
+        """The stage of so many layers."""
+        head, turn, tail = self.fixed[self.taken[count]]
+        middle = count - sum(way is not None for way in (head, turn, tail))
+        pair = (self.layers[self.first[count]], self.layers[self.second[count]]) if middle else None
+        return StageFill(head, pair, int(self.often[count]), middle, turn, tail)
+
+
+def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Numbers:
+    """[layers, states, states]: the seconds of the fastest."""
+    seconds = np.full((most + 1, states, states), np.inf)
+    for (begin, end), every in found.items():
+        seconds[:, begin, end] = np.min([mixes.seconds for mixes in every], axis=0)
+    return seconds
+
+
+def _fastest(layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
+    """The fastest mixes that fit, by the states that a stage begins and ends in. States are numbered as they are listed;
+    what begins or ends the whole does so in the first."""
+    found: dict[Ends, list[Mixes]] = {}
     none: tuple[Way | None, ...] = (None,)
+    useful: dict[int, list[Way]] = {}
     for a, b in ways.layer:
         if (a != b and (stage.first or stage.last)) or not ways.layer[a, a]:
             continue
         begin, end = 0 if stage.first else states.index(a), 0 if stage.last else states.index(b)
         received = 0.0 if stage.first else stage.live * layered.chain.handed[a]
         sent = (0.0 if stage.first else layered.sent[a]) + (0.0 if stage.last else layered.sent[b])
-        layers = _useful(ways.layer[a, a], stage.live)
+        if a not in useful:
+            useful[a] = _useful(ways.layer[a, a], stage.live)
         heads = _useful(ways.head[a], stage.live) if stage.first else none
         turns = _useful(ways.layer[a, b], stage.live) if a != b else none
         tails = _useful(ways.tail[b], stage.live) if stage.last else none
-        for head, turn, tail in product(heads, turns, tails):
-            fixed = [way for way in (head, turn, tail) if way is not None]
-            counts = np.arange(most + 1 - len(fixed))
-            room = layered.memory - received - sum(way.resting + stage.live * way.kept for way in fixed)
-            once = max((way.once for way in fixed), default=0.0)
-            base = sum(way.seconds for way in fixed) + sent
-            mixed, first, second, often = _mixes(layers, stage.live, room, once, counts)
-            for n in np.flatnonzero(base + mixed < seconds[len(fixed) :, begin, end]):
-                at = len(fixed) + int(n)
-                if at == 0:  # every stage has a layer
-                    continue
-                seconds[at, begin, end] = base + mixed[n]
-                pair = (layers[first[n]], layers[second[n]]) if n else None
-                fills[at, begin, end] = StageFill(head, pair, int(often[n]), int(n), turn, tail)
-    return seconds, fills
+        fixed = tuple(product(heads, turns, tails))
+        if fixed:
+            mixes = _mixes(fixed, useful[a], stage.live, layered.memory - received, sent, layered.most)
+            found.setdefault((begin, end), []).append(mixes)
+    return found
 
 
 def _useful(ways: Sequence[Way], live: int) -> list[Way]:
@@ -201,27 +218,42 @@ def _useful(ways: Sequence[Way], live: int) -> list[Way]:
 
 
 def _mixes(
-    layers: Sequence[Way], live: int, room: float, once: float, counts: NDArray[np.int64]
-) -> tuple[Numbers, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """For each count of layers the fastest mix of two ways within `room` bytes: its seconds, both ways, and how often
-    the first. `once`: bytes that are there once already, of which the largest counts."""
+    fixed: tuple[tuple[Way | None, Way | None, Way | None], ...],
+    layers: Sequence[Way],
+    live: int,
+    memory: float,
+    sent: float,
+    most: int,
+) -> Mixes:
+    """Up to `most` layers: any of `fixed`, and the fastest mix of two ways within the `memory` that it leaves. Of what
+    is there once, the largest counts. `sent`: seconds of every stage."""
+    kept = [[way for way in ways if way is not None] for ways in fixed]
+    room = np.array([memory - sum(way.resting + live * way.kept for way in ways) for ways in kept])
+    once = np.array([max((way.once for way in ways), default=0.0) for ways in kept])
+    base = np.array([sum(way.seconds for way in ways) for ways in kept]) + sent
     time = np.array([way.seconds for way in layers])
-    memory = np.array([way.resting + live * way.kept for way in layers])
-    single = np.maximum(np.array([way.once for way in layers]), once)
+    bytes_ = np.array([way.resting + live * way.kept for way in layers])
     a, b = (i.ravel() for i in np.meshgrid(np.arange(len(layers)), np.arange(len(layers)), indexing="ij"))
-    useful = (time[a] <= time[b]) & ((memory[a] > memory[b]) | (a == b))
+    useful = (time[a] <= time[b]) & ((bytes_[a] > bytes_[b]) | (a == b))
     a, b = a[useful], b[useful]
-    left = room - np.maximum(single[a], single[b])[None, :] - counts[:, None] * memory[b][None, :]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        often = np.floor(left / (memory[a] - memory[b])[None, :])
-    often = np.where((a == b)[None, :], 0.0, np.clip(often, 0.0, counts[:, None]))
+    counts = np.arange(most + 1 - len(kept[0]))
+    many, single = counts[None, :, None], np.maximum(np.array([way.once for way in layers]), once[:, None])
+    # [fixed, counts, pairs]
+    left = (room[:, None] - np.maximum(single[:, a], single[:, b]))[:, None] - many * bytes_[b]
+    fewer = bytes_[a] - bytes_[b]
+    often = np.clip(np.floor(left / np.where(fewer > 0.0, fewer, np.inf)), 0.0, many)
     # all layers run the first way: what the second one needs once is not there
-    alone = room - single[a][None, :] - counts[:, None] * memory[a][None, :] >= 0
-    often = np.where(alone, counts[:, None], often)
-    seconds = np.where((left >= 0) | alone, often * time[a] + (counts[:, None] - often) * time[b], np.inf)
-    if room < once:
-        seconds[:] = np.inf
-    seconds[0] = 0.0 if room >= once else np.inf
-    best = seconds.argmin(axis=1)
-    rows = np.arange(len(counts))
-    return seconds[rows, best], a[best], b[best], often[rows, best].astype(np.int64)
+    alone = (room[:, None] - single[:, a])[:, None] - many * bytes_[a] >= 0.0
+    often = np.where(alone, many, often)
+    seconds = np.where((left >= 0.0) | alone, often * time[a] + (many - often) * time[b], np.inf)
+    seconds[:, 0] = 0.0
+    seconds[room < once] = np.inf
+    best = seconds.argmin(axis=2)
+    least = base[:, None] + np.take_along_axis(seconds, best[..., None], axis=2)[..., 0]
+    taken = least.argmin(axis=0)
+    pair = best[taken, counts]
+    own = [least[taken, counts], taken, a[pair], b[pair], often[taken, counts, pair].astype(np.int64)]
+    if not kept[0]:  # every stage has a layer
+        own[0][0] = np.inf
+    before = [np.full(len(kept[0]), np.inf), *(np.zeros(len(kept[0]), np.int64) for _ in own[1:])]
+    return Mixes(fixed, layers, *(np.concatenate(both) for both in zip(before, own, strict=True)))

@@ -52,7 +52,7 @@ def _placed(subject: Subject, layered: Layered, stages: Sequence[StageFill]) -> 
     again: set[int] = set()
     for layer, way in enumerate(way for stage in stages for way in stage):
         for node, choice in way.choices.items():
-            choices[places[layer][node]] = choice
+            choices[places[layer][node]] = int(layered.chain.kept[node][choice])
         if way.again:
             again.add(layer)
     edges = [0, *(1 + end for end in accumulate(len(list(stage)) for stage in stages[:-1])), layered.layers + 2]

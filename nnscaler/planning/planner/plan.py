@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
@@ -65,6 +67,32 @@ def find_plan(
     Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
     constraint that cannot hold.
     """
+    with _without_collector():
+        return _find_plan(graph, signatures, cluster, memory, cost, constraint, progress)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Without the search for cycles of references: a search makes many objects and no cycles, and looking for some
+    would walk the whole traced model again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _find_plan(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    cluster: Cluster,
+    memory: float | None,
+    cost: CostModel | None,
+    constraint: Constraint | None,
+    progress: Progress,
+) -> Found:
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
     subject = Subject(graph, signatures, model, constraint or FREE)

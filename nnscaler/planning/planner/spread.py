@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
@@ -73,19 +74,18 @@ def _path(seconds: Numbers, layers: int, limit: float) -> Cut | None:
         return None
     allowed = allowed[:, : used[-1] + 1]
     stages, counts, states, _ = allowed.shape
-    before = np.full((layers + 1, states), np.inf)
+    padded = np.full((counts - 1 + layers + 1, states), np.inf)
+    before = padded[counts - 1 :]  # [l, a]: the best way to l layers
+    # [l, n, a]: the best way to what comes before n layers of a stage that ends at l
+    start = sliding_window_view(padded, counts, axis=0).transpose(0, 2, 1)[:, ::-1]
     before[0] = 0.0
-    # place[l, n]: what comes before n layers of a stage that ends at l
-    place = np.arange(layers + 1)[:, None] - np.arange(counts)[None, :]
-    legal, place = place >= 0, np.maximum(place, 0)
     taken = []
     rows = np.arange(layers + 1)[:, None], np.arange(states)[None, :]
     for stage in range(stages):
-        start = np.where(legal[..., None], before[place], np.inf)  # [l, n, a]
         every = start[..., None] + allowed[stage][None]
         flat = every.reshape(layers + 1, counts * states, states)
         taken.append(flat.argmin(axis=1))
-        before = flat[rows[0], taken[-1], rows[1]]
+        before[:] = flat[rows[0], taken[-1], rows[1]]
     state = int(before[layers].argmin())
     value = float(before[layers, state])
     if not np.isfinite(value):

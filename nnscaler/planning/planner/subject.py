@@ -130,7 +130,10 @@ class Subject:
         graph, repeated = self.graph, self.repeated
         if repeated is not None:
             short = self._short(repeated.around)
-            graph = graph.replace(operations=tuple(op for op in graph.operations if op.name in short))
+            operations = tuple(op for op in graph.operations if op.name in short)
+            named = {name for op in operations for name in (*op.inputs, *op.outputs)}
+            tensors = {name: t for name, t in graph.tensors.items() if name in named or t.role == "input"}
+            graph = graph.replace(tensors=tensors, operations=operations)
         found = axis_options(graph, self.signatures, parts, with_batch=False, full=True)
         if repeated is not None:
             model = self.layers[repeated.window[0]].operations

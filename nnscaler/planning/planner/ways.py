@@ -10,7 +10,7 @@ import numpy as np
 from nnscaler.planning.planner.chain import Piece, Priced
 from nnscaler.planning.planner.layered import Layered
 from nnscaler.planning.planner.priced import Prices
-from nnscaler.planning.sharding.pose import once_of
+from nnscaler.planning.sharding.pose import once_at
 
 CHANGES = 7  # between ways, that are made in all combinations
 SAME = 1e-9  # relative: priced seconds that differ by less are those of one way
@@ -123,7 +123,7 @@ def way_of(
     for node, choice in made.items():
         columns, inside = tables.columns[node], node in piece.inside
         seconds += float(columns.forward[choice] * (1 + (again and inside)) + columns.backward[choice])
-        last += float(once_of(columns, layered.weights)[choice])
+        last += once_at(columns, layered.weights, choice)
         resting += float(columns.resting[choice])
         if inside:
             kept += float(columns.kept[choice])

@@ -76,6 +76,11 @@ def once_of(columns: Columns, weights: Weights) -> Column:
     return total
 
 
+def once_at(columns: Columns, weights: Weights, choice: int) -> float:
+    """The same of one strategy."""
+    return sum((weights.rates.get(axis, 0.0) * float(size[choice]) for axis, size in columns.summed.items()), 0.0)
+
+
 def bytes_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:
     """Of a node's strategies: at rest, and what the live micro-batches keep."""
     kept = columns.handed if weights.recompute and in_layer else columns.kept

@@ -23,11 +23,13 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Fold:
-    """A run, the order that eliminates one segment, and the edges (indices) that the segment's table counts."""
+    """A run, the order that eliminates one segment, the edges (indices) that the segment's table counts, and the work
+    in table entries."""
 
     run: Run
     order: Order
     edges: tuple[int, ...]
+    work: float
 
     @property
     def scope(self) -> Scope:
@@ -43,6 +45,11 @@ class Structure:
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
     order: Order
+
+    @property
+    def work(self) -> float:
+        """Table entries, with what steps cost apart from these."""
+        return self.order.work + sum(fold.work for fold in self.folds)
 
 
 def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
@@ -82,9 +89,9 @@ def best_choices(
     return tuple(choices[index] for index in range(len(problem.nodes)))
 
 
-def solve_folded(problem: Problem) -> Solution:
-    """The optimum. Raises `TooWide`, and `Infeasible` where no choice is legal."""
-    structure = find_structure(problem)
+def solve_folded(problem: Problem, structure: Structure | None = None) -> Solution:
+    """The optimum; `structure`: where it is known. Raises `TooWide`, and `Infeasible` where no choice is legal."""
+    structure = structure or find_structure(problem)
     choices = best_choices(structure, problem, *tables_of(problem))
     return exact_solution(problem, choices, "folding" if structure.folds else "elimination")
 
@@ -223,4 +230,4 @@ def _worth(problem: Problem, touching: Sequence[Sequence[int]], run: Run) -> _Fo
         flat = find_order(scopes, variables, sizes).work * count
     except TooWide:
         flat = np.inf
-    return _Fold(run, order, tuple(edges)) if folded < flat else None
+    return _Fold(run, order, tuple(edges), folded) if folded < flat else None

@@ -2,12 +2,15 @@
 
 Dead-end elimination (Goldstein 1994): strategy a goes where changing it to b is never a loss, whatever the neighbours
 choose. With memory, b must not need more of it either, so that no optimum under any budget is lost.
+
+It is done in rounds, each of which looks at what the round before has left: nodes that look alike then stay alike, are
+looked at once, and equal layers stay equal layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, Table
 
 Alive = NDArray[np.bool_]
+Pairs = Mapping[tuple[int, int], Table]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,33 +34,29 @@ class Reduced:
         return tuple(int(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Criteria:
+    """What a change of a node's strategy may not raise: `costs` [strategies, ways to count], to each of which the
+    tables of the edges are added, and `needs` [strategies, resources]. Nodes are alike where these are the same."""
+
+    costs: Table
+    needs: Table
+
+
 def reduce_problem(problem: Problem, memory: bool = False) -> Reduced:
     """`problem` without forbidden and dominated strategies, and with one edge per pair of nodes.
 
     Raises `Infeasible` where a node loses all its strategies, which shows that no choice is legal.
     """
     pairs = merge_edges(problem.edges)
-    near: list[list[tuple[int, Table]]] = [[] for _ in problem.nodes]
-    flipped: dict[int, Table] = {}
-    for (first, second), table in pairs.items():
-        if id(table) not in flipped:
-            flipped[id(table)] = np.ascontiguousarray(table.T)
-        near[first].append((second, table))
-        near[second].append((first, flipped[id(table)]))
-    alive = [np.isfinite(node.cost) for node in problem.nodes]
-    waiting = dict.fromkeys(range(len(alive)))  # in the order of arrival
-    while waiting:
-        index = next(iter(waiting))
-        del waiting[index]
-        left = _allowed(index, alive, near[index])
-        if left.sum() > 1:
-            left = _undominated(problem.nodes[index], left, alive, near[index], memory)
-        if not left.any():
-            raise Infeasible(inf)
-        if (left != alive[index]).any():
-            alive[index] = left
-            waiting.update(dict.fromkeys(other for other, _ in near[index]))
-    kept = tuple(np.flatnonzero(mask) for mask in alive)
+    made: dict[tuple[int, int], Criteria] = {}
+    for node in problem.nodes:
+        need = node.memory if memory else None
+        if (id(node.cost), id(need)) not in made:
+            needs = np.zeros((len(node.cost), 0)) if need is None else need[:, None]
+            made[id(node.cost), id(need)] = Criteria(node.cost[:, None], needs)
+    criteria = [made[id(node.cost), id(node.memory if memory else None)] for node in problem.nodes]
+    kept = survivors(criteria, pairs)
     return Reduced(_cut(problem, pairs, kept), kept)
 
 
@@ -66,7 +66,8 @@ def restrict(problem: Problem, kept: Sequence[NDArray[np.intp]]) -> Reduced:
 
 
 def merge_edges(edges: Iterable[Edge]) -> dict[tuple[int, int], Table]:
-    """The sum of the tables of each pair of nodes, by (smaller index, larger index). Single tables stay the same."""
+    """The sum of the tables of each pair of nodes, by (smaller index, larger index). Single tables stay the same, and
+    sums of the same tables are the same."""
     found: dict[tuple[int, int], list[Table]] = {}
     flipped: dict[int, Table] = {}
     for edge in edges:
@@ -74,29 +75,79 @@ def merge_edges(edges: Iterable[Edge]) -> dict[tuple[int, int], Table]:
         if edge.first > edge.second:
             table = flipped.setdefault(id(edge.cost), edge.cost.T)
         found.setdefault((min(edge.first, edge.second), max(edge.first, edge.second)), []).append(table)
-    return {pair: tables[0] if len(tables) == 1 else np.sum(tables, axis=0) for pair, tables in found.items()}
+    sums: dict[tuple[int, ...], Table] = {}
+    for tables in found.values():
+        key = tuple(map(id, tables))
+        if key not in sums:
+            sums[key] = tables[0] if len(tables) == 1 else np.sum(tables, axis=0)
+    return {pair: sums[tuple(map(id, tables))] for pair, tables in found.items()}
 
 
-def _allowed(index: int, alive: Sequence[Alive], near: Sequence[tuple[int, Table]]) -> Alive:
-    """The strategies that every neighbour can go with."""
-    left = alive[index].copy()
-    for other, table in near:
-        left &= np.isfinite(table[:, alive[other]]).any(axis=1)
-    return left
+def survivors(criteria: Sequence[Criteria], pairs: Pairs, fixed: Collection[int] = ()) -> tuple[NDArray[np.intp], ...]:
+    """The strategies that every node keeps. `pairs`: the table of each pair of nodes that share one; those `fixed` keep
+    all of theirs. Raises `Infeasible` where a node keeps none."""
+    near: list[list[tuple[int, Table]]] = [[] for _ in criteria]
+    flipped: dict[int, Table] = {}
+    for (first, second), table in pairs.items():
+        if id(table) not in flipped:
+            flipped[id(table)] = np.ascontiguousarray(table.T)
+        near[first].append((second, table))
+        near[second].append((first, flipped[id(table)]))
+    masks = _Masks()
+    state = [masks.number(np.isfinite(own.costs).all(axis=1) | (i in fixed)) for i, own in enumerate(criteria)]
+    known: dict[tuple[object, ...], int] = {}
+    waiting = [index for index in range(len(criteria)) if index not in fixed]
+    while waiting:
+        changed: dict[int, int] = {}
+        for index in waiting:
+            own, around = criteria[index], near[index]
+            key = (id(own), state[index], *((id(table), state[other]) for other, table in around))
+            if key not in known:
+                tables = [table[:, masks.listed[state[other]]] for other, table in around]
+                known[key] = masks.number(_left(own, masks.listed[state[index]], tables))
+            if known[key] != state[index]:
+                changed[index] = known[key]
+        for index, number in changed.items():
+            state[index] = number
+        again = {other for index in changed for other, _ in near[index]}
+        waiting = sorted(again.difference(fixed))
+    return tuple(np.flatnonzero(masks.listed[number]) for number in state)
 
 
-def _undominated(
-    node: Node, left: Alive, alive: Sequence[Alive], near: Sequence[tuple[int, Table]], memory: bool
-) -> Alive:
-    """What is left when dominated strategies go one by one, each for one that stays at that time."""
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """Numbers for sets of strategies: equal sets have the same one."""
+
+    listed: list[Alive] = field(default_factory=list)
+    _numbers: dict[bytes, int] = field(default_factory=dict)
+
+    def number(self, mask: Alive) -> int:
+        if not mask.any():
+            raise Infeasible(inf)
+        found = self._numbers.setdefault(mask.tobytes(), len(self.listed))
+        if found == len(self.listed):
+            self.listed.append(mask)
+        return found
+
+
+def _left(own: Criteria, alive: Alive, tables: Sequence[Table]) -> Alive:
+    """The strategies that every neighbour can go with, without those that are dominated. `tables`: one per neighbour,
+    with its strategies that are left."""
+    left = alive.copy()
+    for table in tables:
+        left &= np.isfinite(table).any(axis=1)
+    return _undominated(own, left, tables) if left.sum() > 1 else left
+
+
+def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
+    """What is left when dominated strategies go one by one, each for one that stays at that time, the last ones first:
+    of equals the first one stays."""
     numbers = np.flatnonzero(left)
-    cost = node.cost[numbers]
-    loss = cost[:, None] - cost[None, :]  # at least this is won by changing a to b
-    if memory and node.memory is not None:
-        need = node.memory[numbers]
-        loss[need[:, None] < need[None, :]] = -inf
-    for other, table in near:
-        part = table[np.ix_(numbers, np.flatnonzero(alive[other]))]
+    costs, needs = own.costs[numbers], own.needs[numbers]
+    loss = (costs[:, None] - costs[None, :]).min(axis=2)  # at least this is won by changing a to b
+    loss[(needs[:, None] < needs[None, :]).any(axis=2)] = -inf
+    for table in tables:
+        part = table[numbers]
         closed = ~np.isfinite(part)
         finite = np.where(closed, 0.0, part)
         difference = finite[:, None, :] - finite[None, :, :]
@@ -105,7 +156,7 @@ def _undominated(
         loss += difference.min(axis=2)
     np.fill_diagonal(loss, -inf)
     stays = np.ones(len(numbers), np.bool_)
-    for a in range(len(numbers)):
+    for a in range(len(numbers) - 1, -1, -1):
         if (loss[a, stays] >= 0.0).any():
             stays[a] = False
     answer = np.zeros_like(left)
@@ -113,7 +164,7 @@ def _undominated(
     return answer
 
 
-def _cut(problem: Problem, pairs: dict[tuple[int, int], Table], kept: Sequence[NDArray[np.intp]]) -> Problem:
+def _cut(problem: Problem, pairs: Pairs, kept: Sequence[NDArray[np.intp]]) -> Problem:
     """The problem with the kept strategies only; arrays that were shared stay so where what is kept is the same."""
     found: dict[tuple[int, bytes, bytes], Table] = {}
 

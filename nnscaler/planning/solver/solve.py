@@ -1,6 +1,6 @@
 """The front door: the best choices of a problem, with or without a budget of memory, and always a bound.
 
-Folding and elimination first, which are exact; where tables would be too wide, the same after dominated strategies are
+Folding and elimination first, which are exact; where tables would be wide, the same after dominated strategies are
 removed; then HiGHS, which starts from the best choices among each node's most likely strategies.
 """
 
@@ -17,6 +17,7 @@ from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, So
 from nnscaler.planning.solver.reduce import Reduced, reduce_problem, restrict
 
 NARROW = 2.0**27  # table entries of all eliminations that look for a start
+WORTH = 2.0**25  # table entries of an elimination, from which on it pays to remove dominated strategies first
 
 
 def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) -> Solution:
@@ -27,9 +28,14 @@ def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
     budget, and `TooWide` where no legal choice was found at all.
     """
     try:
-        return _exact(problem, budget, seconds)
+        if budget is not None:
+            return _exact(problem, budget, seconds)
+        structure = find_structure(problem)
+        if structure.work < WORTH:
+            return solve_folded(problem, structure)
     except TooWide:
-        reduced = reduce_problem(problem, memory=budget is not None)
+        pass
+    reduced = reduce_problem(problem, memory=budget is not None)
     try:
         found = _exact(reduced.problem, budget, seconds)
     except TooWide as wide:
@@ -38,6 +44,7 @@ def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
 
 
 def _exact(problem: Problem, budget: float | None, seconds: float) -> Solution:
+    """Raises `TooWide`."""
     if budget is None:
         return solve_folded(problem)
     return solve_within(problem, budget, seconds=min(seconds, 10.0))
