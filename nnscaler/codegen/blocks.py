@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nnscaler.communication.communicated import Compute, Statement, reads, writes
 from nnscaler.communication.recomputed import group_of
+from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Region
 
 
@@ -22,12 +23,12 @@ class Block:
     writes: tuple[str, ...] = ()
 
 
-def blocks(statements: Sequence[Statement], after: frozenset[str], stored: frozenset[str]) -> list[Block]:
+def blocks(graph: Graph, statements: Sequence[Statement], after: frozenset[str], stored: frozenset[str]) -> list[Block]:
     """Consecutive statements of one region or group. Conversions stand outside of regions: what they make may be
     read where gradients are recorded. `after`: variables read later; `stored`: attributes, which are no variables."""
     runs: list[tuple[tuple[str, str | None], list[Statement]]] = []
     for i, statement in enumerate(statements):
-        key = _key(statements, i)
+        key = _key(graph, statements, i)
         if runs and runs[-1][0] == key:
             runs[-1][1].append(statement)
         else:
@@ -47,8 +48,8 @@ def blocks(statements: Sequence[Statement], after: frozenset[str], stored: froze
     return result
 
 
-def _key(statements: Sequence[Statement], position: int) -> tuple[str, str | None]:
-    statement, group = statements[position], group_of(statements, position)
+def _key(graph: Graph, statements: Sequence[Statement], position: int) -> tuple[str, str | None]:
+    statement, group = statements[position], group_of(graph, statements, position)
     return (header(statement.operation.region) if isinstance(statement, Compute) and not group else "", group)
 
 

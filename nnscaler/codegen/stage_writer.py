@@ -41,7 +41,7 @@ class StageWriter:
         lines: list[str] = []
         places = Places(self.graph.name)
         start = 0
-        for block in blocks(statements, after, frozenset(s.variable for s in self.program.stored)):
+        for block in blocks(self.graph, statements, after, frozenset(s.variable for s in self.program.stored)):
             if block.recompute is None:
                 lines += self._plain(block, statements, start, places)
             else:

@@ -83,7 +83,7 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
     inside: dict[str, str] = {}  # variable -> the recomputed group that makes it
     kept: dict[str, int] = {}
     for i, statement in enumerate(program.forward):
-        group = group_of(program.forward, i)
+        group = group_of(graph, program.forward, i)
         made = statement.outputs if isinstance(statement, Compute) else (statement.target,)
         if isinstance(statement, Compute):
             if statement.operation.operator in VIEWS:

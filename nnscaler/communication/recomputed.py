@@ -26,12 +26,15 @@ def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
     return tuple(statement.inputs[slot] for slot in kept_slots(operator, sets, grads))
 
 
-def group_of(statements: Sequence[Statement], position: int) -> str | None:
-    """The recomputed group of a statement. A conversion belongs to a group when the operations around it do."""
+def group_of(graph: Graph, statements: Sequence[Statement], position: int) -> str | None:
+    """The recomputed group of a statement. A conversion belongs to a group when the operations around it do; that of a
+    parameter, when the operation that reads it does, so that what was gathered need not be kept."""
     statement = statements[position]
     if isinstance(statement, Compute):
         return statement.placement.recompute
     following = next((s for s in statements[position:] if isinstance(s, Compute)), None)
+    if following is not None and graph.tensors[statement.source.tensor].role == "parameter":
+        return following.placement.recompute
     previous = next((s for s in reversed(statements[:position]) if isinstance(s, Compute)), None)
     around = {None if s is None else s.placement.recompute for s in (previous, following)}
     return around.pop() if len(around) == 1 else None
@@ -44,7 +47,7 @@ def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> froze
         return frozenset()
     found: set[int] = set()
     runs: list[list[int]] = []
-    groups = [group_of(statements, i) for i in range(len(statements))]
+    groups = [group_of(graph, statements, i) for i in range(len(statements))]
     for i, group in enumerate(groups):
         if group is not None and runs and groups[i - 1] == group:
             runs[-1].append(i)

@@ -2,7 +2,8 @@
 
 A stored tensor has three layouts: at rest (what optimizer and checkpoint see; `Invariant` or `Sharded` per axis), leaf
 (at rest, with `Replicated` where some use wants a deferred reduction), and one per use. The layout at rest is chosen
-jointly over axes and uses, among the layouts that some use wants: two axes chosen apart could overlap on a dim.
+jointly over axes and uses, among the layouts that some use wants: two axes chosen apart could overlap on a dim. Rest
+steps of the plan shard it further.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Layout, Replica
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.transform.rest import sharded_at_rest
 from nnscaler.transform.rules import input_layouts
 from nnscaler.transform.signature import Signature
 
@@ -77,6 +79,11 @@ def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tup
     if tensor.role != "parameter" or not wanted:
         return StoredLayout(whole(first), whole(first), (), stages)
     candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole(first)))
+    for axis in (i for i, a in enumerate(first.axes) if a.name in partitioned.at_rest.get(tensor.name, ())):
+        candidates = dict.fromkeys(
+            layout if isinstance(layout[axis], Sharded) else sharded_at_rest(layout, axis, first.sizes, tensor.shape)
+            for layout in candidates
+        )
     costs = [(_cost(tensor, first, rest, wanted), i) for i, rest in enumerate(candidates)]
     best = tuple(candidates)[min(costs)[1]]
     leaf = leaf_layout(tensor, first, best, wanted)

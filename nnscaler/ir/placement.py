@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
@@ -100,9 +100,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """A graph whose every operation has a placement."""
+    """A graph whose every operation has a placement. `at_rest`: the axes over which a parameter rests sharded although
+    no operation reads it so."""
 
     graph: Graph
     stages: tuple[Stage, ...]
     placements: Mapping[str, Placement]
     micro_batches: int = 1
+    at_rest: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.transform.choose import follow_batch, largest_micro_batches
-from nnscaler.transform.plan import Plan, Step
+from nnscaler.transform.plan import Plan, RestStep, Step
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
@@ -20,26 +20,39 @@ AXES = {
     "dp": "data parallel: the batch is split, parameters are held whole",
     "tp": "tensor parallel: operators are split as their annotations allow, by least communication",
     "pp": "pipeline parallel: layers are split into stages",
+    "zero": "of data parallel: with zero=3 parameters, gradients and optimizer states rest in shards (ZeRO-3, FSDP)",
 }
+ZERO = 3  # the stage of ZeRO that there is
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:
-    """`dp=2,tp=2,pp=2` as a dict. Raises NnscalerError("plan_illegal") unless the product is `ranks`."""
+    """`dp=2,tp=2,pp=2,zero=3` as a dict.
+
+    Raises NnscalerError("plan_illegal") unless the product of dp, tp and pp is `ranks`.
+    """
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
             raise NnscalerError(
                 "plan_illegal",
-                f"--plan {text!r}: {part!r} is not one of dp=N, tp=N, pp=N",
+                f"--plan {text!r}: {part!r} is not one of dp=N, tp=N, pp=N, zero=3",
                 help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
             )
         sizes[name] = int(number)
-    if prod(sizes.values()) != ranks:
+    if sizes.get("zero", ZERO) != ZERO or ("zero" in sizes and sizes.get("dp", 1) == 1):
+        raise NnscalerError(
+            "plan_illegal",
+            f"--plan {text!r}: zero={sizes['zero']} with dp={sizes.get('dp', 1)}",
+            help=f"zero={ZERO} shards parameters, gradients and optimizer states over the ranks of dp, of which there "
+            f"are two or more: dp=2,zero={ZERO}",
+        )
+    count = prod(size for name, size in sizes.items() if name != "zero")
+    if count != ranks:
         options = ", ".join(",".join(f"{n}={v}" for n, v in s.items()) for s in _factorisations(ranks)[:6])
         raise NnscalerError(
             "plan_illegal",
-            f"plan {text!r} is for {prod(sizes.values())} ranks, and there are {ranks}",
+            f"plan {text!r} is for {count} ranks, and there are {ranks}",
             help=f"the product of dp, tp and pp must be {ranks}: {options}",
         )
     return sizes
@@ -55,7 +68,7 @@ def make_plan(
     replicate: Sequence[str] = (),
     chunks: int | None = None,
 ) -> Plan:
-    """The product of the policies data_parallel, tensor_parallel and pipeline.
+    """The product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in shards.
 
     `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline.
     `replicate`: patterns of modules or operations that tensor parallelism leaves whole.
@@ -74,6 +87,8 @@ def make_plan(
         steps.extend(tensor_parallel(graph, signatures, "tp", tp, whole, made, axes))
     if pp > 1:
         steps.extend(pipeline(graph, signatures, pp, chunks))
+    if sizes.get("zero"):
+        steps.append(RestStep(("*",)))
     return replace(plan, steps=tuple(steps))
 
 

@@ -14,7 +14,8 @@ from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.transform.choose import choose, illegal
 from nnscaler.transform.hoist import hoist
 from nnscaler.transform.order import reorder
-from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, SplitStep
+from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
+from nnscaler.transform.rest import resting
 from nnscaler.transform.rules import explain_illegal_choices
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
@@ -51,7 +52,8 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
         )
         for op in graph.operations
     }
-    return hoist(PartitionedGraph(graph, stages, placements, plan.micro_batches), signatures)
+    made = PartitionedGraph(graph, stages, placements, plan.micro_batches, resting(graph, plan))
+    return hoist(made, signatures)
 
 
 def _choose(
@@ -103,12 +105,14 @@ def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]
     """Every step is about an axis that some of its operations have."""
     known = dict.fromkeys((*(n for n, _ in plan.mesh if n != "pp"), *(n for axes in plan.stage_axes for n, _ in axes)))
     for step in plan.steps:
-        if not isinstance(step, SplitStep | ReplicateStep) or step.axis == MICRO:
+        if not isinstance(step, SplitStep | ReplicateStep | RestStep):
+            continue
+        if step.axis == MICRO and not isinstance(step, RestStep):
             continue
         if step.axis not in known:
             message = f"a {step.kind} step names axis {step.axis!r}"
             raise NnscalerError("plan_illegal", message, help=f"axes of this plan: {list(known)}")
-        if plan.stage_axes:
+        if plan.stage_axes and not isinstance(step, RestStep):
             found = select(graph, step.operations)
             having = [d for d, axes in enumerate(plan.stage_axes) if step.axis in dict(axes)]
             if not any(s % plan.devices in having for op in found for s in stage_of[op.name]):

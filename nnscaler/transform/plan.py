@@ -66,9 +66,23 @@ class RecomputeStep:
     operations: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RestStep:
+    """Between their uses, keep the parameters sharded over the axis, and with them their gradients and what the
+    optimizer has of them (ZeRO-3, fully sharded data parallel). They are gathered where they are read.
+
+    A parameter is named by itself, by a module that has it, or by a glob."""
+
+    kind: ClassVar[str] = "rest"
+    parameters: tuple[str, ...]
+    axis: str = "dp"
+
+
 Axes = tuple[tuple[str, int], ...]  # (name, size)
-Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep
-_KINDS: dict[str, type[Any]] = {s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep)}
+Step = SplitStep | ReplicateStep | AssignStep | OrderStep | RecomputeStep | RestStep
+_KINDS: dict[str, type[Any]] = {
+    s.kind: s for s in (SplitStep, ReplicateStep, AssignStep, OrderStep, RecomputeStep, RestStep)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +130,13 @@ class Plan:
         return lcm(*(prod(size for name, size in axes if name in self.data_axes) for axes in self.device_axes))
 
     def describe(self) -> str:
-        """`dp=2 tp=2 pp=2`; `pp=2 (dp=2 | tp=3)` where the devices differ."""
+        """`dp=2 tp=2 pp=2`; `pp=2 (dp=2 | tp=3)` where the devices differ; with `zero=3` where parameters rest in
+        shards, `some` where not all do."""
+        rest = [pattern for step in self.steps if isinstance(step, RestStep) for pattern in step.parameters]
+        zero = "" if not rest else " zero=3" if "*" in rest else " some zero=3"
         if self.stage_axes:
-            return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})"
-        return _describe(self.mesh)
+            return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
+        return _describe(self.mesh) + zero
 
     def to_json(self) -> str:
         """The plan as text that `from_json` reads."""
@@ -172,7 +189,7 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
     if kind is None:
         raise NnscalerError("plan_illegal", f"{source}: step {position} is {entry!r}", help=f"steps: {sorted(_KINDS)}")
     values = {k: _tuples(v) for k, v in entry.items() if k != "step"}
-    for name in ("operations", "first", "second"):
+    for name in ("operations", "first", "second", "parameters"):
         if isinstance(values.get(name), str):
             values[name] = (values[name],)
     _check_types(kind, values, f"{source}: step {position} ({entry['step']})")

@@ -40,6 +40,13 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Original:
 
 
 @pytest.fixture(scope="session")
+def resting(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    """The perceptron, dp=3 with parameters in shards, which are of unequal sizes."""
+    folder = tmp_path_factory.mktemp("resting")
+    return compile_original(folder, models.perceptron, models.points(), 3, "dp=3,zero=3")
+
+
+@pytest.fixture(scope="session")
 def looked_up(tmp_path_factory: pytest.TempPathFactory) -> Original:
     """The transformer, tp=2, with the vocabulary of its embedding split."""
     plan = nnscaler.parallelize(models.transformer(), models.text(), ranks=2, plan="tp=2").plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.broken import test_normed, test_sharded, test_staged
+from tests.broken import test_normed, test_resting, test_sharded, test_staged
 from tests.broken.planting import Bug, Original
 from verify.catalogue import CODES
 
@@ -14,6 +14,7 @@ BUGS = [
     *(("sharded", bug) for bug in (*test_sharded.FORWARD, *test_sharded.BACKWARD, *test_sharded.SUMS)),
     *(("looked_up", bug) for bug in (test_sharded.OFFSET, test_sharded.UNSUMMED)),
     *(("staged", bug) for bug in test_staged.BUGS),
+    *(("resting", bug) for bug in test_resting.BUGS),
     *(("normed", bug) for bug in test_normed.BUGS),
 ]
 

@@ -166,14 +166,12 @@ def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | Non
             }
         )
     )
-    found = [
-        _piece(tables, head, (), cut[0], hubs),
-        _piece(tables, inside[model], cut[model - 1], cut[model], hubs),
-        _piece(tables, tail, cut[layers - 2], (), hubs),
-    ]
-    pieces = [piece for piece in found if piece is not None]
-    if len(pieces) < len(found):
+    first = _piece(tables, head, (), cut[0], hubs)
+    layer = _piece(tables, inside[model], cut[model - 1], cut[model], hubs)
+    last = _piece(tables, tail, cut[layers - 2], (), hubs)
+    if first is None or layer is None or last is None:
         return None
+    pieces = (first, layer, last)
     shared = {node for piece in pieces for node in (*piece.before, *piece.after, *hubs)}
     inner = {node for piece in pieces for node in piece.nodes} - shared
     smaller, kept = lean(tables, set(range(len(tables.names))) - inner)

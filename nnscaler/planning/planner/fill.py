@@ -183,8 +183,8 @@ def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Num
 
 
 def _fastest(layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
-    """The fastest mixes that fit, by the states that a stage begins and ends in. States are numbered as they are listed;
-    what begins or ends the whole does so in the first."""
+    """The fastest mixes that fit, by the states that a stage begins and ends in. States are numbered as they are
+    listed; what begins or ends the whole does so in the first."""
     found: dict[Ends, list[Mixes]] = {}
     none: tuple[Way | None, ...] = (None,)
     useful: dict[int, list[Way]] = {}
@@ -238,7 +238,7 @@ def _mixes(
     a, b = a[useful], b[useful]
     counts = np.arange(most + 1 - len(kept[0]))
     many, single = counts[None, :, None], np.maximum(np.array([way.once for way in layers]), once[:, None])
-    # [fixed, counts, pairs]
+    # by what is fixed, by count, by pair
     left = (room[:, None] - np.maximum(single[:, a], single[:, b]))[:, None] - many * bytes_[b]
     fewer = bytes_[a] - bytes_[b]
     often = np.clip(np.floor(left / np.where(fewer > 0.0, fewer, np.inf)), 0.0, many)

@@ -64,8 +64,8 @@ def _cut(tables: Tables, kept: Kept) -> Tables:
 
 
 def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
-    parts = (own.forward, own.backward, own.resting, own.kept, own.handed)
-    return Columns(*(part[left] for part in parts), {axis: column[left] for axis, column in own.summed.items()})
+    summed = {axis: column[left] for axis, column in own.summed.items()}
+    return Columns(own.forward[left], own.backward[left], own.resting[left], own.kept[left], own.handed[left], summed)
 
 
 def _listed(values: Sequence[T], left: NDArray[np.intp]) -> tuple[T, ...]:

@@ -94,7 +94,9 @@ def survivors(criteria: Sequence[Criteria], pairs: Pairs, fixed: Collection[int]
         near[first].append((second, table))
         near[second].append((first, flipped[id(table)]))
     masks = _Masks()
-    state = [masks.number(np.isfinite(own.costs).all(axis=1) | (i in fixed)) for i, own in enumerate(criteria)]
+    every = [np.ones(len(own.costs), np.bool_) for own in criteria]
+    legal = [mask if i in fixed else mask & np.isfinite(criteria[i].costs).all(axis=1) for i, mask in enumerate(every)]
+    state = [masks.number(mask) for mask in legal]
     known: dict[tuple[object, ...], int] = {}
     waiting = [index for index in range(len(criteria)) if index not in fixed]
     while waiting:

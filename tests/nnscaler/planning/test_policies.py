@@ -129,6 +129,14 @@ def test_more_stages_than_layers_is_illegal(graph: Graph) -> None:
 def test_parse_spec() -> None:
     assert parse_spec("dp=2, tp=4", 8) == {"dp": 2, "tp": 4}
     assert parse_spec("pp=1", 1) == {"pp": 1}
+    assert parse_spec("dp=2,tp=2,zero=3", 4) == {"dp": 2, "tp": 2, "zero": 3}
+
+
+@pytest.mark.parametrize("text", ["dp=4,zero=1", "tp=4,zero=3", "zero=3", "dp=4,zero=2"])
+def test_the_stage_of_zero_is_three(text: str) -> None:
+    with pytest.raises(NnscalerError, match=r"zero=[123] with dp=") as raised:
+        parse_spec(text, 4)
+    assert "dp=2,zero=3" in (raised.value.help or "")
 
 
 @pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "dp=0", "ep=2", "dp=2,dp=2", "dp:2", "dp=-2"])

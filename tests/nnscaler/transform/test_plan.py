@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, SplitStep
+from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=8)
 names = st.lists(words, min_size=1, max_size=3).map(tuple)
@@ -20,6 +20,7 @@ steps = st.one_of(
     st.builds(AssignStep, names, st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)),
     st.builds(OrderStep, names, names),
     st.builds(RecomputeStep, names),
+    st.builds(RestStep, names, words),
 )
 axes = st.dictionaries(words, counts, max_size=3).map(lambda sizes: tuple(sizes.items()))
 plans = st.builds(
@@ -46,6 +47,11 @@ def test_ranks_devices_and_stages() -> None:
     assert plan.device_axes == ((("dp", 2), ("tp", 2)),) * 3
     assert plan.describe() == "pp=3 dp=2 tp=2"
     assert Plan(()).describe() == "1 rank"
+
+
+@pytest.mark.parametrize(("patterns", "told"), [(("*",), "dp=2 zero=3"), (("head",), "dp=2 some zero=3")])
+def test_what_rests_in_shards_is_told(patterns: tuple[str, ...], told: str) -> None:
+    assert Plan((("dp", 2),), (RestStep(patterns),)).describe() == told
 
 
 def test_devices_may_differ() -> None:

@@ -1,0 +1,69 @@
+"""Parameters that rest sharded over an axis whose ranks all read them: ZeRO-3, fully sharded data parallel.
+
+Such a parameter's layout at rest, and that of its leaf, has one more `Sharded`. To be read it is converted like any
+tensor: gathered forward, its gradient reduced and scattered backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from op_registry.annotation.splits import balanced
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Layout, Sharded, explain_illegal
+from nnscaler.transform.plan import Plan, RestStep
+
+
+def resting(graph: Graph, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """parameter (tensor name) -> the axes over which it rests sharded, as far as its sizes allow.
+
+    Raises NnscalerError("plan_illegal") for a pattern that names no parameter.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for step in plan.steps:
+        if isinstance(step, RestStep):
+            for name in select_parameters(graph, step.parameters):
+                found.setdefault(name, {})[step.axis] = None
+    return {name: tuple(axes) for name, axes in found.items()}
+
+
+def select_parameters(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The tensor names of the parameters that any of the patterns names: a parameter, a module that has it, a glob."""
+    parameters = graph.with_role("parameter")
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        found = [
+            t.name for t in parameters if any(fnmatchcase(n, p) for n in t.fqns for p in (pattern, f"{pattern}.*"))
+        ]
+        if not found:
+            names = [n for t in parameters for n in t.fqns]
+            close = get_close_matches(pattern.rstrip(".*"), names, n=4, cutoff=0.4) or names[:4]
+            raise NnscalerError(
+                "plan_illegal",
+                f"a rest step names {pattern!r}, which is no parameter and no module with parameters",
+                help=f"parameters of this model: {', '.join(close)}",
+            )
+        chosen.update(dict.fromkeys(found))
+    return tuple(t.name for t in parameters if t.name in chosen)
+
+
+def sharded_at_rest(layout: Layout, axis: int, sizes: Sequence[int], shape: Sequence[int]) -> Layout:
+    """`layout` with the tensor sharded over `axis` too: along the first dim that divides and that no other axis cuts,
+    else inside of one that another axis cuts, else into sizes that differ by one. As it is where no dim will do."""
+    cut: Mapping[int, list[tuple[Sharded, int]]] = {dim: [] for dim in range(len(shape))}
+    for state, parts in zip(layout, sizes, strict=True):
+        if isinstance(state, Sharded):
+            cut[state.dim].append((state, parts))
+    plain = [Sharded(dim) for dim in cut if not cut[dim]]
+    nested = [Sharded(dim, outer=max(s.outer * parts for s, parts in own)) for dim, own in cut.items() if own]
+    uneven = [replace(state, sizes=balanced(shape[state.dim], sizes[axis])) for state in plain]
+    for state in (*plain, *nested, *(state for state in uneven if state.sizes)):
+        made = (*layout[:axis], state, *layout[axis + 1 :])
+        if explain_illegal(made, sizes, shape) is None:
+            return made
+    return layout
