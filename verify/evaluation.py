@@ -18,7 +18,7 @@ from nnscaler.compile import PlanSource, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, SplitStep, Step
+from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 from verify.compare import difference, is_finite
 from verify.plan_prepare import Prepared
@@ -97,6 +97,8 @@ def _for_graph(plan: PlanSource, graph: Graph) -> PlanSource:
         elif isinstance(step, SplitStep | ReplicateStep | AssignStep | RecomputeStep):
             operations = _known(step.operations, graph)
             steps += [replace(step, operations=operations)] if operations else []
+        elif isinstance(step, RestStep):
+            steps.append(step)
     return replace(plan, steps=tuple(steps))
 
 

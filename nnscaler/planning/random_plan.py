@@ -5,7 +5,7 @@ Needs no policy, meets every row of the conversion table, and finds wrong annota
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -16,7 +16,7 @@ from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import step_of
 from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.choose import follow_batch
-from nnscaler.transform.plan import AssignStep, Axes, Plan, Step
+from nnscaler.transform.plan import AssignStep, Axes, Plan, RestStep, Step
 from nnscaler.transform.rules import explain_illegal_choices
 from nnscaler.transform.signature import Signature
 
@@ -33,7 +33,7 @@ def random_plan(
     """Every operation draws on every axis among whole, whole with deferred gradients, partial sums and splits.
 
     `mesh` may have `pp`: the stages are those of the policy `pipeline`. `stage_axes`: as in `Plan`, with other names
-    on other devices. Micro-batches follow the batch.
+    on other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis.
     """
     random = Random(seed)
     plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes))
@@ -52,7 +52,16 @@ def random_plan(
                 legal = (c for c in options if not explain_illegal_choices(graph, op, signature, (*made, c), axes))
                 made = (*made, next(legal))
                 steps.append(step_of((op.name,), axis[0], made[-1]))
-    return replace(plan, steps=tuple(steps))
+    return replace(plan, steps=(*steps, *_rests(graph, plan, Random(f"at rest {seed}"))))
+
+
+def _rests(graph: Graph, plan: Plan, random: Random) -> Iterator[RestStep]:
+    """Some parameters rest in shards over some axis, in every second plan."""
+    names = sorted({name for axes in plan.device_axes for name, _ in axes})
+    parameters = [tensor.fqns[0] for tensor in graph.with_role("parameter")]
+    if names and parameters and random.random() < 0.5:
+        for axis in random.sample(names, random.randint(1, min(len(names), 2))):
+            yield RestStep(tuple(random.sample(parameters, random.randint(1, len(parameters)))), axis)
 
 
 def _options(op: Operation, signature: Signature, candidates: Candidates) -> list[Choice]:

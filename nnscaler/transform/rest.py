@@ -38,7 +38,9 @@ def select_parameters(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
     chosen: dict[str, None] = {}
     for pattern in patterns:
         found = [
-            t.name for t in parameters if any(fnmatchcase(n, p) for n in t.fqns for p in (pattern, f"{pattern}.*"))
+            t.name
+            for t in parameters
+            if any(n == pattern or fnmatchcase(n, p) for n in t.fqns for p in (pattern, f"{pattern}.*"))
         ]
         if not found:
             names = [n for t in parameters for n in t.fqns]

@@ -11,7 +11,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, SplitStep, Step
+from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.signature import signatures
 
 
@@ -67,7 +67,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             yield _sized(plan, name, 2)
     if plan.micro_batches > 2:
         yield replace(plan, micro_batches=2)
-    for kind in (RecomputeStep, OrderStep):
+    for kind in (RecomputeStep, OrderStep, RestStep):
         if any(isinstance(step, kind) for step in plan.steps):
             yield replace(plan, steps=_without(plan.steps, kind))
 
@@ -80,5 +80,5 @@ def _sized(plan: Plan, axis: str, size: int) -> Plan:
     mesh = tuple((name, size if name == axis else old) for name, old in plan.mesh)
     if size > 1:
         return replace(plan, mesh=mesh)
-    steps = tuple(s for s in plan.steps if not (isinstance(s, SplitStep | ReplicateStep) and s.axis == axis))
+    steps = tuple(s for s in plan.steps if not (isinstance(s, SplitStep | ReplicateStep | RestStep) and s.axis == axis))
     return replace(plan, mesh=tuple((name, n) for name, n in mesh if n > 1 or name != axis), steps=steps)

@@ -43,9 +43,10 @@ from nnscaler.transform.signature import Signature, signatures
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
 _POLICIES = {"megatron": megatron, "sequence_parallel": sequence_parallel}
 _NUMBERS = ("dp", "tp", "pp", "micro_batches")
+_FLAGS = ("recompute", "zero")
 _KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys((*_ALONE, *_POLICIES), frozenset({"kind"})),
-    "sizes": frozenset({"kind", *_NUMBERS, "recompute"}),
+    "sizes": frozenset({"kind", *_NUMBERS, *_FLAGS}),
     "replicate": frozenset({"kind", "operations"}),
     "over_all_devices": frozenset({"kind", "operations"}),
     "together": frozenset({"kind", "operations"}),
@@ -113,9 +114,9 @@ def _operations(given: Any, place: str) -> Sequence[str]:
 
 
 def _number(name: str, value: Any, place: str) -> int | bool:
-    if name == "recompute" and isinstance(value, bool):
+    if name in _FLAGS and isinstance(value, bool):
         return value
-    if name != "recompute" and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if name not in _FLAGS and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    legal = "true or false" if name == "recompute" else "a whole number from 1 on"
+    legal = "true or false" if name in _FLAGS else "a whole number from 1 on"
     raise NnscalerError("plan_illegal", f"{place} (sizes): {name} is {value!r}", help=f"{name} is {legal}")

@@ -14,7 +14,8 @@ from nnscaler.transform.signature import Signature
 
 
 def sizes(**wanted: int | bool) -> Constraint:
-    """Fixed numbers: of `dp`, `tp`, `pp`, `micro_batches`, and whether to `recompute`."""
+    """Fixed numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and whether parameters rest in
+    shards over dp (`zero`)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in wanted.items()))
 

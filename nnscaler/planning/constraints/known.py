@@ -12,7 +12,7 @@ from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.transform.choose import choose
 from nnscaler.transform.layers import layers_of
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep
+from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, RestStep
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
@@ -31,8 +31,12 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
         )
     wanted = dict(plan.mesh)
     again = any(isinstance(step, RecomputeStep) for step in plan.steps)
+    zero = any(isinstance(step, RestStep) for step in plan.steps)
     sized = sizes(
-        **{name: wanted.get(name, 1) for name in ("dp", "tp", "pp")}, micro_batches=plan.micro_batches, recompute=again
+        **{name: wanted.get(name, 1) for name in ("dp", "tp", "pp")},
+        micro_batches=plan.micro_batches,
+        recompute=again,
+        zero=zero,
     )
     stages = [step for step in plan.steps if isinstance(step, AssignStep)]
     placed = {op.name: step.stages for step in stages for op in select(graph, step.operations)}
@@ -64,6 +68,8 @@ def _outside(plan: Plan, graph: Graph) -> str | None:
         return f"the schedule {plan.schedule} and {plan.chunks} stages per device"
     if any(isinstance(step, OrderStep) for step in plan.steps):
         return "an order of operations"
+    if any(isinstance(step, RestStep) and (step.axis != "dp" or "*" not in step.parameters) for step in plan.steps):
+        return "some parameters at rest in shards, or in those of another axis than dp"
     steps = [step for step in plan.steps if isinstance(step, RecomputeStep)]
     again = {op.name for step in steps for op in select(graph, step.operations)}
     layers = {name for layer in layers_of(graph) for name in layer.operations}

@@ -23,13 +23,14 @@ from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layered import Layered
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.sharding.pose import pose
+from nnscaler.planning.sharding.resting import gathering_rate
 from nnscaler.planning.solver.prices import bound_by_prices
 from nnscaler.planning.solver.problem import TooWide
 
 
 def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | None:
     """The chain in this configuration; None where the graph is none."""
-    chain = subject.chain(c.tp, c.parts)
+    chain = subject.chain(c.tp, c.parts, c.shards)
     if chain is None:
         return None
     if (c, memory) not in subject.layered:
@@ -49,15 +50,26 @@ def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 
     rough = subject.rough(c.tp, parts)
     if rough is None:
         return 0.0
-    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 else 0.0
-    sizes = [size * parts / c.parts for size in rough.chain.handed]
-    return rough.bound(c, memory, rate, _sent(subject, c, sizes))
+    sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
+    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
+    each = gathering(subject, c, subject.gathered(c, len(subject.layers) // 2)) if c.zero else 0.0
+    return rough.bound(c, memory, rate, each, sent)
+
+
+def gathering(subject: Subject, c: Configuration, size: float) -> float:
+    """Seconds at least in which a micro-batch gathers `size` bytes of parameters and scatters their gradients."""
+    return gathering_rate(subject.cost, c.places["dp"]) * size
+
+
+def gathering_all(subject: Subject, c: Configuration) -> float:
+    """The same of all parameters; 0 where they rest whole on dp."""
+    return gathering(subject, c, subject.gathered(c)) if c.zero else 0.0
 
 
 def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
     """The same from the shapes of its own micro-batches; where the graph is no chain, whatever the memory."""
     if subject.chain(c.tp, c.parts) is None:
-        return c.each * subject.fastest(c.tp, c.parts)
+        return c.each * (subject.fastest(c.tp, c.parts) + gathering_all(subject, c))
     return rough_bound(subject, c, memory, c.parts)
 
 
@@ -69,7 +81,7 @@ def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
     alike = subject.repeated_on(c.tp) is not None or c.pp == 1
     live = c.pp / sum(1 / min(c.micro_batches, c.pp - s) for s in range(c.pp)) if alike else 1.0
     weights = replace(weights_of(subject, c), live=live)
-    tables = subject.tables(c.tp, c.parts, short=True)
+    tables = subject.tables(c.tp, c.parts, c.shards, short=True)
     problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)
     try:
         return bound_by_prices(problem, memory * c.pp)

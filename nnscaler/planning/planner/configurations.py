@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from nnscaler.planning.cost.model import AxisPlace
 
@@ -12,27 +13,35 @@ from nnscaler.planning.cost.model import AxisPlace
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """`pp` counts pipeline devices, outermost in rank order; then come dp and tp. `recompute`: all layers or none are
-    run again in backward, or, where it is None, those for which it pays."""
+    run again in backward, or, where it is None, those for which it pays. `zero`: parameters rest in shards over dp."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     micro_batches: int = 1
     recompute: bool | None = False
+    zero: bool = False
 
     def __str__(self) -> str:
         sizes = " ".join(f"{n}={v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if v > 1)
+        sizes += " zero=3" * self.zero
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
 
     @property
     def order(self) -> tuple[int, ...]:
         """By which configurations that are alike otherwise are sorted."""
-        return self.dp, self.tp, self.pp, self.micro_batches, (None, False, True).index(self.recompute)
+        again = (None, False, True).index(self.recompute)
+        return self.dp, self.tp, self.pp, self.micro_batches, again, int(self.zero)
 
     @property
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """In how many shards over dp parameters rest."""
+        return self.dp if self.zero else 1
 
     @property
     def parts(self) -> int:
@@ -74,5 +83,5 @@ def configurations(ranks: int, batch: int, layers: int, each: bool = False) -> I
             if batch % dp or pp > max(layers, 1):
                 continue
             for micro_batches in divisors(batch // dp):
-                for recompute in again:
-                    yield Configuration(dp, tp, pp, micro_batches, recompute)
+                for recompute, zero in product(again, (False, True) if dp > 1 else (False,)):
+                    yield Configuration(dp, tp, pp, micro_batches, recompute, zero)

@@ -80,7 +80,7 @@ def weights_of(subject: Subject, c: Configuration) -> Weights:
 def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
     """The fastest choices that fit into `memory` bytes, or, where none is found, the last ones tried. None where it is
     proved that nothing fits. All layers are run again, or none."""
-    tables = subject.tables(c.tp, c.parts)
+    tables = subject.tables(c.tp, c.parts, c.shards)
     weights = weights_of(subject, c)
     problem = pose(tables, weights)
     solution = solve(problem)

@@ -205,9 +205,10 @@ class Rough:
             whole("summed"),
         )
 
-    def bound(self, c: Configuration, memory: float, rate: float, sent: Numbers) -> float:
-        """Seconds of a step; infinite where nothing fits. `rate`: seconds per byte of gradients summed over dp; `sent`:
-        by state of the cut, seconds in which a stage hands a micro-batch on."""
+    def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers) -> float:
+        """Seconds of a step; infinite where nothing fits. `rate`: seconds per byte of gradients summed over dp; `each`:
+        seconds in which a micro-batch gathers a layer's parameters; `sent`: by state of the cut, seconds in which a
+        stage hands a micro-batch on."""
         values, prices = self._values(most_of(c, self.layers), ends_of(c)), self._priced[1]
         if c.recompute is False:
             values = {kind: np.full_like(v, np.inf) if kind[2] != 0 else v for kind, v in values.items()}
@@ -217,10 +218,10 @@ class Rough:
         cut = {kind: found[: most + 1] for kind, found in values.items()}
         made = {}
         for stage in set(stages):
-            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices)
+            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.shards)
             summed = (counts - stage.first - stage.last) * floors.layer.summed
             summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
-            once = rate * summed / (c.micro_batches + c.pp - 1)
+            once = rate * summed / (c.micro_batches + c.pp - 1) + each * np.maximum(counts - 2, 0)
             made[stage] = part * bounds + once[:, None, None] + between(stage, sent, bounds.shape[-1])
         seconds = np.stack([made[stage] for stage in stages])
         found = best_cut(seconds, self.layers, c.micro_batches - 1)

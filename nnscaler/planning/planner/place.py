@@ -46,7 +46,7 @@ def evaluate_chain(subject: Subject, c: Configuration, memory: float) -> Evaluat
 def _placed(subject: Subject, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:
     """What a fill really takes."""
     c = layered.configuration
-    tables = subject.tables(c.tp, c.parts)
+    tables = subject.tables(c.tp, c.parts, c.shards)
     places = _places(tables, layered.chain, layered.layers)
     choices = [0] * len(tables.names)
     again: set[int] = set()

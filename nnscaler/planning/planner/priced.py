@@ -162,10 +162,17 @@ def values_of(
 
 
 def limited(
-    values: Mapping[Kind, Numbers], stage: Stage, live: float, floors: Floors, memory: float, prices: Prices
+    values: Mapping[Kind, Numbers],
+    stage: Stage,
+    live: float,
+    floors: Floors,
+    memory: float,
+    prices: Prices,
+    shards: int = 1,
 ) -> tuple[Numbers, NDArray[np.int64]]:
     """[layers, states, states]: bounds of the seconds of a stage, infinite where it cannot fit, and the number of the
-    price that says so: the best over prices, for the number of layers run again with which this is least."""
+    price that says so: the best over prices, for the number of layers run again with which this is least. What rests
+    is `shards` times as much in prices and floors as on a rank."""
     head, layer, tail = floors.head, floors.layer, floors.tail
     kinds = {
         number: table for (first, last, number), table in values.items() if (first, last) == (stage.first, stage.last)
@@ -186,10 +193,10 @@ def limited(
         room = memory - received - once
         kept = outside + (handed if number == ANY else np.maximum(whole - number * saved, handed))
         # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
-        most_kept = ((room - resting) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
-        most_resting = (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
+        most_kept = ((room - resting / shards) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
+        most_resting = shards * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
         value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
-        value[resting + live * kept > room] = np.inf
+        value[resting / shards + live * kept > room] = np.inf
         bound, by = value.max(axis=-1), value.argmax(axis=-1)
         if best is None:
             best, at = bound, by

@@ -13,16 +13,17 @@ from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.search import Search
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.tensor_parallel import steps_of
-from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, Step
+from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, RestStep, Step
 from nnscaler.transform.stages import StagePartition, partition_stages
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
-    "batch; recomputing all layers or none; cuts between layers that balance the stages; 1F1B"
+    "batch; recomputing all layers or none, or, of many equal ones, any; all parameters at rest whole on dp, or all in "
+    "shards (ZeRO-3); cuts between layers that balance the stages; 1F1B"
 )
 NOT_SEARCHED = (
     "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of "
-    "unlike meshes; sharding optimizer states (ZeRO); several versions of one tensor, "
+    "unlike meshes; sharding gradients or optimizer states alone (ZeRO-1, ZeRO-2); several versions of one tensor, "
     "each converted from where it is made; overlap of communication and computation"
 )
 
@@ -108,6 +109,8 @@ def plan_of(subject: Subject, found: Evaluated) -> Plan:
             groups.setdefault(tuple(cut.stage_of[op.name]), []).append(op.name)
         steps.extend(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
+    if c.zero:
+        steps.append(RestStep(("*",)))
     mesh = tuple((name, size) for name, size in (("dp", c.dp), ("tp", c.tp), ("pp", c.pp)) if size > 1)
     return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.cost.gradients import seconds_per_byte
-from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
+from nnscaler.planning.planner.bounds import bound_within, gathering_all, near_bound, rough_bound
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.layered import Least
@@ -118,7 +118,7 @@ def _queued(
             if subject.chain(c.tp, 1) is None:
                 continue
             contained.update((replace(c, recompute=False), replace(c, recompute=True)))
-        resting = min(resting, least.resting / c.pp)
+        resting = min(resting, least.resting / c.pp / c.shards)
         if may_fit(least, c, memory):
             queue.append((_bound(subject, least, c), 0, c.order, c))
         else:
@@ -139,11 +139,11 @@ def _result(
 def may_fit(least: Least, c: Configuration, memory: float) -> bool:
     """Whether the layers may fit, each kept once at least, however they are cut into stages."""
     kept = (least.kept if c.recompute is False else least.handed) / c.parts
-    return least.resting + kept <= memory * c.pp
+    return least.resting / c.shards + kept <= memory * c.pp
 
 
 def _bound(subject: Subject, least: Least, c: Configuration) -> float:
     """Seconds of a step."""
-    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 else 0.0
+    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
-    return c.each * once / c.parts + rate * least.summed / c.pp
+    return c.each * (once / c.parts + gathering_all(subject, c)) + rate * least.summed / c.pp

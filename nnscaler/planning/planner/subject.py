@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.constraints.constraint import Constraint
@@ -50,13 +51,14 @@ class Subject:
     layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
-    _builders: dict[tuple[int, int], TableBuilder] = field(default_factory=dict)
-    _tables: dict[tuple[int, int, bool], Tables] = field(default_factory=dict)
+    _builders: dict[tuple[int, int, int], TableBuilder] = field(default_factory=dict)
+    _tables: dict[tuple[int, int, int, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
-    _chains: dict[tuple[int, int], Chain | None] = field(default_factory=dict)
+    _chains: dict[tuple[int, int, int], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
+    _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -149,8 +151,8 @@ class Subject:
         self._options[parts] = {n: same.setdefault(made, made) for n, made in left.items()}
         return self._options[parts]
 
-    def _builder(self, tp: int, parts: int) -> TableBuilder:
-        key = (tp, parts)
+    def _builder(self, tp: int, parts: int, shards: int = 1) -> TableBuilder:
+        key = (tp, parts, shards)
         if key not in self._builders:
             places = {"tp": AxisPlace(tp), "dp": AxisPlace(parts, tp)}
             if parts not in self._settings:
@@ -161,29 +163,31 @@ class Subject:
             options = [self.options(tp)] if tp > 1 else []
             strategies = Strategies(self.graph, self.signatures, setting, options)
             pairs = tuple(pair for group in self.constraint.together for pair in pairwise(group))
+            rests = AxisPlace(shards, tp) if shards > 1 else None
             self._builders[key] = TableBuilder(
-                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups, pairs
+                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups, pairs, rests
             )
         return self._builders[key]
 
-    def tables(self, tp: int, parts: int, short: bool = False) -> Tables:
+    def tables(self, tp: int, parts: int, shards: int = 1, short: bool = False) -> Tables:
         """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
-        rank sees the same shapes. `short`: without layers that the window stands for, where there is one."""
+        rank sees the same shapes. `shards`: of the parameters over dp. `short`: without layers that the window stands
+        for, where there is one."""
         repeated = self.repeated_on(tp) if short else None
-        key = (tp, parts, repeated is not None)
+        key = (tp, parts, shards, repeated is not None)
         if key not in self._tables:
             only = None if repeated is None else self._short(repeated.window)
-            self._tables[key] = self._builder(tp, parts).build(only)
+            self._tables[key] = self._builder(tp, parts, shards).build(only)
         return self._tables[key]
 
-    def chain(self, tp: int, parts: int) -> Chain | None:
+    def chain(self, tp: int, parts: int, shards: int = 1) -> Chain | None:
         """The same as three pieces, where all layers but the first and the last are alike."""
-        key = (tp, parts)
+        key = (tp, parts, shards)
         if self.repeated_on(tp) is None:
             return None
         if key not in self._chains:
             count = len(self.layers)
-            tables = self._builder(tp, parts).build(shown(self.graph, self.groups, count))
+            tables = self._builder(tp, parts, shards).build(shown(self.graph, self.groups, count))
             self._chains[key] = find_chain(tables, self.items_of(tables), count)
         return self._chains[key]
 
@@ -203,6 +207,19 @@ class Subject:
             op = graph.by_name.get(name) if name in tables.strategies else graph.producers.get(name)
             found.append(self.items[(op or graph.consumers[name][0][0]).name])
         return found
+
+    def gathered(self, c: Configuration, layer: int | None = None) -> float:
+        """Bytes at least of the parameters (None: of all, else of those that only this layer reads) that a rank of tp
+        gathers where they rest in shards over dp. Those that may be too small to be cut are not counted."""
+        key = (c.dp * c.tp, layer)
+        if key not in self._gathered:
+            found = 0.0
+            for tensor in self.graph.with_role("parameter"):
+                readers = {self.groups.get(op.name, -1) for op, _ in self.graph.consumers[tensor.name]}
+                if readers and max(tensor.shape, default=0) >= key[0] and (layer is None or readers == {layer}):
+                    found += tensor.elements * element_bytes(tensor.dtype)
+            self._gathered[key] = found
+        return self._gathered[key] / c.tp
 
     def least(self, tp: int) -> Least:
         """What no choices come below, in whatever parts the batch goes through."""

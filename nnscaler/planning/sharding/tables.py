@@ -25,12 +25,14 @@ from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharde
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.planning.cost.memory import parameter_memory
-from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import Kept
+from nnscaler.planning.sharding.resting import Resting, resting_of
 from nnscaler.planning.sharding.setting import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
+from nnscaler.transform.kept import kept_slots
 from nnscaler.transform.signature import Signature
 
 Column = NDArray[np.float64]
@@ -66,7 +68,8 @@ class Tables:
 @dataclass
 class TableBuilder:
     """Makes the tables of one graph in one setting. `kept`: what `memory.kept_by` found; `groups`: the number of an
-    operation's layer; `together`: pairs of operations whose choices on the first axis are to be the same."""
+    operation's layer; `together`: pairs of operations whose choices on the first axis are to be the same; `shards`: the
+    ranks of dp over which parameters rest in shards, None where they rest whole there."""
 
     graph: Graph
     signatures: Mapping[str, Signature]
@@ -76,6 +79,7 @@ class TableBuilder:
     kept: Mapping[str, tuple[Kept, ...]]
     groups: Mapping[str, int]
     together: tuple[tuple[str, str], ...] = ()
+    shards: AxisPlace | None = None
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -160,10 +164,10 @@ class TableBuilder:
         leaving: tuple[bool, ...],
     ) -> Columns:
         outputs = [None if n is None else self.graph.tensors[n] for n in op.outputs]
-        numbers, leaves = zip(*(self._row(op, s, inputs, outputs, leaving) for s in strategies), strict=True)
+        numbers, sums = zip(*(self._row(op, s, inputs, outputs, leaving) for s in strategies), strict=True)
         summed: dict[str, Column] = {}
         for name, _ in self.setting.axes[:-1]:
-            summed[name] = np.array([sum(self._summed(t, n).get(name, 0.0) for t, n in found) for found in leaves])
+            summed[name] = np.array([sum(one.get(name, 0.0) for one in found) for found in sums])
         forward, backward, resting, kept, handed = np.array(numbers, dtype=np.float64).T.copy()
         return Columns(
             forward, backward, resting, kept, handed, {name: column for name, column in summed.items() if column.any()}
@@ -176,8 +180,8 @@ class TableBuilder:
         inputs: Sequence[tuple[LogicalTensor, bool]],
         outputs: Sequence[LogicalTensor | None],
         leaving: tuple[bool, ...],
-    ) -> tuple[tuple[float, ...], list[tuple[LogicalTensor, Layout]]]:
-        """The numbers of `Columns`, and how the parameters lie that are read here alone."""
+    ) -> tuple[tuple[float, ...], list[dict[str, float]]]:
+        """The numbers of `Columns`, and of each parameter that is read here alone, what is summed of its gradient."""
         setting = self.setting
         shapes_in = [setting.local(n, t.shape) for (t, _), n in zip(inputs, strategy.needs, strict=True)]
         shapes_out = [
@@ -188,19 +192,23 @@ class TableBuilder:
         forward, backward = self.cost.compute(self.signatures[op.name], shapes_in, shapes_out, dtype)
         if not any(t.needs_grad for t in made):
             backward = 0.0
-        resting = 0.0
-        leaves: list[tuple[LogicalTensor, Layout]] = []
-        for (tensor, alone), need in zip(inputs, strategy.needs, strict=True):
+        resting = gathered = 0.0
+        sums: list[dict[str, float]] = []
+        for slot, ((tensor, alone), need) in enumerate(zip(inputs, strategy.needs, strict=True)):
             if tensor.role == "parameter" and alone:
                 leaf = _leaf_of(tensor, need)
                 backward += self.conversions.seconds(tensor, leaf, need)
-                leaves.append((tensor, leaf))
-                resting += self._rests(tensor, leaf)
+                apart = self._apart(tensor, leaf)
+                sums.append(self._summed(tensor, leaf, apart))
+                resting += self._rests(tensor, leaf) if apart is None else apart.bytes
+                if apart is not None:
+                    forward, backward = forward + apart.forward, backward + apart.backward
+                    gathered += apart.gathered if slot in self._kept_slots(op) else 0.0
             elif tensor.role in ("buffer", "constant", "input"):
                 fed = tuple(s if isinstance(s, Sharded) and tensor.role == "input" else INVARIANT for s in need)
                 forward += self.conversions.seconds(tensor, fed, need)
                 resting += self._rests(tensor, fed) if tensor.role != "input" and alone else 0.0
-        kept = sum(
+        kept = gathered + sum(
             prod(shapes_in[k.slot]) * k.ratio * element_bytes(inputs[k.slot][0].dtype) for k in self.kept[op.name]
         )
         handed = sum(
@@ -208,7 +216,12 @@ class TableBuilder:
             for t, shape, leaves_layer in zip(outputs, shapes_out, leaving, strict=True)
             if t is not None and shape is not None and leaves_layer
         )
-        return (forward, backward, resting, kept, handed), leaves
+        return (forward, backward, resting, kept, handed), sums
+
+    def _kept_slots(self, op: Operation) -> tuple[int, ...]:
+        """The inputs that backward reads."""
+        grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
+        return tuple(kept_slots(op.operator, self.signatures[op.name].linear, grads))
 
     # -- tensors and parameters that several places read
 
@@ -221,16 +234,21 @@ class TableBuilder:
         key = (tensor.role, tensor.shape, tensor.dtype, tensor.needs_grad, id(layouts), leaves)
         if key not in self._columns:
             zero = np.zeros(len(layouts))
-            rests, summed, handed = zero, {}, zero
+            forward, backward, kept, rests, summed, handed = zero, zero, zero, zero, {}, zero
             if leaves:
                 each = element_bytes(tensor.dtype)
                 handed = np.array([float(prod(self.setting.local(x, tensor.shape)) * each) for x in layouts])
             if tensor.role == "parameter":
-                rests = np.array([self._rests(tensor, leaf) for leaf in layouts])
-                found = [self._summed(tensor, leaf) for leaf in layouts]
+                apart = [self._apart(tensor, leaf) for leaf in layouts]
+                pairs = list(zip(layouts, apart, strict=True))
+                rests = np.array([self._rests(tensor, leaf) if a is None else a.bytes for leaf, a in pairs])
+                forward, backward, kept = np.array(
+                    [(0.0, 0.0, 0.0) if a is None else (a.forward, a.backward, a.gathered) for a in apart]
+                ).T.copy()
+                found = [self._summed(tensor, leaf, a) for leaf, a in pairs]
                 names = {name for sums in found for name in sums}
                 summed = {name: np.array([sums.get(name, 0.0) for sums in found]) for name in sorted(names)}
-            self._columns[key] = Columns(zero, zero, rests, zero, handed, summed)
+            self._columns[key] = Columns(forward, backward, rests, kept, handed, summed)
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
@@ -309,13 +327,21 @@ class TableBuilder:
         elements = prod(self.setting.local(layout, tensor.shape))
         return float(parameter_memory(elements, tensor.dtype, trainable=tensor.needs_grad).total)
 
-    def _summed(self, tensor: LogicalTensor, leaf: Layout) -> dict[str, float]:
+    def _apart(self, tensor: LogicalTensor, leaf: Layout) -> Resting | None:
+        """The shards that a parameter rests in; None where it rests whole on dp."""
+        if self.shards is None:
+            return None
+        return resting_of(tensor, leaf, self.setting, self.shards, self.cost)
+
+    def _summed(self, tensor: LogicalTensor, leaf: Layout, apart: Resting | None) -> dict[str, float]:
         """By axis, the bytes of this gradient that are added up over it at the end of a step."""
         if not tensor.needs_grad:
             return {}
-        size = float(element_bytes(gradient_dtype(tensor.dtype)) * prod(self.setting.local(leaf, tensor.shape)))
+        elements = prod(self.setting.local(leaf, tensor.shape)) if apart is None else apart.elements
+        size = float(element_bytes(gradient_dtype(tensor.dtype)) * elements)
         pairs = zip(self.setting.axes[:-1], leaf[:-1], strict=True)
-        return {name: size for (name, _), state in pairs if isinstance(state, Replicated)}
+        over = (name for (name, _), state in pairs if isinstance(state, Replicated))
+        return {name: size for name in over if apart is None or name != "dp"}
 
 
 def _leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:

@@ -31,7 +31,17 @@ def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tupl
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe", "t5_hf"])
-@pytest.mark.parametrize("c", [Configuration(dp=4), Configuration(dp=2, tp=2), Configuration(tp=4)], ids=str)
+@pytest.mark.parametrize(
+    "c",
+    [
+        Configuration(dp=4),
+        Configuration(dp=2, tp=2),
+        Configuration(tp=4),
+        Configuration(dp=3, zero=True),
+        Configuration(dp=2, tp=2, zero=True),
+    ],
+    ids=str,
+)
 def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
     found, program, held = programmed(name, c)
     assert program.seconds - program.beside[0] == pytest.approx(found.seconds, rel=1e-9)
@@ -47,6 +57,8 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
         Configuration(pp=4, micro_batches=4),
         Configuration(dp=2, tp=2, micro_batches=3),
         Configuration(dp=2, pp=2, micro_batches=2, recompute=True),
+        Configuration(dp=4, micro_batches=2, recompute=True, zero=True),
+        Configuration(dp=2, pp=2, micro_batches=2, zero=True),
     ],
     ids=str,
 )

@@ -1,0 +1,52 @@
+"""What a parameter costs that rests in shards over dp (ZeRO-3): less memory, for a gather before it is read and a
+scattered sum of its gradient, in every micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from nnscaler.ir.dtype import element_bytes
+from nnscaler.ir.layout import INVARIANT, Layout, Sharded, local_shape
+from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.planning.cost.memory import parameter_memory
+from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.sharding.setting import Setting
+from nnscaler.transform.rest import sharded_at_rest
+
+LARGE = 2.0**40  # bytes, of which latency is no part
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """`bytes`: at rest; `elements`: of the shard; `gathered`: bytes of what is read; seconds to gather it, `forward`,
+    and to sum and scatter its gradient, `backward`."""
+
+    bytes: float
+    elements: int
+    gathered: float
+    forward: float
+    backward: float
+
+
+def resting_of(
+    tensor: LogicalTensor, leaf: Layout, setting: Setting, shards: AxisPlace, cost: CostModel
+) -> Resting | None:
+    """Of a parameter whose leaf would lie so, over `shards` of the axis dp; None where it cannot be cut."""
+    names = [name for name, _ in setting.axes]
+    axis = names.index("dp")
+    sizes = (*setting.sizes[:axis], shards.size, *setting.sizes[axis + 1 :])
+    whole = tuple(state if isinstance(state, Sharded) else INVARIANT for state in leaf)
+    layout = sharded_at_rest(whole, axis, sizes, tensor.shape)
+    if layout == whole:
+        return None
+    elements = prod(local_shape(layout, sizes, tensor.shape))
+    gathered = prod(local_shape(whole, sizes, tensor.shape)) * element_bytes(tensor.dtype)
+    held = parameter_memory(elements, tensor.dtype, trainable=tensor.needs_grad)
+    back = cost.collective("reduce_scatter", gathered, shards) if tensor.needs_grad else 0.0
+    return Resting(float(held.total), elements, float(gathered), cost.collective("all_gather", gathered, shards), back)
+
+
+def gathering_rate(cost: CostModel, shards: AxisPlace) -> float:
+    """Seconds at least per byte of a parameter that is gathered, and whose gradient is summed and scattered."""
+    return (cost.collective("all_gather", LARGE, shards) + cost.collective("reduce_scatter", LARGE, shards)) / LARGE
