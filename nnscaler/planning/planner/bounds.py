@@ -58,7 +58,10 @@ def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 
 
 def gathering(subject: Subject, c: Configuration, size: float) -> float:
     """Seconds at least in which a micro-batch gathers `size` bytes of parameters and scatters their gradients."""
-    return gathering_rate(subject.cost, c.places["dp"]) * size
+    place = c.places["dp"]
+    if place not in subject.gathering:
+        subject.gathering[place] = gathering_rate(subject.cost, place)
+    return subject.gathering[place] * size
 
 
 def gathering_all(subject: Subject, c: Configuration) -> float:

@@ -18,9 +18,11 @@ from nnscaler.ir.graph import Graph
 from nnscaler.planning.planner.lean import Kept, lean
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.eliminate import Elimination, Factor, run_elimination, substitute
-from nnscaler.planning.solver.order import find_order
+from nnscaler.planning.solver.order import Order, find_order
+from nnscaler.planning.solver.problem import TooWide
 
 WIDE = 64  # joint choices of a cut, and of hubs, that are worth it
+PRICES = 320  # at which a piece may be eliminated at once
 
 Numbers = NDArray[np.float64]
 
@@ -42,7 +44,7 @@ class Piece:
 class Chain:
     """`tables` have the operations of `shown`, and of each node the strategies `kept`, by number among all. `hubs`:
     nodes before the layers that several pieces read. `entry`: by joint choice of the cut after the head, that of a cut
-    between layers which means the same."""
+    between layers which means the same. `orders`: in which the pieces are eliminated."""
 
     tables: Tables
     kept: Kept
@@ -51,6 +53,7 @@ class Chain:
     tail: Piece
     hubs: tuple[int, ...]
     entry: tuple[int, ...]
+    orders: tuple[Order, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,18 +101,16 @@ class Priced:
 
 
 def price(chain: Chain, piece: Piece, nodes: Mapping[int, Numbers]) -> Priced:
-    """Eliminates a piece, whose nodes cost `nodes` [choices, prices]. Raises TooWide."""
+    """Eliminates a piece, whose nodes cost `nodes` [choices, prices], of which there are no more than PRICES."""
     sizes = chain.sizes
     number = len(sizes)  # of the price as a variable
     count = next(iter(nodes.values())).shape[1]
     tables = chain.tables
     factors = [Factor((node, number), nodes[node]) for node in piece.nodes]
     factors += [Factor((first, second), table) for first, second, table in (tables.edges[i] for i in piece.edges)]
-    keep = (*piece.hubs, *piece.before, *piece.after, number)
-    variables = [node for node in piece.nodes if node not in keep]
-    every = (*sizes, count)
-    order = find_order([f.scope for f in factors], variables, every, keep=keep)
-    elimination = run_elimination(factors, order, every)
+    pieces = (chain.head, chain.layer, chain.tail)
+    order = next(order for order, other in zip(chain.orders, pieces, strict=True) if other is piece)
+    elimination = run_elimination(factors, order, (*sizes, count))
     shape = [prod(sizes[n] for n in nodes_) for nodes_ in (piece.hubs, piece.before, piece.after)]
     table = elimination.table().reshape(*shape, count)
     if piece is not chain.head:
@@ -117,6 +118,15 @@ def price(chain: Chain, piece: Piece, nodes: Mapping[int, Numbers]) -> Priced:
     states = np.full((shape[0], shape[1], chain.width, count), np.inf)
     states[:, :, list(chain.entry)] = table
     return Priced(piece, elimination, states, sizes, chain.entry)
+
+
+def _order(tables: Tables, piece: Piece) -> Order:
+    """In which a piece is eliminated at PRICES prices. Raises TooWide."""
+    sizes = tuple(len(columns.forward) for columns in tables.columns)
+    number = len(sizes)
+    scopes = [(node, number) for node in piece.nodes] + [tables.edges[i][:2] for i in piece.edges]
+    keep = (*piece.hubs, *piece.before, *piece.after, number)
+    return find_order(scopes, [node for node in piece.nodes if node not in keep], (*sizes, PRICES), keep=keep)
 
 
 def shown(graph: Graph, groups: Mapping[str, int], layers: int) -> frozenset[str]:
@@ -139,7 +149,7 @@ def shown(graph: Graph, groups: Mapping[str, int], layers: int) -> frozenset[str
 
 def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | None:
     """`items`: of every node, as `Subject.items` counts. None where the graph is no such chain, or where its pieces
-    touch in too many choices."""
+    touch in too many choices, or have tables that are too wide."""
     groups, model = tables.groups, layers // 2 + 1
     inside: dict[int, list[int]] = {group: [] for group in range(layers)}
     for node, group in enumerate(groups):
@@ -175,10 +185,14 @@ def find_chain(tables: Tables, items: Sequence[int], layers: int) -> Chain | Non
     shared = {node for piece in pieces for node in (*piece.before, *piece.after, *hubs)}
     inner = {node for piece in pieces for node in piece.nodes} - shared
     smaller, kept = lean(tables, set(range(len(tables.names))) - inner)
-    chain = Chain(smaller, kept, *pieces, hubs, entry)
-    if chain.width > WIDE or prod(chain.sizes[hub] for hub in hubs) > WIDE:
+    width, choices = (prod(len(smaller.columns[node].forward) for node in nodes) for nodes in (layer.before, hubs))
+    if width > WIDE or choices > WIDE:
         return None
-    return chain
+    try:
+        orders = tuple(_order(smaller, piece) for piece in pieces)
+    except TooWide:
+        return None
+    return Chain(smaller, kept, *pieces, hubs, entry, orders)
 
 
 def _touching(tables: Tables, nodes: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ class Subject:
     cost: CostModel
     constraint: Constraint = FREE
     layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
+    gathering: dict[AxisPlace, float] = field(default_factory=dict)  # seconds per byte over the ranks of a dp axis
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
     _builders: dict[tuple[int, int, int], TableBuilder] = field(default_factory=dict)

@@ -10,11 +10,11 @@ from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, local_shape
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.planning.cost.memory import parameter_memory
-from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.sharding.setting import Setting
 from nnscaler.transform.rest import sharded_at_rest
 
-LARGE = 2.0**40  # bytes, of which latency is no part
+SIZES = tuple(2.0**n for n in range(10, 42, 2))  # bytes; of the largest, latency is no part
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +48,7 @@ def resting_of(
 
 
 def gathering_rate(cost: CostModel, shards: AxisPlace) -> float:
-    """Seconds at least per byte of a parameter that is gathered, and whose gradient is summed and scattered."""
-    return (cost.collective("all_gather", LARGE, shards) + cost.collective("reduce_scatter", LARGE, shards)) / LARGE
+    """Seconds at least per byte of a parameter that is gathered, and whose gradient is summed and scattered. Measured
+    links may be fastest at some size in the middle."""
+    kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+    return sum(min(cost.collective(kind, size, shards) / size for size in SIZES) for kind in kinds)

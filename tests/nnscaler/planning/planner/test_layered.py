@@ -21,6 +21,7 @@ from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.search import search
 from nnscaler.planning.planner.spread import best_cut
 from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.solver import order as orders
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import deep, subject_of
@@ -56,6 +57,16 @@ def test_what_is_a_chain() -> None:
     assert subject_of(deep(9), 4).chain(2, 1) is not None
     assert subject_of("gpt", 4).chain(2, 1) is None  # few layers
     assert subject_of("moe", 4).chain(2, 1) is None
+
+
+def test_what_is_too_wide_for_a_chain_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    chained = search(subject_of(deep(9), 2), 2, PLENTY)
+    monkeypatch.setattr(orders, "CAP", 2**14)  # as if the layers met in many choices
+    subject = subject_of(deep(9), 2)
+    assert subject.chain(2, 1) is None
+    plain = search(subject, 2, PLENTY)
+    assert chained.best is not None and plain.best is not None
+    assert plain.best.seconds == pytest.approx(chained.best.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("cluster", ["h100x8", pytest.param("ethernet10g", marks=pytest.mark.long)])

@@ -7,10 +7,12 @@ from math import inf
 import numpy as np
 import pytest
 
+from nnscaler.planning.solver import solve as front
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import optimise, relax
 from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, evaluate, memory_of
 from nnscaler.planning.solver.reduce import reduce_problem
+from nnscaler.planning.solver.solve import solve
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 
 
@@ -72,6 +74,25 @@ def test_a_program_begins_with_a_start() -> None:
     best = eliminate(problem)
     found = optimise(problem, start=best.choices)
     assert found is not None and found.value == pytest.approx(best.value, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_reduced_first_has_the_same_optimum(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(12):
+        problem = random_problem(seed, shape)
+        plain = solve(problem)
+        with monkeypatch.context() as patch:
+            patch.setattr(front, "WORTH", 0.0)
+            reduced = solve(problem)
+        assert plain.value == pytest.approx(reduced.value, rel=1e-12) == evaluate(problem, reduced.choices)
+        assert reduced.bound <= reduced.value
+
+
+def test_equal_layers_stay_equal_when_they_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layered(np.random.default_rng(5), 40, interior=4, most=6, hubs=1, cuts=2)
+    monkeypatch.setattr(front, "WORTH", 0.0)
+    found = solve(problem)
+    assert found.how == "folding" and found.value == pytest.approx(eliminate(problem).value, rel=1e-12)
 
 
 def test_reduction_keeps_arrays_shared() -> None:
