@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from nnscaler.transform.signature import Signature
 
 SHOWN = 8  # operations with the same difference that are named
-_WORDS = {"split": "split", "stage": "stage", "recomputed": "computed again in backward"}
+_WORDS = {
+    "split": "split",
+    "stage": "stage",
+    "recomputed": "computed again in backward",
+    "at rest": "parameters at rest",
+}
 
 
 def other_plan(path: Path, ranks: int) -> Plan:

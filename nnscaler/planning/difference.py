@@ -10,7 +10,8 @@ from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`kind`: "split", "stage" or "recomputed"; how the operation was run `before`, and how it is `now`."""
+    """`kind`: "split", "stage" or "recomputed", how the operation was run `before`, and how it is `now`; or "at rest",
+    of a parameter."""
 
     kind: str
     operation: str
@@ -28,6 +29,11 @@ def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Differ
             old, new = describe(before, op.name), describe(now, op.name)
             if old != new:
                 found.append(Difference(kind, op.name, old, new))
+    for tensor in now.graph.with_role("parameter"):
+        old, new = (" and ".join(graph.at_rest.get(tensor.name, ())) for graph in (before, now))
+        if old != new:
+            told = [f"in shards over {axes}" if axes else "as it is read" for axes in (old, new)]
+            found.append(Difference("at rest", tensor.fqns[0], *told))
     return tuple(found)
 
 
