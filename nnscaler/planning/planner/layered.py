@@ -219,9 +219,10 @@ class Rough:
         made = {}
         for stage in set(stages):
             bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.shards)
-            summed = (counts - stage.first - stage.last) * floors.layer.summed
+            middle = counts - stage.first - stage.last
+            summed = middle * floors.layer.summed
             summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
-            once = rate * summed / (c.micro_batches + c.pp - 1) + each * np.maximum(counts - 2, 0)
+            once = rate * summed / (c.micro_batches + c.pp - 1) + each * np.maximum(middle, 0)
             made[stage] = part * bounds + once[:, None, None] + between(stage, sent, bounds.shape[-1])
         seconds = np.stack([made[stage] for stage in stages])
         found = best_cut(seconds, self.layers, c.micro_batches - 1)

@@ -211,13 +211,14 @@ class Subject:
 
     def gathered(self, c: Configuration, layer: int | None = None) -> float:
         """Bytes at least of the parameters (None: of all, else of those that only this layer reads) that a rank of tp
-        gathers where they rest in shards over dp. Those that may be too small to be cut are not counted."""
-        key = (c.dp * c.tp, layer)
+        gathers where they rest in shards over dp. Counted are those that can be cut whichever dim tp cuts."""
+        key = (c.dp, layer)
         if key not in self._gathered:
             found = 0.0
             for tensor in self.graph.with_role("parameter"):
                 readers = {self.groups.get(op.name, -1) for op, _ in self.graph.consumers[tensor.name]}
-                if readers and max(tensor.shape, default=0) >= key[0] and (layer is None or readers == {layer}):
+                large = sum(size >= c.dp for size in tensor.shape) > 1
+                if readers and large and (layer is None or readers == {layer}):
                     found += tensor.elements * element_bytes(tensor.dtype)
             self._gathered[key] = found
         return self._gathered[key] / c.tp
