@@ -96,27 +96,31 @@ def _find_plan(
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
     subject = Subject(graph, signatures, model, constraint or FREE)
-    excluded: set[Configuration] = set()
+    known: dict[tuple[int, int], str | None] = {}
 
     def allowed(c: Configuration) -> bool:
-        return c not in excluded and (constraint is None or (constraint.permits(c) and _may_be_cut(subject, c)))
+        return constraint is None or (constraint.permits(c) and _may_be_cut(subject, c))
 
-    while True:
-        try:
-            found = search(subject, cluster.devices, limit, allowed, progress)
-        except (Infeasible, NnscalerError) as error:
-            raise _without_choice(subject, constraint, cluster, error) from None
-        if found.best is None:
-            if found.too_large and not found.solved and found.least <= limit:
-                progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
-                found = replace(found, solved=_least_that_fits(subject, cluster, limit, allowed))
-            raise _nothing(subject, found, cluster, limit, constraint)
-        problem = _refused(subject, found.best.configuration)
-        if problem is None:
-            made = plan_of(subject, found.best)
-            return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
-        progress(f"{found.best.configuration}: {problem}")
-        excluded.add(found.best.configuration)
+    def impossible(c: Configuration) -> str | None:
+        key = (c.dp, c.micro_batches)
+        if key not in known:
+            known[key] = _refused(subject, c)
+        return known[key]
+
+    def look(most: float, told: Progress) -> Search:
+        return search(subject, cluster.devices, most, allowed, told, impossible)
+
+    try:
+        found = look(limit, progress)
+    except (Infeasible, NnscalerError) as error:
+        raise _without_choice(subject, constraint, cluster, error) from None
+    if found.best is None:
+        if found.too_large and not found.solved and found.least <= limit:
+            progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
+            found = replace(found, solved=_least_that_fits(lambda most: look(most, lambda _: None), limit))
+        raise _nothing(subject, found, cluster, limit, constraint)
+    made = plan_of(subject, found.best)
+    return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
 
 
 def _refused(subject: Subject, c: Configuration) -> str | None:
@@ -134,21 +138,20 @@ def _may_be_cut(subject: Subject, c: Configuration) -> bool:
     return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
 
 
-def _least_that_fits(
-    subject: Subject, cluster: Cluster, limit: float, allowed: Callable[[Configuration], bool]
-) -> tuple[Evaluated, ...]:
-    """A plan for a limit of memory that is hardly larger than the least that has one; none where it is very large."""
+def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Evaluated, ...]:
+    """A plan for a limit of memory that is hardly larger than the least that has one; none where it is very large.
+    `look`: searches within a limit."""
     fits: Evaluated | None = None
     low, high = limit, 2 * limit
     for _ in range(DOUBLINGS):
-        fits = search(subject, cluster.devices, high, allowed).best
+        fits = look(high).best
         if fits is not None:
             break
         low, high = high, 2 * high
     for _ in range(HALVINGS if fits is not None else 0):
         assert fits is not None
         middle = (low * min(high, fits.memory)) ** 0.5
-        found = search(subject, cluster.devices, middle, allowed).best
+        found = look(middle).best
         low, high, fits = (low, middle, found) if found is not None else (middle, high, fits)
     return () if fits is None else (fits,)
 

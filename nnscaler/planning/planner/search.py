@@ -56,8 +56,10 @@ def search(
     memory: float,
     permitted: Callable[[Configuration], bool] = lambda _: True,
     progress: Progress = lambda _: None,
+    impossible: Callable[[Configuration], str | None] = lambda _: None,
 ) -> Search:
-    """The best configuration of `ranks`, each with `memory` bytes, among those permitted.
+    """The best configuration of `ranks`, each with `memory` bytes, among those permitted. `impossible`: why there is no
+    program for one, which is asked when it would be solved, and takes time.
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
     Infeasible where no choices go together.
@@ -81,6 +83,10 @@ def search(
                 heapq.heappush(queue, (max(bound, within), depth + 1, order, c))
             else:
                 too_large += 1
+            continue
+        reason = impossible(c)
+        if reason is not None:
+            progress(f"{c}: {reason}")
             continue
         chained = subject.chain(c.tp, c.parts) is not None
         found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)

@@ -1,7 +1,7 @@
-"""The Lagrangian bound under a budget at many prices of memory, from one elimination.
+"""The Lagrangian bound under a budget at many prices of memory at once.
 
-The price is a variable that is kept: every table of a node has it as an axis. That costs little more than one price
-does, since most of the time goes into the many small tables and not into their entries.
+The price is one more node, with an edge to every other one, and what is asked for is the best value with it fixed to
+each of its strategies. Equal layers are folded, as they are where the price is given: it is a hub of theirs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from math import inf
 
 import numpy as np
 
-from nnscaler.planning.solver.eliminate import Factor, run_elimination
+from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.hull import ROUNDING
-from nnscaler.planning.solver.order import find_order
-from nnscaler.planning.solver.problem import Problem, Table, memory_floor
+from nnscaler.planning.solver.problem import Edge, Node, Problem, Table, memory_floor
 
 LOW, HIGH, COUNT = 1 / 64, 64.0, 12  # of the prices, in prices at which the budget costs what the fastest nodes do
 
@@ -25,18 +24,14 @@ def bound_by_prices(problem: Problem, budget: float) -> float:
         return inf
     base = sum(float(node.cost.min()) for node in problem.nodes) / max(budget, 1.0)
     prices = np.append(0.0, base * np.geomspace(LOW, HIGH, COUNT)) if 0.0 < base < inf else np.zeros(1)
-    number = len(problem.nodes)  # of the price as a variable
-    shared: dict[tuple[int, int], Table] = {}
-    factors = []
+    number = len(problem.nodes)  # of the price as a node
+    shared: dict[int, Table] = {}
+    edges = list(problem.edges)
     for index, node in enumerate(problem.nodes):
-        key = (id(node.cost), id(node.memory))
-        if key not in shared:
-            memory = np.zeros(1) if node.memory is None else node.memory
-            shared[key] = node.cost[:, None] + memory[:, None] * prices
-        factors.append(Factor((index, number), shared[key]))
-    factors += [Factor((edge.first, edge.second), edge.cost) for edge in problem.edges]
-    sizes = (*problem.sizes, len(prices))
-    order = find_order([factor.scope for factor in factors], range(number), sizes, keep=(number,))
-    values = run_elimination(factors, order, sizes).table()
+        if node.memory is not None:
+            if id(node.memory) not in shared:
+                shared[id(node.memory)] = node.memory[:, None] * prices
+            edges.append(Edge(index, number, shared[id(node.memory)]))
+    values = min_marginal(Problem((*problem.nodes, Node("price", np.zeros(len(prices)))), tuple(edges)), number)
     rounding = ROUNDING * (np.abs(values) + prices * abs(budget))
     return float((values - prices * budget - rounding).max())

@@ -48,13 +48,6 @@ class Node:
     memory: Table | None = None
     group: int = -1
 
-    def __post_init__(self) -> None:
-        assert self.cost.dtype == np.float64 and self.cost.ndim == 1 and len(self.cost), self.name
-        assert not np.isnan(self.cost).any() and not np.isneginf(self.cost).any(), self.name
-        if self.memory is not None:
-            assert self.memory.dtype == np.float64 and self.memory.shape == self.cost.shape, self.name
-            assert np.isfinite(self.memory).all(), self.name
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
@@ -74,7 +67,16 @@ class Problem:
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        checked: set[int] = set()
+        checked: set[int] = set()  # what nodes share is looked at once
+        for node in self.nodes:
+            assert node.memory is None or node.memory.shape == node.cost.shape, node.name
+            if id(node.cost) not in checked:
+                checked.add(id(node.cost))
+                assert node.cost.dtype == np.float64 and node.cost.ndim == 1 and len(node.cost), node.name
+                assert not np.isnan(node.cost).any() and not np.isneginf(node.cost).any(), node.name
+            if node.memory is not None and id(node.memory) not in checked:
+                checked.add(id(node.memory))
+                assert node.memory.dtype == np.float64 and np.isfinite(node.memory).all(), node.name
         for edge in self.edges:
             assert edge.first != edge.second and min(edge.first, edge.second) >= 0, (edge.first, edge.second)
             assert edge.cost.shape == (sizes[edge.first], sizes[edge.second]), (edge.first, edge.second)
