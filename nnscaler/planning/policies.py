@@ -12,7 +12,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.transform.choose import follow_batch, largest_micro_batches
-from nnscaler.transform.plan import Plan, RestStep, Step
+from nnscaler.transform.plan import ZERO, Plan, RestStep, Step
 from nnscaler.transform.select import select
 from nnscaler.transform.signature import Signature
 
@@ -22,7 +22,6 @@ AXES = {
     "pp": "pipeline parallel: layers are split into stages",
     "zero": "of data parallel: with zero=3 parameters, gradients and optimizer states rest in shards (ZeRO-3, FSDP)",
 }
-ZERO = 3  # the stage of ZeRO that there is
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
 
+ZERO = 3  # the stage of ZeRO that there is
+
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:

@@ -38,6 +38,7 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
+from nnscaler.transform.plan import ZERO
 from nnscaler.transform.signature import Signature, signatures
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
@@ -114,8 +115,8 @@ def _operations(given: Any, place: str) -> Sequence[str]:
 
 
 def _number(name: str, value: Any, place: str) -> int | bool:
-    if name in _FLAGS and isinstance(value, bool):
-        return value
+    if name in _FLAGS and (isinstance(value, bool) or (name == "zero" and value == ZERO)):
+        return bool(value)
     if name not in _FLAGS and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     legal = "true or false" if name in _FLAGS else "a whole number from 1 on"

@@ -17,7 +17,8 @@ def sizes(**wanted: int | bool) -> Constraint:
     """Fixed numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and whether parameters rest in
     shards over dp (`zero`)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
-    return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in wanted.items()))
+    exact = {name: bool(value) if name == "zero" else value for name, value in wanted.items()}
+    return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
 
 
 def data_parallel() -> Constraint:

@@ -101,11 +101,13 @@ def _find_plan(
     def allowed(c: Configuration) -> bool:
         return constraint is None or (constraint.permits(c) and _may_be_cut(subject, c))
 
-    def impossible(c: Configuration) -> str | None:
+    def impossible(c: Configuration) -> bool:
         key = (c.dp, c.micro_batches)
         if key not in known:
             known[key] = _refused(subject, c)
-        return known[key]
+            if known[key] is not None:
+                progress(f"{c}: {known[key]}")
+        return known[key] is not None
 
     def look(most: float, told: Progress) -> Search:
         return search(subject, cluster.devices, most, allowed, told, impossible)
@@ -118,7 +120,8 @@ def _find_plan(
         if found.too_large and not found.solved and found.least <= limit:
             progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
             found = replace(found, solved=_least_that_fits(lambda most: look(most, lambda _: None), limit))
-        raise _nothing(subject, found, cluster, limit, constraint)
+        refused = next((reason for reason in known.values() if reason is not None), None)
+        raise _nothing(subject, found, cluster, limit, constraint, refused)
     made = plan_of(subject, found.best)
     return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
 
@@ -178,9 +181,21 @@ def _without_choice(
 
 
 def _nothing(
-    subject: Subject, found: Search, cluster: Cluster, limit: float, constraint: Constraint | None
+    subject: Subject,
+    found: Search,
+    cluster: Cluster,
+    limit: float,
+    constraint: Constraint | None,
+    refused: str | None,
 ) -> NnscalerError:
-    """The error for a search without a result."""
+    """The error for a search without a result. `refused`: why micro-batches do not go with the model."""
+    if not found.solved and not found.too_large and refused is not None:
+        told = "" if constraint is None else f" that keeps to {constraint.text!r}"
+        return NnscalerError(
+            "micro_batches_coupled",
+            f"no configuration of {cluster.devices} ranks{told} has a program: {refused}",
+            help="permit one micro-batch, or compute in float32 what is reduced over the batch",
+        )
     if not found.solved and not found.too_large:
         space = list(configurations(cluster.devices, subject.batch, len(subject.layers)))
         guilty = without_configuration(constraint, space) if constraint is not None else None

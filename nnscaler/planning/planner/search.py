@@ -56,10 +56,10 @@ def search(
     memory: float,
     permitted: Callable[[Configuration], bool] = lambda _: True,
     progress: Progress = lambda _: None,
-    impossible: Callable[[Configuration], str | None] = lambda _: None,
+    impossible: Callable[[Configuration], bool] = lambda _: False,
 ) -> Search:
-    """The best configuration of `ranks`, each with `memory` bytes, among those permitted. `impossible`: why there is no
-    program for one, which is asked when it would be solved, and takes time.
+    """The best configuration of `ranks`, each with `memory` bytes, among those permitted. `impossible`: whether one
+    has no program, which is asked when it would be solved, and takes time.
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
     Infeasible where no choices go together.
@@ -84,9 +84,7 @@ def search(
             else:
                 too_large += 1
             continue
-        reason = impossible(c)
-        if reason is not None:
-            progress(f"{c}: {reason}")
+        if impossible(c):
             continue
         chained = subject.chain(c.tp, c.parts) is not None
         found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.constraints import all_of, constraints_of, data_parallel, sizes
+from nnscaler.planning.constraints import all_of, constraints_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import evaluate
@@ -64,6 +66,17 @@ def test_what_fits_takes_no_less_than_its_bounds() -> None:
                 assert bound(subject, c, limit) <= found.seconds * (1 + 1e-9), (c, bound)
         looked += 1
     assert looked > 4
+
+
+def test_the_stage_of_zero_may_be_written_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kept.toml"
+    for value in ("true", "3"):
+        file.write_text(f'[[constraint]]\nkind = "sizes"\nzero = {value}\n', encoding="utf-8")
+        kept = read_constraints(file, graph_of("gpt"))
+        assert [kept.permits(Configuration(dp=2, zero=zero)) for zero in (False, True)] == [False, True]
+    file.write_text('[[constraint]]\nkind = "sizes"\nzero = 1\n', encoding="utf-8")
+    with pytest.raises(NnscalerError, match="zero is 1"):
+        read_constraints(file, graph_of("gpt"))
 
 
 def test_gathering_is_never_free() -> None:

@@ -1,0 +1,46 @@
+"""Models whose micro-batches cannot be apart: the planner asks, once for each number, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.constraints import sizes
+from nnscaler.planning.planner.plan import find_plan
+from nnscaler.tracing import trace
+from nnscaler.transform.signature import signatures
+
+
+class Coupled(torch.nn.Module):
+    """The loss of the whole batch is rounded, and not that of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().sum().to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return trace(Coupled(), (torch.randn(8, 16),), self_check=False).graph
+
+
+def test_what_couples_micro_batches_is_asked_for_once_for_each_number(graph: Graph) -> None:
+    told: list[str] = []
+    cluster = load_cluster("ethernet10g").scaled(2)
+    found = find_plan(graph, signatures(graph), cluster, memory=1e9, progress=told.append)
+    assert found.plan.micro_batches == 1 and found.certificate.gap < 0.01
+    refused = [line for line in told if "all micro-batches at once" in line]
+    assert len(set(refused)) == len(refused) <= 7  # of dp 1 and 2, with 2, 4 and 8
+
+
+def test_where_nothing_else_is_permitted_the_reason_is_told(graph: Graph) -> None:
+    cluster = load_cluster("ethernet10g").scaled(2)
+    with pytest.raises(NnscalerError, match=r"'micro_batches=2' has a program: aten.to.dtype .* all micro-batches") as e:
+        find_plan(graph, signatures(graph), cluster, constraint=sizes(micro_batches=2))
+    assert e.value.code == "micro_batches_coupled" and "one micro-batch" in (e.value.help or "")
