@@ -41,6 +41,6 @@ def test_what_couples_micro_batches_is_asked_for_once_for_each_number(graph: Gra
 
 def test_where_nothing_else_is_permitted_the_reason_is_told(graph: Graph) -> None:
     cluster = load_cluster("ethernet10g").scaled(2)
-    with pytest.raises(NnscalerError, match=r"'micro_batches=2' has a program: aten.to.dtype .* all micro-batches") as e:
+    with pytest.raises(NnscalerError, match=r"'micro_batches=2' has a program: aten.to.dtype") as e:
         find_plan(graph, signatures(graph), cluster, constraint=sizes(micro_batches=2))
     assert e.value.code == "micro_batches_coupled" and "one micro-batch" in (e.value.help or "")
