@@ -153,9 +153,10 @@ SPEED = {
 
 
 def pairs(count: int) -> None:
-    """Verify the chosen plans at 4 and 8 ranks."""
+    """Verify the chosen plans at 4 and 8 ranks: with more and less memory, and with parameters that rest in shards."""
     import verify
     from nnscaler.planning.cluster.read import load_cluster
+    from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.transform.signature import signatures
 
@@ -163,14 +164,16 @@ def pairs(count: int) -> None:
     for name in EXAMPLES:
         model, traced = example(name)
         known = signatures(traced.graph)
-        for number, cluster in enumerate(CLUSTERS):
+        for number, cluster in enumerate((*CLUSTERS, "h100x8")):
             if tried == count:
                 break
             ranks = (4, 8)[number % 2]
             free = find_plan(traced.graph, known, load_cluster(cluster).scaled(ranks))
-            limit = free.best.memory * (1.0, 0.7, 0.5, 0.6)[number]
+            limit = free.best.memory * (1.0, 0.7, 0.5, 0.6, 2.0)[number]
+            kept = sizes(zero=True) if number == len(CLUSTERS) else None
             try:
-                found = find_plan(traced.graph, known, load_cluster(cluster).scaled(ranks), memory=limit)
+                on = load_cluster(cluster).scaled(ranks)
+                found = find_plan(traced.graph, known, on, memory=limit, constraint=kept)
             except Exception:  # noqa: BLE001 - nothing fits: the plan without a limit is verified
                 found = free
             report = verify.verify_plan(model.build, model.inputs, ranks=ranks, plan=found.plan, micro_batches=None)
@@ -248,7 +251,7 @@ def order(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, nargs="?", const=32, metavar="N")
+    parser.add_argument("--pairs", type=int, nargs="?", const=40, metavar="N")
     parser.add_argument("--order", type=int, nargs="?", const=20, metavar="STEPS")
     parser.add_argument("--row", choices=SPEED, help=argparse.SUPPRESS)
     options = parser.parse_args()
