@@ -53,7 +53,7 @@ class ProgramDirectory:
     def summary(self) -> str:
         """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`; empty for one rank."""
         axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
-        if self.manifest.get("stage_axes") or "zero=" in str(self.manifest["plan"]):
+        if self.manifest.get("stage_axes") or "zero=" in str(self.manifest.get("plan", "")):
             axes = str(self.manifest["plan"])
         parts = [axes] if axes else []
         if self.axes.get("pp", 1) > 1:

@@ -185,7 +185,8 @@ def _headline(program: ProgramDirectory, backend: str, device: torch.device, opt
     model = manifest["model"]
     name = Path(model.get("file") or model.get("name") or "model").name
     axes = " ".join(f"{axis}={size}" for axis, size in manifest["axes"] if size > 1)
-    axes = str(manifest["plan"]) if "zero=" in str(manifest["plan"]) else axes
+    described = str(manifest.get("plan", ""))
+    axes = described if "zero=" in described else axes
     micro = manifest["micro_batches"]
     batches = "1 micro-batch" if micro == 1 else f"{micro} micro-batches"
     plan = ", ".join(part for part in (axes, manifest["schedule"], batches) if part)
