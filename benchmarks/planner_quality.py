@@ -5,8 +5,8 @@
 
 Models of real sizes are on the meta device; the cluster is `a100x8`, scaled. A hand-written plan splits tp as Megatron
 does (`constraints.megatron`), runs all layers again or none, and has the best sizes and micro-batches of its kind: pure
-data, tensor and pipeline parallelism with 1F1B, and all their products. The table has seconds of a step relative to
-the planner's plan, and the certified gap of that.
+data, tensor and pipeline parallelism with 1F1B, and all their products; its parameters may rest in shards over dp. The
+table has seconds of a step relative to the planner's plan, and the certified gap of that.
 """
 
 from __future__ import annotations

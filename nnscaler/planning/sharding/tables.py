@@ -193,6 +193,7 @@ class TableBuilder:
         if not any(t.needs_grad for t in made):
             backward = 0.0
         resting = gathered = 0.0
+        read_back = self._kept_slots(op) if self.shards is not None else ()
         sums: list[dict[str, float]] = []
         for slot, ((tensor, alone), need) in enumerate(zip(inputs, strategy.needs, strict=True)):
             if tensor.role == "parameter" and alone:
@@ -203,7 +204,7 @@ class TableBuilder:
                 resting += self._rests(tensor, leaf) if apart is None else apart.bytes
                 if apart is not None:
                     forward, backward = forward + apart.forward, backward + apart.backward
-                    gathered += apart.gathered if slot in self._kept_slots(op) else 0.0
+                    gathered += apart.gathered if slot in read_back else 0.0
             elif tensor.role in ("buffer", "constant", "input"):
                 fed = tuple(s if isinstance(s, Sharded) and tensor.role == "input" else INVARIANT for s in need)
                 forward += self.conversions.seconds(tensor, fed, need)
