@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Invariant, Partial
+from nnscaler.ir.layout import INVARIANT, PARTIAL
 from verify.static.causes import disagreement
 from verify.static.held import Held, Mistake, normal
 from verify.static.stage import Noted, Reading, leaf_layout
@@ -45,7 +45,7 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
     except Mistake as mistake:
         return mistake
     for axis, parts, have, told in zip(axes.names, axes.sizes, held.layout, declared, strict=True):
-        if have != told or not isinstance(told, Invariant | Partial):
+        if have != told or told not in (INVARIANT, PARTIAL):  # what training starts from is one number or a sum
             message = f"the loss is {have} over {axis}, and declared {told}"
             return Mistake("layouts_disagree", message, disagreement(have, told, axis, parts), graph.loss)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from op_registry.expression import Expression
@@ -25,6 +25,22 @@ from verify.static.values import Unreadable, read_value
 
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
+
+
+def _tuple_of(kind: type, value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(item) is kind for item in value)
+
+
+# what the runtime takes for each argument of a declaration; other kinds might mean one thing here and another there
+_FORMS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("fqn", "name", "key", "dtype"), lambda value: type(value) is str),
+    **dict.fromkeys(("used", "needs_grad"), lambda value: type(value) is bool),
+    "stage": lambda value: type(value) is int,
+    "peers": lambda value: _tuple_of(int, value),
+    "reduce": lambda value: _tuple_of(str, value),
+    "copies": lambda value: isinstance(value, tuple) and all(_tuple_of(int, ranks) for ranks in value),
+    "shape": lambda value: isinstance(value, tuple) and all(type(size) in (int, dict) for size in value),
+}
 
 
 def read_role(file: str, text: str) -> RoleText:
@@ -62,12 +78,14 @@ def read_role(file: str, text: str) -> RoleText:
     missing = {"STAGES", "RANKS", "SCHEDULE"} - set(values)
     if missing:
         raise Unreadable(tree, f"has no {', '.join(sorted(missing))}")
+    if not _tuple_of(int, values["RANKS"][1]) or type(values["SCHEDULE"][1]) is not str:
+        raise Unreadable(tree, f"RANKS is {values['RANKS'][1]!r}, and SCHEDULE {values['SCHEDULE'][1]!r}")
     declared = [v.name for v in values["STAGES"][1]]
     if declared != [f"Stage{s.index}" for s in stages]:
         problems.append(Problem(values["STAGES"][0], f"STAGES is {declared}, and the classes are otherwise"))
     return RoleText(
         file,
-        tuple(values["RANKS"][1]),
+        values["RANKS"][1],
         tuple(values["SCHEDULE"][1].split()),
         values["SCHEDULE"][0],
         tuple(stages),
@@ -100,8 +118,12 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
     if len(fixed) < 4:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
     sizes = (fixed["micro_batches"], *fixed["axes"].values())
-    if node.name != f"Stage{fixed['index']}" or not all(type(n) is int and n >= 1 for n in sizes):
+    named = all(type(axis) is str for axis in fixed["axes"]) and type(fixed["index"]) is int
+    if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and n >= 1 for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
+    updates = read_value(found["updates"][0]) if "updates" in found else {}
+    if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
+        raise Unreadable(node, f"`class {node.name}` has the ranks {fixed['ranks']} and the updates {updates}")
     return StageText(
         file,
         node.lineno,
@@ -115,7 +137,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         tuple(_message(call, v) for v, call in _entries(found, "receives")),
         tuple(_message(call, "") for call in _items(found, "sends")),
         _loss(found),
-        read_value(found["updates"][0]) if "updates" in found else {},
+        updates,
         bodies.get("prepare"),
         bodies["forward"],
         tuple(source),
@@ -156,6 +178,9 @@ def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any
         if keyword.arg is None or keyword.arg in given or keyword.arg not in names:
             raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {keyword.arg or ast.unparse(keyword)!r}")
         given[keyword.arg] = read_value(keyword.value)
+    odd = [name for name, value in given.items() if name in _FORMS and not _FORMS[name](value)]
+    if odd:
+        raise Unreadable(call, f"`{ast.unparse(call)}`: {odd[0]} is {given[odd[0]]!r}, which the runtime does not take")
     return ast.unparse(call.func), given
 
 
@@ -178,11 +203,11 @@ def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Store
                 _KINDS[group],
                 variable,
                 given["fqn"],
-                tuple(given["shape"]),
+                given["shape"],
                 given["dtype"],
                 _states(call, given.get("states", {})),
-                tuple(given.get("reduce", ())),
-                tuple(given.get("copies", ())),
+                given.get("reduce", ()),
+                given.get("copies", ()),
                 given.get("used", True),
             )
         )

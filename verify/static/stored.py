@@ -78,21 +78,29 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
 
 
 def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph) -> list[Noted]:
-    """Copies on several stages lie alike, and each names the ranks of all."""
+    """Copies on several stages lie alike, and each names the ranks of all, in one order.
+
+    The order counts: the holder that is listed first is the one whose shards are in the norm of the gradients and in
+    checkpoints. Copies without gradient need not be listed, but then on no stage.
+    """
     tensor = graph.tensors[name]
-    trained = [(r, s) for r, s in found if s.kind == "parameter"]
-    ordered = sorted(trained, key=lambda entry: entry[0].stage.index)
-    ranks = tuple(dict.fromkeys(r.stage.ranks for r, _ in ordered))
+    held = [(r, s) for r, s in found if s.kind in ("parameter", "frozen")]
+    ordered = sorted(held, key=lambda entry: entry[0].stage.index)
+    expected = tuple(dict.fromkeys(r.stage.ranks for r, _ in ordered)) if len(ordered) > 1 else ()
+    listed = {s.copies for _, s in ordered}
+    unlisted = listed == {()} and not tensor.needs_grad
     noted: list[Noted] = []
     for reading, stored in ordered:
-        expected = ranks if len(ordered) > 1 else ()
-        if stored.copies != expected and set(stored.copies) != set(expected):
+        if stored.copies != expected and set(stored.copies) != set(expected) and not unlisted:
             noted.append(Noted(reading.stage, stored.number, _wrong_copies(stored, ordered, expected, tensor)))
+        elif stored.copies != expected and len(listed) > 1:
+            noted.append(Noted(reading.stage, stored.number, _other_order(stored, expected, tensor)))
     groups: dict[object, list[tuple[Reading, StoredText]]] = {}
     for reading, stored in ordered:
-        axes = tuple(reading.stage.axes.items())  # copies are summed position by position
-        key = (tuple(sorted(stored.states.items(), key=str)), tuple(sorted(stored.reduce)), axes, stored.fqn)
-        groups.setdefault(key, []).append((reading, stored))
+        if stored.kind == "parameter" or stored.copies:  # without gradient and unlisted, each is a tensor of its own
+            axes = tuple(reading.stage.axes.items())  # copies are summed position by position
+            key = (tuple(sorted(stored.states.items(), key=str)), tuple(sorted(stored.reduce)), axes, stored.fqn)
+            groups.setdefault(key, []).append((reading, stored))
     if len(groups) > 1:
         reading, stored = ordered[-1]
         stages = [r.stage.index for r, _ in ordered]
@@ -102,6 +110,15 @@ def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph
         cause = "the sum over the copies would add gradients of different shards, or parts of different sums"
         noted.append(Noted(reading.stage, stored.number, Mistake("gradient_reduced_wrongly", message, cause, name)))
     return noted
+
+
+def _other_order(stored: StoredText, expected: tuple[tuple[int, ...], ...], tensor: LogicalTensor) -> Mistake:
+    message = f"`{stored.fqn}` lists its copies as {stored.copies} here, and as {expected} on another stage"
+    cause = (
+        "the norm of the gradients and checkpoints take the copy that is listed first: with two orders it counts twice "
+        "or never, and clipping scales by a wrong norm"
+    )
+    return Mistake("gradient_norm_differs", message, cause, tensor.name)
 
 
 def _wrong_copies(

@@ -146,6 +146,11 @@ CASES: list[tuple[str, str, tuple[tuple[str, str], ...]]] = [
     ("a number in a tensor's place", "users", ((r"user\.adversarial_mix\((\w+), (\w+), 1\)(.*)user\.adversarial_mix\((\w+), (\w+), 1\)", r"user.adversarial_mix(\1, \2, 1)\3user.adversarial_mix(\4, 1, \5)"),)),
     ("a device where none is due", "users", ((r"(linear = aten\.linear\([^)]*)\)", r"\1, device=self.device)"),)),
     ("copies by other names", "tied", ((r'Parameter\("words\.weight"', 'Parameter("head.weight"'), (r'Parameter\("more\.weight"', 'Parameter("again.weight"'),)),
+    ("copies in another order on one stage", "tied", ((r'("words\.weight".*)copies=\(\(0, 1\), \(2, 3\)\)', r"\1copies=((2, 3), (0, 1))"),)),
+    ("ranks of a copy in another order", "tied", ((r"copies=\(\(0, 1\), \(2, 3\)\)", "copies=((1, 0), (2, 3))"),)),
+    ("copies that are no tuples of ranks", "tied", ((r"copies=\(\(0, 1\), \(2, 3\)\)", "copies=([0, 1], [2, 3])"),)),
+    ("a name where axes are due", "users", ((r'reduce=\("dp",\)', 'reduce="dp"'),)),
+    ("a number for a truth", "tied", ((r"peers=\(2, 3\)", "peers=(2, 3), needs_grad=1"),)),
     ("the whole shape of a repeated draw", "tied", ((r"('dropout_1', [^\n]*)\(12, 12\)\)", r"\1(12, 1))"),)),
     ("a conversion without gradients over one rank", "users", (("axes = {\"dp\": 2}", 'axes = {"dp": 2, "one": 1}'), (LINE, r"\1\2\n\1with torch.no_grad():\n\1    linear = comm.invariant(linear, self.one)"))),
     ("no micro-batches", "users", ((r"micro_batches = 1", "micro_batches = 0"),)),
@@ -177,3 +182,10 @@ def test_what_python_reads_otherwise_is_not_proved(
 def test_their_originals_are(name: str, programs: dict[str, Program]) -> None:
     program = programs[name]
     assert check_program(program.sources, program.graph).proved
+
+
+def test_copies_in_one_order_on_all_stages_are_proved(programs: dict[str, Program]) -> None:
+    program = programs["tied"]
+    swapped = {f: t.replace("copies=((0, 1), (2, 3))", "copies=((2, 3), (0, 1))") for f, t in program.sources.items()}
+    assert all(text != swapped[file] for file, text in program.sources.items())
+    assert check_program(swapped, program.graph).proved
