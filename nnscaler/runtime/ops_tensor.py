@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 
 def embedding_block(weight: Tensor, ids: Tensor, padding_idx: int, first_row: int) -> Tensor:
@@ -56,6 +55,9 @@ def causal_rows(query: Tensor, key: Tensor, value: Tensor, first: int, scale: fl
     key, value = key.narrow(-2, 0, keys), value.narrow(-2, 0, keys)
     mask: Tensor
     if query.is_cuda and keys == first + rows:
+        # imported here: the module brings in all of torch._dynamo, which no rank needs otherwise
+        from torch.nn.attention.bias import causal_lower_right
+
         mask = causal_lower_right(rows, keys)
     else:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(first)

@@ -178,3 +178,11 @@ def test_a_role_that_is_transformed(tmp_path: Path) -> None:
 
     write(tmp_path, role_0="RANKS = (1,)")
     assert load_role(tmp_path / "role_0.py", transform=transform).RANKS == (2,)
+
+
+def test_a_rank_imports_no_compiler_of_torch() -> None:
+    """Every local job waits for these imports."""
+    heavy = ["torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.export._trace"]
+    program = f"import sys, verify.rank_program; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
