@@ -60,6 +60,7 @@ def memory_mb() -> float:
 
 def two_axes() -> None:
     """All choices on both axes of a 2 x 4 mesh, batch and sequence splits included."""
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.cost.analytic import AnalyticCost
     from nnscaler.planning.cost.model import AxisPlace
@@ -70,7 +71,6 @@ def two_axes() -> None:
     from nnscaler.planning.sharding.tables import TableBuilder
     from nnscaler.planning.solver.solve import solve
     from nnscaler.transform.layers import layers_of
-    from nnscaler.transform.signature import signatures
 
     graph = llama_graph("8b", 32)
     before = memory_mb()
@@ -97,9 +97,9 @@ def two_axes() -> None:
 
 def large(size: str, batch: int, devices: int, memory: float) -> None:
     """The whole planner, within so many GB a device."""
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.plan import find_plan
-    from nnscaler.transform.signature import signatures
 
     graph = llama_graph(size, batch)
     before = memory_mb()
@@ -121,10 +121,10 @@ def to_code() -> None:
     import transformers as hf
 
     from nnscaler.compile import compile_traced
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.tracing import trace
-    from nnscaler.transform.signature import signatures
 
     config = hf.GPT2Config(n_layer=12, n_embd=768, n_head=12, use_cache=False)
     with torch.device("meta"):
@@ -155,10 +155,10 @@ SPEED = {
 def pairs(count: int) -> None:
     """Verify the chosen plans at 4 and 8 ranks: with more and less memory, and with parameters that rest in shards."""
     import verify
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.planner.plan import find_plan
-    from nnscaler.transform.signature import signatures
 
     passed = tried = 0
     for name in EXAMPLES:
@@ -210,13 +210,13 @@ def order(repeats: int) -> None:
     from nnscaler.cli.main import main as command
     from nnscaler.communication.replay import replay
     from nnscaler.compile import compile_traced
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.cost.table import load_profile
     from nnscaler.planning.cost.table_cost import TableCost
     from nnscaler.planning.planner.plan import find_plan
     from nnscaler.runtime.launcher import ForkServer, launch
-    from nnscaler.transform.signature import signatures
 
     ranks = 4
     file = EXAMPLES_FOLDER / "gpt.py"

@@ -138,8 +138,8 @@ KINDS = {"dp": {"dp"}, "tp": {"tp"}, "pp": {"pp"}, "dp+tp+pp": {"dp", "tp", "pp"
 
 def traced(name: str) -> Any:
     """The graph and its signatures."""
+    from nnscaler.ir.signature import signatures
     from nnscaler.tracing import trace
-    from nnscaler.transform.signature import signatures
 
     graph = trace(*MODELS[name](), self_check=False).graph
     return graph, signatures(graph)

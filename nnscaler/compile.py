@@ -21,6 +21,7 @@ from nnscaler.communication.profile import communication_profile
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -34,7 +35,6 @@ from nnscaler.tracing.user_loss import LossFunction
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.checkpoints import with_checkpoints
 from nnscaler.transform.plan import Plan
-from nnscaler.transform.signature import Signature, signatures
 
 PlanSource = Plan | AutoPlan | str | Mapping[str, int] | Callable[[Graph, int], Plan] | None
 Progress = Callable[[str, float, str], None]  # phase, seconds, what came out

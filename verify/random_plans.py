@@ -18,11 +18,11 @@ from torch import nn
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.random_plan import random_plan
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.plan import Axes, Plan
-from nnscaler.transform.signature import signatures
 from verify.finding import Finding
 from verify.plan_run import PlanRequest, Prepared, run_and_compare
 from verify.program_directory import open_program

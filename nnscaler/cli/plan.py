@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from nnscaler.cli.console import Console
     from nnscaler.communication.replay import Replay
     from nnscaler.ir.graph import Graph
+    from nnscaler.ir.signature import Signature
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.plan import Found
-    from nnscaler.transform.signature import Signature
 
 EPILOG = """examples:
   nnscaler plan gpt.py --ranks 8                                for what is found on this machine
@@ -79,9 +79,9 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
     from nnscaler.cli.plan_cost import auto_plan
     from nnscaler.cli.plan_text import explanation, summary
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.auto import cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
-    from nnscaler.transform.signature import signatures
 
     console: Console = options.console
     for path in (options.out, options.certificate, options.html):

@@ -11,9 +11,9 @@ from nnscaler.errors import NnscalerError
 if TYPE_CHECKING:
     from nnscaler.communication.replay import Replay
     from nnscaler.ir.graph import Graph
+    from nnscaler.ir.signature import Signature
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.transform.plan import Plan
-    from nnscaler.transform.signature import Signature
 
 SHOWN = 8  # operations with the same difference that are named
 _WORDS = {

@@ -114,9 +114,9 @@ def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | N
     import torch
 
     from nnscaler.cli.profile_steps import Steps, time_steps, with_overheads
+    from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.cost.measure import measure
-    from nnscaler.transform.signature import signatures
 
     console: Console = options.console
     ranks: int = options.ranks

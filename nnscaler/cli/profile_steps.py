@@ -127,8 +127,8 @@ def _programs(traced: Traced, micro_batches: int, folder: Path, console: Console
 def _program(traced: Traced, micro_batches: int, steps: tuple[RecomputeStep, ...], folder: Path) -> OneRank:
     from nnscaler.communication.replay import programmed
     from nnscaler.compile import compile_traced
+    from nnscaler.ir.signature import signatures
     from nnscaler.transform.plan import Plan
-    from nnscaler.transform.signature import signatures
 
     plan = Plan((("dp", 1),), steps, micro_batches)
     compile_traced(traced, ranks=1, plan=plan, micro_batches=None, model={"name": "one rank"}).save(folder)

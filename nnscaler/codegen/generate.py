@@ -14,9 +14,9 @@ from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage
+from nnscaler.ir.signature import Signature
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.plan import Plan
-from nnscaler.transform.signature import Signature
 
 
 def generate(

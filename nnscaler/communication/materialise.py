@@ -17,12 +17,12 @@ from nnscaler.communication.communicated import CommunicatedGraph, Compute, Stag
 from nnscaler.communication.messages import bring
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
 from nnscaler.communication.volumes import volumes
+from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Layout, Partial, shape_of_rank
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, PartitionedGraph
-from nnscaler.transform.rules import input_layouts, output_layouts, shards_of
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 
 
 def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> CommunicatedGraph:

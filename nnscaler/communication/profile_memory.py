@@ -27,10 +27,10 @@ from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.placement import Split
+from nnscaler.ir.signature import Signature
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 from nnscaler.transform.kept import VIEWS
-from nnscaler.transform.signature import Signature
 
 
 @dataclass(frozen=True, slots=True)

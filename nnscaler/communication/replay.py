@@ -10,12 +10,12 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.communication.predict import Prediction, predict
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-from nnscaler.transform.signature import Signature
 
 
 @dataclass(frozen=True)

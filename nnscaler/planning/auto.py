@@ -11,11 +11,11 @@ from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:  # the planner comes with HiGHS, which named plans do not need
     from nnscaler.ir.graph import Graph
+    from nnscaler.ir.signature import Signature
     from nnscaler.planning.cluster.description import Cluster
     from nnscaler.planning.constraints import Constraint
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.plan import Found
-    from nnscaler.transform.signature import Signature
 
 AUTO = "auto"
 

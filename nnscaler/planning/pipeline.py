@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.plan import AssignStep, Step
-from nnscaler.transform.signature import Signature
 from nnscaler.transform.stages import partition_stages
 
 

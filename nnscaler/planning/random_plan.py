@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
+from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import step_of
 from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import AssignStep, Axes, Plan, RestStep, Step
-from nnscaler.transform.rules import explain_illegal_choices
-from nnscaler.transform.signature import Signature
 
 
 def random_plan(

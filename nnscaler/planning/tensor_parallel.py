@@ -14,15 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from op_registry.annotation.splits import balanced
 
+from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.search import cheapest_choices
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.plan import ReplicateStep, SplitStep, Step
-from nnscaler.transform.rules import explain_illegal_choices
-from nnscaler.transform.signature import Signature
 
 
 def tensor_parallel(

@@ -7,18 +7,18 @@ from itertools import accumulate
 from math import prod
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
 from nnscaler.ir.names import is_free_name
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.choose import choose, illegal
 from nnscaler.transform.hoist import hoist
 from nnscaler.transform.order import reorder
 from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from nnscaler.transform.rest import resting
-from nnscaler.transform.rules import explain_illegal_choices
 from nnscaler.transform.select import select
-from nnscaler.transform.signature import Signature
 
 
 def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> PartitionedGraph:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from nnscaler.ir.derive import even_or_balanced, input_states, is_legal, output_states, resolve
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Split
-from nnscaler.transform.rules import by_tensor, even_or_balanced, input_states, is_legal, output_states, resolve
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 
 Candidates = Mapping[str, tuple[Split, ...]]
 
@@ -31,7 +31,7 @@ def all_candidates(graph: Graph, signatures: Mapping[str, Signature], parts: int
 
 def reach(graph: Graph, signatures: Mapping[str, Signature], parts: int, layouts: Mapping[str, State]) -> Candidates:
     """The splits induced, transitively, by these states of these tensors: what a batch dim of the inputs reaches."""
-    places = by_tensor(graph)
+    places = _by_tensor(graph)
     seeds: list[tuple[Operation, Split]] = []
     for name, state in layouts.items():
         seeds.extend(_induced(signatures, parts, places, name, state))
@@ -44,7 +44,7 @@ def _fixpoint(
     parts: int,
     seeds: Iterable[tuple[Operation, Split]],
 ) -> Candidates:
-    places = by_tensor(graph)
+    places = _by_tensor(graph)
     seen: set[tuple[str, State]] = set()  # a tensor that every layer reads would be walked once per layer and layer
     found: dict[str, dict[Split, None]] = {op.name: {} for op in graph.operations}
     pending = [(op, split) for op, split in seeds if is_legal(signatures[op.name], split, parts)]
@@ -96,3 +96,15 @@ def split_of(signature: Signature, is_output: bool, position: int, state: State,
     operands = signature.bound.outputs if is_output else signature.bound.inputs
     split = resolve(operands[position] if position < len(operands) else None, state, parts)
     return split if split is not None and is_legal(signature, split, parts) else None
+
+
+def _by_tensor(graph: Graph) -> Mapping[str, tuple[tuple[Operation, bool, int], ...]]:
+    """tensor -> (operation, is output, position) of every place where it stands."""
+    places: dict[str, list[tuple[Operation, bool, int]]] = {name: [] for name in graph.tensors}
+    for op in graph.operations:
+        for slot, name in enumerate(op.inputs):
+            places[name].append((op, False, slot))
+        for position, output in enumerate(op.outputs):
+            if output is not None:
+                places[output].append((op, True, position))
+    return {name: tuple(found) for name, found in places.items()}

@@ -11,16 +11,16 @@ from math import gcd
 from op_registry.annotation.splits import balanced
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.derive import even_or_balanced, explain_illegal_choice
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.follow import FollowAxis, follow
 from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep
-from nnscaler.transform.rules import even_or_balanced, explain_illegal_choice
 from nnscaler.transform.select import select
-from nnscaler.transform.signature import Signature
 
 Choices = Mapping[str, tuple[Choice, ...]]  # operation -> one choice per axis
 

@@ -20,14 +20,26 @@ class Shard:
 
 
 def splittable(
-    bound: BoundAnnotation, identifier: str, parts: int, outer: int = 1, sizes: tuple[int, ...] = ()
+    bound: BoundAnnotation,
+    identifier: str,
+    parts: int,
+    outer: int = 1,
+    sizes: tuple[int, ...] = (),
+    sections: tuple[int, ...] = (),
 ) -> str | None:
-    """Why `identifier`, viewed as (outer, parts, inner), or with blocks cut into `sizes`, may not be split; None if it
-    may."""
+    """Return why `identifier`, viewed as (outer, parts, inner), or with blocks cut into `sizes`, or with every section
+    cut, may not be split; None if it may. `shard_of` says where a split that is legal puts each operand."""
     members = bound.tied.get(identifier)
     if members is None:
         known = ", ".join(f"`{n}`" for n in bound.sizes)
         return f"`{identifier}` is no identifier of `{bound.text}`" + (f"; those are {known}" if known else "")
+    if outer < 1 or any(size < 0 for size in sections):
+        return f"outer is {outer} and sections are {list(sections)}: these are sizes"
+    if sections:
+        reason = _explain_sections(bound, identifier, parts, outer, sizes, sections)
+        if reason:
+            return reason
+        parts = 1  # it is the sections that are cut
     if outer > 1 and len(members) > 1:
         return f"`{identifier}` is a part of a concatenation, which only splits into contiguous blocks"
     mark = bound.marks[identifier]
@@ -46,6 +58,28 @@ def splittable(
         for number, output in enumerate(bound.outputs):
             if output is not None and not any(n in members for n in output.identifiers()):
                 return f"`{identifier}` has no mark, but output {number} of `{bound.text}` lacks it"
+    return None
+
+
+def _explain_sections(
+    bound: BoundAnnotation,
+    identifier: str,
+    parts: int,
+    outer: int,
+    sizes: tuple[int, ...],
+    sections: tuple[int, ...],
+) -> str | None:
+    """Return why `identifier` cannot be cut section by section. It has to be a whole dim wherever it stands: no layout
+    says which elements of a larger dim the sections of one of its factors, or of one of its parts, are."""
+    if outer > 1 or sizes:
+        return "a split has an outer, or sizes, or sections, not both"
+    if sum(sections) != bound.sizes.get(identifier) or any(section % parts for section in sections):
+        return f"sections {sections} do not divide by {parts}"
+    members = bound.tied[identifier]
+    for operand in (*bound.inputs, *bound.outputs):
+        for dim in operand.dims if operand is not None else ():
+            if len(dim.factors) > 1 and any(f.identifier in members for f in dim.factors):
+                return f"{identifier!r} is not a whole dim"
     return None
 
 
@@ -70,18 +104,28 @@ def balanced(size: int, parts: int) -> tuple[int, ...]:
 
 
 def shard_of(
-    bound: BoundAnnotation, operand: BoundOperand, identifier: str, outer: int = 1, sizes: tuple[int, ...] = ()
+    bound: BoundAnnotation,
+    operand: BoundOperand,
+    identifier: str,
+    outer: int = 1,
+    sizes: tuple[int, ...] = (),
+    sections: tuple[int, ...] = (),
 ) -> Shard | None:
-    """Where a split of `identifier` (viewed with `outer`, or cut into `sizes`) puts `operand`; None if it lacks it.
+    """Return where a split of `identifier` (viewed with `outer`, or cut into `sizes`, or by `sections`) puts `operand`;
+    None if the operand lacks it, and only then.
 
-    The split must be `splittable`.
+    The split must be `splittable`. Raises ValueError for sections of a part of a dim, which no shard is.
     """
-    members = bound.tied[identifier]
+    members = bound.tied.get(identifier, (identifier,))
     for number, dim in enumerate(operand.dims):
-        if dim.concat:
-            if any(f.identifier in members for f in dim.factors):
-                return Shard(number, 1, tuple(f.size for f in dim.factors))
+        if not any(f.identifier in members for f in dim.factors):
             continue
+        if sections:
+            if len(dim.factors) > 1:
+                raise ValueError(f"no shard of `{bound.text}` is {identifier!r} cut by the sections {sections}")
+            return Shard(number, 1, sections)
+        if dim.concat:
+            return Shard(number, 1, tuple(f.size for f in dim.factors))
         before = 1
         for factor in dim.factors:
             if factor.identifier in members:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nnscaler
-from nnscaler.transform.plan import SplitStep
+from nnscaler.transform.plan import Plan, ReplicateStep, SplitStep
 from tests.broken import models
 from tests.broken.planting import Original, compile_original
 
@@ -52,6 +52,13 @@ def looked_up(tmp_path_factory: pytest.TempPathFactory) -> Original:
     plan = nnscaler.parallelize(models.transformer(), models.text(), ranks=2, plan="tp=2").plan
     split = replace(plan, steps=(*plan.steps, SplitStep(("embedding",), "tp", "v")))
     return compile_original(tmp_path_factory.mktemp("looked_up"), models.transformer, models.text(), 2, split)
+
+
+@pytest.fixture(scope="session")
+def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    """The model whose rows become a factor, whole on each of two ranks."""
+    plan = Plan((("tp", 2),), (ReplicateStep(("mul", "pixel_shuffle", "sum_1"), "tp"),))
+    return compile_original(tmp_path_factory.mktemp("shuffled"), models.shuffled, models.maps(), 2, plan)
 
 
 @pytest.fixture(scope="session")

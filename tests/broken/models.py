@@ -127,5 +127,24 @@ def points() -> dict[str, Tensor]:
     return {"x": torch.randn(12, 7, generator=generator), "y": torch.randn(12, 5, generator=generator)}
 
 
+class Shuffled(nn.Module):
+    """Rows that become a factor of a longer dim, and one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.pixel_shuffle(x * self.w, 2).sum()
+
+
+def shuffled() -> nn.Module:
+    return Shuffled()
+
+
+def maps() -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 8, 12, 10, generator=torch.Generator().manual_seed(1))}
+
+
 # What the command line looks for.
 build_model, sample_inputs = perceptron, points

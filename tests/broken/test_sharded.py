@@ -244,11 +244,40 @@ UNSUMMED = Bug(
     "embedding_v1",
     "an all_reduce over tp is missing",
 )
+IN_SECTIONS = Bug(
+    "vocabulary by sections, and the offset of one block",
+    "Sharded(0)",
+    "Sharded(0, sections=(8, 12))",
+    VALUE,
+    "words_weight",
+    line='Parameter("words.weight"',
+)
 
 
-@pytest.mark.parametrize("bug", [OFFSET, UNSUMMED], ids=names([OFFSET, UNSUMMED]))
+LOOKED_UP = [OFFSET, UNSUMMED, IN_SECTIONS]
+
+
+@pytest.mark.parametrize("bug", LOOKED_UP, ids=names(LOOKED_UP))
 def test_split_vocabulary(looked_up: Original, bug: Bug, tmp_path: Path) -> None:
     assert_caught(looked_up.verify(looked_up.broken(tmp_path, bug.edits)), bug)
+
+
+# Three edits that fit each other: every rank sums some sections of the rows, and the sum is called the whole loss.
+SECTIONED = Bug(
+    "sections that become a factor of another dim",
+    'Input("x", {})',
+    'Input("x", {"tp": Sharded(2, sections=(4, 8))})',
+    VALUE,
+    "x",
+    others=(
+        Edit('"float32", {})', '"float32", {}, reduce=("tp",))', line='Parameter("w"'),
+        Edit('return {"loss": sum_1}', 'last = comm.invariant(sum_1, self.tp)\n        return {"loss": last}'),
+    ),
+)
+
+
+def test_sections_that_become_a_factor(shuffled: Original, tmp_path: Path) -> None:
+    assert_caught(shuffled.verify(shuffled.broken(tmp_path, SECTIONED.edits)), SECTIONED)
 
 
 def test_no_conversion_can_be_left_out(one_block: Original, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from verify.catalogue import CODES
 
 BUGS = [
     *(("sharded", bug) for bug in (*test_sharded.FORWARD, *test_sharded.BACKWARD, *test_sharded.SUMS)),
-    *(("looked_up", bug) for bug in (test_sharded.OFFSET, test_sharded.UNSUMMED)),
+    *(("looked_up", bug) for bug in test_sharded.LOOKED_UP),
+    ("shuffled", test_sharded.SECTIONED),
     *(("staged", bug) for bug in test_staged.BUGS),
     *(("resting", bug) for bug in test_resting.BUGS),
     *(("normed", bug) for bug in test_normed.BUGS),

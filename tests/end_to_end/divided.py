@@ -13,10 +13,10 @@ from nnscaler.compile import parse_spec
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Split
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-from nnscaler.transform.signature import signatures
 
 Shape = tuple[int, ...]
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, Step
-from nnscaler.transform.signature import signatures
 from verify import verify_plan
 
 RECOMPUTE = RecomputeStep(("blocks.0",)), RecomputeStep(("blocks.1.mlp", "blocks.2.attn"))

@@ -14,7 +14,7 @@ from op_registry.annotation.sizes import BoundAnnotation, BoundDim
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.lemmas.symbols import Size, number, product, total
 from verify.lemmas.unify import Unifier
 

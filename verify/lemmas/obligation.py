@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nnscaler.ir.placement import Choice, PartitionedGraph
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 
 
 class Obligation(Protocol):

@@ -23,7 +23,7 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
 from nnscaler.errors import NnscalerError
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.lemmas.filled import with_tensors_for
 from verify.lemmas.stand_in import Unrepresented, only_whole, with_finite_numbers
 from verify.op_checks.cases import Inputs

@@ -16,10 +16,10 @@ from op_registry.bind_call import bind_call
 from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 
+from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
-from nnscaler.transform.rules import explain_illegal_choice
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.lemmas.follow import Followed, place_of
 from verify.lemmas.obligation import Obligation
 from verify.lemmas.unify import Conflict, join_names

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import Operation
-from nnscaler.transform.signature import Signature, signatures
+from nnscaler.ir.signature import Signature, signatures
 from verify.lemmas.conditions import Divides, Simplified, follows, of_factors, of_splits, simplify
 from verify.lemmas.follow import Followed, Shape, follow, place_of
 from verify.lemmas.obligation import Obligation

@@ -13,7 +13,7 @@ from op_registry.errors import AnnotationError
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import function_of
 
 

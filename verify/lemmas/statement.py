@@ -21,7 +21,7 @@ from itertools import combinations
 from typing import TypeGuard
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.lemmas.obligation import Obligation
 
 

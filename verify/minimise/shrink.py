@@ -10,9 +10,9 @@ from op_registry.registry import default_registry
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.ir.signature import signatures
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step
-from nnscaler.transform.signature import signatures
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from op_registry.spec import AnnotationFunction, OperatorSpec
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, as_call
+from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.transform.plan import SplitStep
-from nnscaler.transform.signature import Signature, signatures
 from verify.missing.uses import Missing
 from verify.op_checks.concrete import function_of, with_tensors
 

@@ -16,7 +16,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.draw import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes
 from verify.op_checks.first_inputs import Unusable, first_inputs, first_line

@@ -21,7 +21,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import RunPartial, Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.concrete import ConcreteCall, make_call
 from verify.op_checks.enumerate import first_line, leaders_of

@@ -16,10 +16,10 @@ from torch import Tensor
 from op_registry.call import Call
 from op_registry.localize import localise
 
+from nnscaler.ir.derive import input_states, output_states, shards_of
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State, shape_of_rank
 from nnscaler.ir.placement import Choice
-from nnscaler.transform.rules import input_states, output_states, shards_of
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.compare import Difference, difference, largest
 from verify.op_checks.concrete import function_of, outputs_of, plain_of, with_tensors
 from verify.op_checks.lay import Cut, Lay, gather, lay_of, local_shape, ranks_of, spread

@@ -15,10 +15,10 @@ from op_registry.registry import default_registry
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
 
+from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.layout import explain_illegal
 from nnscaler.ir.placement import Split
-from nnscaler.transform.rules import explain_illegal_choice
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.cases import Case, Inputs, uneven_sizes
 from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.op_checks.draw import builtin_call, choose_sizes, from_annotation, resize, sample_calls

@@ -19,7 +19,7 @@ from op_registry.call import AxisShard, Call
 from op_registry.expression import Expression
 from op_registry.spec import OperatorSpec, Refusal
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of, outputs_of, with_tensors
 
 Path = tuple[int | str, ...]

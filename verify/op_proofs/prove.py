@@ -20,11 +20,11 @@ from op_registry.annotation.splits import splittable
 from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
+from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.ir.layout import State as Layout
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.transform.rules import input_states, output_states
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of
 from verify.op_proofs.guards import granted
 from verify.op_proofs.hooks import NoProof, whole_call

@@ -11,7 +11,7 @@ from op_registry.bind_call import bind_call, linear_sets
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of, outputs_of, with_outputs, with_tensors
 from verify.op_checks.draw import builtin_call
 from verify.op_proofs.prove import Proof, prove

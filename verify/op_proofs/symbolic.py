@@ -22,7 +22,7 @@ from op_registry.annotation.sizes import BoundDim, BoundOperand
 from op_registry.bind_call import size_arguments
 from op_registry.call import Call, DType, TensorArgument
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_proofs.asked import Guards
 from verify.op_proofs.hooks import resolved
 from verify.op_proofs.sizes import Size, size_of

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.options import Safeguards
 from verify.self_test.annotation_mutants import annotation_mutants
 from verify.self_test.claim_oracle import Answer, ask, bind_mutant, confirmed, truly_holds

@@ -15,9 +15,9 @@ from op_registry.registry import output_only
 from op_registry.spec import Refusal
 
 from nnscaler.errors import AnnotationError
+from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Split
-from nnscaler.transform.rules import explain_illegal_choice
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import function_of
 from verify.op_checks.lay import local_shape, ranks_of
 from verify.op_checks.options import Safeguards

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from op_registry.bind_call import size_arguments
 
+from nnscaler.ir.derive import explain_illegal_choice, input_states, output_states
 from nnscaler.ir.layout import State
 from nnscaler.ir.placement import Split
-from nnscaler.transform.rules import explain_illegal_choice, input_states, output_states
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 
 PARTS = (2, 3, 4, 5, 7)  # one of them must divide a size, or nothing is claimed
 

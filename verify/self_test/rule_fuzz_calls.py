@@ -19,7 +19,7 @@ from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 from op_registry.samples.sample import Sample
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.op_checks.draw import builtin_call
 from verify.op_proofs.interpret import rule_call

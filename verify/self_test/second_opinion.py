@@ -16,10 +16,10 @@ from torch import Tensor
 from op_registry.localize import localise
 from op_registry.spec import Refusal
 
+from nnscaler.ir.derive import shards_of
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.ir.placement import Split
-from nnscaler.transform.rules import shards_of
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import function_of, outputs_of, with_tensors
 from verify.op_checks.partition import make_partition
 from verify.op_checks.random_calls import random_arguments

@@ -10,7 +10,7 @@ from op_registry.annotation.syntax import Annotation
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.cases import Inputs
 from verify.op_checks.draw import identifiers_of
 from verify.op_checks.options import Kind, OpOptions

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
-from nnscaler.transform.signature import Signature, signatures
+from nnscaler.ir.signature import Signature, signatures
 from verify.plan_checks.context import Outcome
 from verify.report import Check
 from verify.static.ends import check_ends

@@ -14,38 +14,22 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from op_registry.call import AxisShard, Call
+from op_registry.call import Call
 from op_registry.localize import localise
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.layout_text import layout_text
 from nnscaler.codegen.operators import returns_sequence
+from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import (
-    Invariant,
-    Layout,
-    Partial,
-    Replicated,
-    Sharded,
-    State,
-    explain_illegal,
-    shape_of_rank,
-)
+from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State, shape_of_rank
 from nnscaler.ir.mesh import Axis
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.static.arguments import calls, difference, variables
 from verify.static.causes import disagreement
-from verify.static.choices import (
-    every_split,
-    input_states,
-    legal_choices,
-    matches,
-    output_states,
-    told_by,
-    whole_choices,
-)
+from verify.static.choices import every_split, legal_choices, matches, told_by, whole_choices
 from verify.static.held import Axes, Held, Mistake, normal
 from verify.static.hints import as_told
 from verify.static.random_numbers import draws_numbers, explain_draw
@@ -175,20 +159,14 @@ class Typer:
     def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
         """The typing with these choices. Raises Mistake when they do not go together or the line calls otherwise."""
         signature = self.signatures[op.name]
+        reason = explain_illegal_choices(self.graph, op, signature, choices, axes.pairs)
+        if reason:
+            raise Mistake("layouts_disagree", f"`{op.operator}` cannot run so: {reason}")
         states = [output_states(signature, choice, len(op.outputs)) for choice in choices]
-        outputs: list[Layout | None] = []
-        for position, name in enumerate(op.outputs):
-            if name is None:
-                outputs.append(None)
-                continue
-            tensor = self.graph.tensors[name]
-            layout = normal([s[position] for s in states], axes.sizes, tensor.needs_grad)
-            reason = explain_illegal(layout, axes.sizes, tensor.shape)
-            if reason:
-                raise Mistake("layouts_disagree", f"`{name}` would lie illegally: {reason}")
-            if tensor.needs_grad and any(isinstance(s, Partial) and s.reduction != "sum" for s in layout):
-                raise Mistake("layouts_disagree", f"`{name}` would be terms of a maximum, which has no gradient")
-            outputs.append(layout)
+        outputs = [
+            None if name is None else normal([s[i] for s in states], axes.sizes, self.graph.tensors[name].needs_grad)
+            for i, name in enumerate(op.outputs)
+        ]
         expected = self._expected(op, choices, outputs, axes)
         if not calls(line.function, expected.operator, self.user):
             message = f"`{line.function}` is called where one shard's call is `{expected.operator}`"
@@ -210,14 +188,6 @@ class Typer:
         signature = self.signatures[op.name]
         if signature.spec is None or signature.bound is None:
             return signature.call
-        shards: dict[str, tuple[AxisShard, ...]] = {}
-        for choice, (axis, parts) in zip(choices, axes.pairs, strict=True):
-            if isinstance(choice, Split):
-                for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
-                    shards[identifier] = (
-                        *shards.get(identifier, ()),
-                        AxisShard(axis, parts, choice.outer, choice.sizes),
-                    )
         shapes = [
             None
             if name is None or layout is None
@@ -225,7 +195,7 @@ class Typer:
             for name, layout in zip(op.outputs, outputs, strict=True)
         ]
         try:
-            return localise(signature.spec, signature.call, shards, shapes)
+            return localise(signature.spec, signature.call, shards_of(signature, choices, axes.pairs), shapes)
         except Refusal as error:
             raise Mistake("layouts_disagree", f"`{op.operator}` cannot run so: {error}") from error
 

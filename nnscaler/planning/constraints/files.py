@@ -24,6 +24,7 @@ from typing import Any
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import (
     data_parallel,
@@ -39,7 +40,6 @@ from nnscaler.planning.constraints.kinds import (
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
 from nnscaler.transform.plan import ZERO
-from nnscaler.transform.signature import Signature, signatures
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
 _POLICIES = {"megatron": megatron, "sequence_parallel": sequence_parallel}

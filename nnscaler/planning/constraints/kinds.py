@@ -8,9 +8,9 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.transform.select import select
-from nnscaler.transform.signature import Signature
 
 
 def sizes(**wanted: int | bool) -> Constraint:

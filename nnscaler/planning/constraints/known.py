@@ -8,13 +8,13 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.transform.choose import choose
 from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, RestStep
 from nnscaler.transform.select import select
-from nnscaler.transform.signature import Signature
 
 
 def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:

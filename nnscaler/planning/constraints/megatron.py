@@ -10,11 +10,11 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.constraints.roles import Names, Roles, roles_of
 from nnscaler.transform.candidates import reach
 from nnscaler.transform.choose import batch_of, batch_states
-from nnscaler.transform.signature import Signature
 
 TWO = 2  # parts, for which identifiers are looked for: which they are does not depend on it
 

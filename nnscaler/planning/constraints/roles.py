@@ -12,8 +12,8 @@ from math import prod
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.layers import layers_of
-from nnscaler.transform.signature import Signature
 
 Names = frozenset[str]
 

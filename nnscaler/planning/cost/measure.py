@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
@@ -17,7 +18,6 @@ from nnscaler.planning.cost.model import KINDS, Collective, Overheads
 from nnscaler.planning.cost.shards import ShardCall, shard_calls
 from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile
 from nnscaler.planning.cost.work import Work, shard_work
-from nnscaler.transform.signature import Signature
 
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Shape = tuple[int, ...]

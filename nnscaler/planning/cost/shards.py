@@ -13,15 +13,15 @@ from op_registry.expression import Expression
 from op_registry.localize import localise
 from op_registry.spec import Refusal
 
+from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import local_shape, shape_of_rank
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.transform.kept import VIEWS
-from nnscaler.transform.rules import explain_illegal_choices, input_layouts, output_layouts, shards_of
-from nnscaler.transform.signature import Signature
 
 Meshes = tuple[tuple[int, ...], ...]
 Key = tuple[str, tuple[Shape | None, ...], tuple[Shape | None, ...], str]

@@ -7,6 +7,7 @@ from functools import cached_property
 from hashlib import sha256
 from statistics import median
 
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import Factors, operator_factors
@@ -15,7 +16,6 @@ from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shape
 from nnscaler.planning.cost.shards import Key, key_of
 from nnscaler.planning.cost.table import Entry, Profile
 from nnscaler.transform.kept import VIEWS
-from nnscaler.transform.signature import Signature
 
 
 @dataclass(frozen=True, slots=True)

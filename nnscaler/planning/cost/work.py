@@ -9,9 +9,9 @@ from math import prod
 from op_registry.annotation.sizes import BoundDim
 
 from nnscaler.ir.dtype import element_bytes
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape, Shapes
 from nnscaler.transform.kept import VIEWS, kept_slots
-from nnscaler.transform.signature import Signature
 
 # The first input is read where the indices point only, as much as is written.
 _GATHERS = frozenset(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cluster.units import show_bytes
 from nnscaler.planning.constraints import Constraint
@@ -24,7 +25,6 @@ from nnscaler.planning.planner.subject import FREE, Subject
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Plan
-from nnscaler.transform.signature import Signature
 
 DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.chain import Chain, find_chain, shown
@@ -23,7 +24,6 @@ from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.choose import batch_of
 from nnscaler.transform.layers import Layer, layers_of
-from nnscaler.transform.signature import Signature
 
 MANY = 8  # layers, from which on some stand for all
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature
 from nnscaler.transform.kept import VIEWS, kept_slots
-from nnscaler.transform.signature import Signature
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.transform.choose import follow_batch
 from nnscaler.transform.plan import Axes, Plan
-from nnscaler.transform.signature import Signature
 
 
 @dataclass(frozen=True)

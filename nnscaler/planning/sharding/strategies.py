@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import product
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.sharding.setting import Setting
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.choose import batch_of, batch_states
-from nnscaler.transform.rules import explain_illegal_choices, input_layouts, output_layouts
-from nnscaler.transform.signature import Signature
 
 SMALL = 1024  # elements of a tensor whose partial sums are always considered
 

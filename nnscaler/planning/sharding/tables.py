@@ -23,6 +23,7 @@ from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, without_gradient
 from nnscaler.ir.operation import Operation
+from nnscaler.ir.signature import Signature
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.planning.cost.memory import parameter_memory
 from nnscaler.planning.cost.model import AxisPlace, CostModel
@@ -33,7 +34,6 @@ from nnscaler.planning.sharding.resting import Resting, resting_of
 from nnscaler.planning.sharding.setting import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
 from nnscaler.transform.kept import kept_slots
-from nnscaler.transform.signature import Signature
 
 Column = NDArray[np.float64]
 

@@ -13,10 +13,10 @@ from nnscaler.communication.communicated import CommunicatedGraph, Convert, Stag
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Sharded
+from nnscaler.ir.signature import signatures
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import AssignStep, Plan, ReplicateStep, SplitStep, Step
-from nnscaler.transform.signature import signatures
 
 
 class Tied(nn.Module):

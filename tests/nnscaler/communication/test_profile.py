@@ -21,6 +21,7 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.compile import compile_traced
 from nnscaler.ir.dtype import element_bytes
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.random_plan import random_plan
 from nnscaler.runtime import reducer
 from nnscaler.runtime.communicator import CommunicationCall, Communicator
@@ -31,7 +32,6 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
-from nnscaler.transform.signature import signatures
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
 

@@ -12,12 +12,12 @@ import nnscaler
 from nnscaler.communication.replay import replay
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.auto import cluster_of, cost_of, parse_auto, search_plan
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.difference import differences
 from nnscaler.planning.policies import make_plan
 from nnscaler.tracing import Traced, trace
-from nnscaler.transform.signature import signatures
 
 WANTED = nnscaler.AutoPlan("a100x8")
 

@@ -11,10 +11,12 @@ import pytest
 import verify
 from nnscaler.cli.model_file import load_model_file
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,
@@ -40,8 +42,6 @@ from nnscaler.planning.random_plan import random_plan
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.choose import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
-from nnscaler.transform.rules import input_states
-from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import EXAMPLES, graph_of, subject_of
 
 

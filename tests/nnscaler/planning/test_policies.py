@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice, RunInvariant, RunReplicated, Split
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.signature import signatures
 
 
 class Block(nn.Module):

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning import search
 from nnscaler.planning.search import Versions, cheapest_choices
 from nnscaler.planning.tensor_parallel import _options
 from nnscaler.tracing import trace
-from nnscaler.transform.signature import Signature, signatures
 
 
 class Layer(nn.Module):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature, signatures
 from nnscaler.tracing import trace
-from nnscaler.transform.signature import Signature, signatures
 
 
 class Attention(nn.Module):

@@ -7,11 +7,11 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded
+from nnscaler.ir.signature import signatures
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RestStep
 from nnscaler.transform.rest import sharded_at_rest
-from nnscaler.transform.signature import signatures
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,27 @@ def test_shard_of() -> None:
     whole, q = PACKED.inputs[0], PACKED.outputs[0]
     assert whole is not None and q is not None
     assert shard_of(PACKED, whole, "v") == Shard(1, 1, (6, 2, 4)) and shard_of(PACKED, q, "v") == Shard(1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "identifier", "sections", "reason"),
+    [
+        (MATMUL, "k", (2, 4), None),
+        (MATMUL, "k", (3, 3), "sections (3, 3) do not divide by 2"),
+        (MATMUL, "k", (2, 2), "sections (2, 2) do not divide by 2"),
+        (HEADS, "h", (2, 4), "'h' is not a whole dim"),
+        (HEADS, "d", (2, 2), "'d' is not a whole dim"),
+        (PACKED, "q", (2, 4), "'q' is not a whole dim"),
+        (bind("m k^ -> m", [(4, 6)]), "k", (2, 4), "`k` is frozen (`^`) in `m k^ -> m`"),
+    ],
+)
+def test_sections_are_of_whole_dims(bound: object, identifier: str, sections: tuple[int, ...], reason: str) -> None:
+    assert splittable(bound, identifier, 2, sections=sections) == reason  # type: ignore[arg-type]
+
+
+def test_sections_of_a_factor_have_no_shard() -> None:
+    packed, heads = HEADS.inputs[0], HEADS.outputs[0]
+    assert packed is not None and heads is not None
+    assert shard_of(HEADS, heads, "h", sections=(2, 4)) == Shard(1, 1, (2, 4))
+    with pytest.raises(ValueError, match="no shard of"):
+        shard_of(HEADS, packed, "h", sections=(2, 4))

@@ -18,9 +18,9 @@ from nnscaler.cli.model_file import load_model_file
 from nnscaler.compile import make
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.signature import Signature
 from verify.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
 from verify.lemmas.obligation import Stated
 

@@ -10,7 +10,7 @@ import torch
 from op_registry.call import TensorArgument
 
 from nnscaler.ir.placement import Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
 from verify.lemmas.representative import LARGEST, represent
 from verify.lemmas.stand_in import Unrepresented

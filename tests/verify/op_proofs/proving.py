@@ -13,7 +13,7 @@ from op_registry.bind_call import bind_call, linear_sets
 from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.placement import RunPartial, Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, make_call, outputs_of, with_outputs, with_tensors
 from verify.op_proofs.prove import Proof, prove
 

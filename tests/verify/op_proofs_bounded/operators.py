@@ -12,7 +12,7 @@ from op_registry.registry import default_registry
 from op_registry.samples import Sample, samples_of
 from op_registry.spec import OperatorSpec
 
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of, make_call, outputs_of, with_outputs, with_tensors
 from verify.op_checks.draw import builtin_call
 from verify.op_proofs.bounded.prove import BoundedProof, Target, prove_bounded

@@ -11,9 +11,9 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.random_plan import random_plan
 from nnscaler.tracing import Traced
-from nnscaler.transform.signature import signatures
 from verify.random_plans import MESHES, PIPELINES, UNLIKE
 from verify.static import StaticResult, check_program
 from verify.static.held import normal

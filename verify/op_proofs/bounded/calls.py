@@ -11,10 +11,10 @@ from op_registry.expression import Expression
 from op_registry.localize import localise
 from op_registry.spec import OperatorSpec
 
+from nnscaler.ir.derive import shards_of
 from nnscaler.ir.layout import State
 from nnscaler.ir.placement import Choice
-from nnscaler.transform.rules import shards_of
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of, with_tensors
 from verify.op_proofs.bounded.layout import local_shape
 from verify.op_proofs.bounded.trace import Blank, Place, Trace, record

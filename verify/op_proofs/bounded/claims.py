@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.layout import Partial, State
 from nnscaler.ir.placement import Choice
-from nnscaler.transform.rules import input_states, output_states
 from verify.op_proofs.bounded.algebra import Element, Numbers, kind_of_dtype
 from verify.op_proofs.bounded.calls import Traced, trace_ranks
 from verify.op_proofs.bounded.errors import NoCall, Unmet, Unsupported

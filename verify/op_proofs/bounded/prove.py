@@ -20,9 +20,9 @@ from op_registry.bind_call import bind_call, linear_sets
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import OperatorSpec, Refusal
 
+from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from nnscaler.transform.rules import explain_illegal_choice
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall
 from verify.op_proofs.bounded.calls import Traced, trace_whole
 from verify.op_proofs.bounded.check import Outcome, check

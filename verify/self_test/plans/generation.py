@@ -13,11 +13,11 @@ from nnscaler.communication.communicated import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import PartitionedGraph
+from nnscaler.ir.signature import Signature, signatures
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-from nnscaler.transform.signature import Signature, signatures
 from verify.self_test.plans.subjects import Base
 
 

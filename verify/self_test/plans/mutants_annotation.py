@@ -12,10 +12,10 @@ from op_registry.annotation.splits import splittable
 from op_registry.bind_call import bind_call
 from op_registry.errors import NnscalerError
 
+from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Placement, Split
-from nnscaler.transform.rules import input_states, output_states
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 from verify.self_test.annotation_mutants import annotation_mutants
 from verify.self_test.plans.generation import Generation
 

@@ -10,8 +10,8 @@ import pytest
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 
+from nnscaler.ir.signature import Signature, signature_of
 from nnscaler.planning.cluster.description import Cluster, Device, Level
-from nnscaler.transform.signature import Signature, signature_of
 
 
 @pytest.fixture(scope="session")

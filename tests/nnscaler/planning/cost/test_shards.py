@@ -7,8 +7,10 @@ import torch
 
 from op_registry.call import Call, DType, TensorArgument
 
+from nnscaler.ir.derive import input_layouts, output_layouts
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import local_shape
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.measure import measure
 from nnscaler.planning.cost.shards import meshes, shard_calls, signature_text
@@ -18,8 +20,6 @@ from nnscaler.planning.policies import make_plan
 from nnscaler.tracing import trace
 from nnscaler.tracing.time_call import time_call
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.rules import input_layouts, output_layouts
-from nnscaler.transform.signature import signatures
 
 
 class Small(torch.nn.Module):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY, AnalyticCost
 from nnscaler.planning.cost.calibrate import (
@@ -27,7 +28,6 @@ from nnscaler.planning.cost.shards import key_of
 from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile, load_profile
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import Work
-from nnscaler.transform.signature import Signature
 
 Make = Callable[..., Signature]
 SHAPE, HALF, QUARTER = (64, 512), (32, 512), (16, 512)

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nnscaler.cli.model_file import load_model_file
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.tracing import trace
-from nnscaler.transform.signature import signatures
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 

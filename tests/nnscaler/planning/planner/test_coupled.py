@@ -7,11 +7,11 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.plan import find_plan
 from nnscaler.tracing import trace
-from nnscaler.transform.signature import signatures
 
 
 class Coupled(torch.nn.Module):

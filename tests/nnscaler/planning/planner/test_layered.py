@@ -10,6 +10,7 @@ import pytest
 
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cluster.units import quantity
 from nnscaler.planning.constraints import sizes
@@ -23,7 +24,6 @@ from nnscaler.planning.planner.spread import best_cut
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.planning.solver import order as orders
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
 PLENTY = 1e12

@@ -11,6 +11,7 @@ import pytest
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cluster.units import quantity
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
@@ -23,7 +24,6 @@ from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.planner.search import CLOSE, search
 from nnscaler.planning.solver import order
 from nnscaler.transform.plan import Plan, SplitStep
-from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 
 

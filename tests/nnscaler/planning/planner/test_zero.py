@@ -8,6 +8,7 @@ import pytest
 
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import all_of, constraints_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
@@ -16,7 +17,6 @@ from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.plan import find_plan
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RestStep
-from nnscaler.transform.signature import signatures
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of
 
 PLENTY = 1e12

@@ -7,10 +7,10 @@ Under `Split(identifier, outer)` an operand that has the identifier is sharded; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from op_registry.annotation.sizes import BoundDim, BoundOperand, Factor
-from op_registry.annotation.splits import balanced, splittable
+from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor
+from op_registry.annotation.splits import balanced, shard_of, splittable
 from op_registry.call import AxisShard
 
 from nnscaler.ir.graph import Graph
@@ -27,25 +27,15 @@ from nnscaler.ir.layout import (
 )
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.transform.signature import Signature
+from nnscaler.ir.signature import Signature
 
 
-def operand_state(operand: BoundOperand, identifiers: Sequence[str], split: Split) -> Sharded | None:
-    """How the operand is sharded when `identifiers` (split together) are split; None if it has none of them."""
-    for d, dim in enumerate(operand.dims):
-        if dim.concat:
-            if any(f.identifier in identifiers for f in dim.factors):
-                return Sharded(d, 1, tuple(f.size for f in dim.factors))
-            continue
-        before = 1
-        for factor in dim.factors:
-            if factor.identifier in identifiers:
-                if split.sections:
-                    return Sharded(d, 1, split.sections)
-                after = dim.size // (before * factor.size) if split.sizes else 1
-                return Sharded(d, before * split.outer, (), tuple(size * after for size in split.sizes))
-            before *= factor.size
-    return None
+def operand_state(bound: BoundAnnotation, operand: BoundOperand | None, split: Split) -> Sharded | None:
+    """Return how a legal split shards the operand; None if the operand lacks the identifier, and only then."""
+    if operand is None:
+        return None
+    found = shard_of(bound, operand, split.identifier, split.outer, split.sizes, split.sections)
+    return None if found is None else Sharded(found.dim, found.outer, found.sections, found.sizes)
 
 
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
@@ -67,11 +57,10 @@ def _input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
             return tuple(PARTIAL if i in slots else REPLICATED for i in range(count))
     bound = signature.bound
     assert bound is not None and isinstance(choice, Split)
-    together = bound.tied.get(choice.identifier, (choice.identifier,))
     reduction = bound.marks.get(choice.identifier) == "+"
     states: list[State] = []
     for operand in bound.inputs:
-        state = operand_state(operand, together, choice) if operand is not None else None
+        state = operand_state(bound, operand, choice)
         if state is not None:
             states.append(state)
         elif operand is not None and operand.additive and reduction:
@@ -99,10 +88,9 @@ def _output_states(signature: Signature, choice: Choice, count: int) -> tuple[St
             return (PARTIAL,) * count
     bound = signature.bound
     assert bound is not None and isinstance(choice, Split)
-    together = bound.tied.get(choice.identifier, (choice.identifier,))
     states: list[State] = []
     for operand in bound.outputs:
-        state = operand_state(operand, together, choice) if operand is not None else None
+        state = operand_state(bound, operand, choice)
         if state is not None:
             states.append(state)
         elif bound.marks.get(choice.identifier) == "+" and operand is not None:
@@ -162,30 +150,11 @@ def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, pa
         return None if choice.slots in signature.linear else f"not linear in operands {sorted(choice.slots)}"
     if choice.identifier not in signature.bound.sizes:
         return f"`{signature.bound.text}` has no identifier {choice.identifier!r}"
-    if choice.outer < 1 or any(size < 0 for size in choice.sections):
-        return f"outer is {choice.outer} and sections are {list(choice.sections)}: these are sizes"
-    if choice.sections and (choice.outer > 1 or choice.sizes):
-        return "a split has an outer, or sizes, or sections, not both"
     if choice.sizes and not signature.spec.allows_uneven:
         return f"the hook of {signature.spec.name} does not know shards of unequal sizes"
-    if choice.outer > 1 and choice.identifier in signature.spec.contiguous:
+    if (choice.outer > 1 or choice.sections) and choice.identifier in signature.spec.contiguous:
         return f"{choice.identifier!r} can only be split into contiguous blocks"
-    if len(signature.bound.tied.get(choice.identifier, ())) > 1 and choice.outer > 1:
-        return f"{choice.identifier!r} is part of a concatenated dim and cannot be split with an outer"
-    if choice.sections:
-        return _explain_sections(signature, choice, parts)
-    return splittable(signature.bound, choice.identifier, parts, choice.outer, choice.sizes)
-
-
-def _explain_sections(signature: Signature, choice: Split, parts: int) -> str | None:
-    assert signature.bound is not None
-    if sum(choice.sections) != signature.bound.sizes[choice.identifier] or any(s % parts for s in choice.sections):
-        return f"sections {choice.sections} do not divide by {parts}"
-    for operand in (*signature.bound.inputs, *signature.bound.outputs):
-        for dim in operand.dims if operand is not None else ():
-            if len(dim.factors) > 1 and any(f.identifier == choice.identifier for f in dim.factors):
-                return f"{choice.identifier!r} is not a whole dim"
-    return splittable(signature.bound, choice.identifier, 1, 1)
+    return splittable(signature.bound, choice.identifier, parts, choice.outer, choice.sizes, choice.sections)
 
 
 def explain_illegal_choices(
@@ -285,15 +254,3 @@ def even_or_balanced(signature: Signature, identifier: str, parts: int) -> Split
 
 def is_legal(signature: Signature, choice: Choice, parts: int) -> bool:
     return explain_illegal_choice(signature, choice, parts) is None
-
-
-def by_tensor(graph: Graph) -> Mapping[str, tuple[tuple[Operation, bool, int], ...]]:
-    """tensor -> (operation, is output, position) of every place where it stands."""
-    places: dict[str, list[tuple[Operation, bool, int]]] = {name: [] for name in graph.tensors}
-    for op in graph.operations:
-        for slot, name in enumerate(op.inputs):
-            places[name].append((op, False, slot))
-        for position, output in enumerate(op.outputs):
-            if output is not None:
-                places[output].append((op, True, position))
-    return {name: tuple(found) for name, found in places.items()}

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_registry.annotation.sizes import BoundDim, BoundOperand, Factor
+from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand, Factor
 from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 
+from nnscaler.ir.derive import explain_illegal_choice, input_states, operand_state, output_states, resolve
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.transform.rules import explain_illegal_choice, input_states, operand_state, output_states, resolve
-from nnscaler.transform.signature import Signature, signature_of
+from nnscaler.ir.signature import Signature, signature_of
 
 Shapes = list[tuple[int, ...]]
 
@@ -99,6 +99,13 @@ def operands(draw: st.DrawFn) -> BoundOperand:
     return BoundOperand(tuple(dims), False)
 
 
+def bound_to(operand: BoundOperand, *together: str) -> BoundAnnotation:
+    """An annotation of one operand, whose identifiers `together` are split together."""
+    sizes = {f.identifier: f.size for dim in operand.dims for f in dim.factors if f.identifier}
+    tied = {name: together if name in together else (name,) for name in sizes}
+    return BoundAnnotation("drawn", (operand,), (operand,), sizes, dict.fromkeys(sizes, ""), {}, tied)
+
+
 @given(operands(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([2, 3]))
 def test_resolve_is_the_inverse_of_operand_state(operand: BoundOperand, outer: int, parts: int) -> None:
     for dim in operand.dims:
@@ -106,7 +113,7 @@ def test_resolve_is_the_inverse_of_operand_state(operand: BoundOperand, outer: i
             if factor.identifier is None or factor.size % (outer * parts):
                 continue
             split = Split(factor.identifier, outer)
-            state = operand_state(operand, (factor.identifier,), split)
+            state = operand_state(bound_to(operand), operand, split)
             assert resolve(operand, state, parts) == split  # type: ignore[arg-type]
 
 
@@ -115,12 +122,32 @@ def test_operand_state_is_the_inverse_of_resolve(operand: BoundOperand, dim: int
     state = Sharded(dim, outer)
     split = resolve(operand, state, parts)
     if split is not None:
-        assert operand_state(operand, (split.identifier,), split) == state
+        assert operand_state(bound_to(operand), operand, split) == state
 
 
 def test_concatenated_dims_resolve_to_their_sections() -> None:
     packed = BoundOperand((BoundDim((Factor("q", 12), Factor("k", 6)), True),), False)
-    assert operand_state(packed, ("q", "k"), Split("q")) == Sharded(0, 1, (12, 6))
+    assert operand_state(bound_to(packed, "q", "k"), packed, Split("q")) == Sharded(0, 1, (12, 6))
     assert resolve(packed, Sharded(0, 1, (12, 6)), 2) == Split("q")
     assert resolve(packed, Sharded(0, 1, (6, 12)), 2) is None
     assert resolve(packed, Sharded(0), 2) is None
+
+
+@pytest.mark.parametrize("sections", [(12, 6), (6, 12)])
+def test_sections_of_a_part_of_a_dim_are_no_state(sections: tuple[int, ...]) -> None:
+    """A dim that becomes a factor, or a part, of another one: none of its operands may be read as lacking it."""
+    view = signature("aten.view.default", [(4, 18)], [(72,)], (72,))
+    inner = view.bound.inputs[0].dims[1].factors[0].identifier  # type: ignore[union-attr]
+    choice = Split(inner or "", sections=sections)
+    assert explain_illegal_choice(view, choice, 2) == f"{inner!r} is not a whole dim"
+    with pytest.raises(ValueError, match="no shard of"):
+        output_states(view, choice, 1)
+
+
+def test_a_block_with_an_offset_is_not_cut_by_sections() -> None:
+    """The call of a shard of the vocabulary names the first row of one block."""
+    lookup = signature("aten.embedding.default", [(16, 4), (3,)], [(3, 4)])
+    reason = "'v' can only be split into contiguous blocks"
+    assert explain_illegal_choice(lookup, Split("v"), 2) is None
+    assert explain_illegal_choice(lookup, Split("v", sections=(8, 8)), 2) == reason
+    assert explain_illegal_choice(lookup, Split("v", 2), 2) == reason
