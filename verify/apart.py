@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from nnscaler.files import machine_error, save_tensors
 from verify.op_run.pool import Died, Note, Raised, TimedOut, run_forked, why_not_fork
 
 T = TypeVar("T")
@@ -28,7 +29,11 @@ def run_apart(task: Callable[[], T], timeout: float) -> T | Died | TimedOut:
         file = Path(folder) / "result.pt"  # a file, for torch sends tensors through memory that ends with the child
 
         def work(_: Note) -> None:
-            torch.save(task(), file)
+            found = task()
+            try:
+                save_tensors(found, file)
+            except Exception as error:
+                raise machine_error(error) or error from error
 
         (event,) = run_forked([work], 1, timeout)
         if isinstance(event, Died | TimedOut):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nnscaler.files import NO_ROOM, no_room
 from nnscaler.runtime.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.simulator import Simulator
 from verify.apart import run_apart
@@ -160,7 +162,7 @@ def devices_of(ranks: int) -> list[str]:
 
 
 def failure_of_job(outcome: JobOutcome) -> Failure:
-    """What the end of a job means."""
+    """What the end of a job means. Raises NnscalerError `cannot_write` where a rank found the disk full."""
     waiting = {rank.rank: rank.waiting for rank in outcome if rank.status == "blocked"}
     if outcome.end == "deadlock":
         return Failure("deadlock", "no rank can go on", waiting=waiting)
@@ -168,6 +170,8 @@ def failure_of_job(outcome: JobOutcome) -> Failure:
         return Failure("timed_out", outcome.describe(), waiting=waiting)
     failed = outcome.first_failure
     assert failed is not None, outcome.end
+    if failed.errno in NO_ROOM:
+        raise no_room(None, os.strerror(failed.errno))
     error = failed.error or ""
     if failed.status == "died":
         return Failure("rank_died", f"rank {failed.rank}: {error}", failed.rank, from_outside="SIGKILL" in error)

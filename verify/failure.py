@@ -102,7 +102,7 @@ _HELP: Mapping[str, str | None] = {
 def _named_lines(text: str, program: Path) -> list[SourceLocation]:
     """The lines of the program that a text names, each once, the first three."""
     every = (SourceLocation(m["file"], int(m["line"])) for m in _PLACE.finditer(text))
-    found = dict.fromkeys(place for place in every if Path(place.file).is_relative_to(program))
+    found = dict.fromkeys(place for place in every if Path(place.file).resolve().is_relative_to(program.resolve()))
     return list(found)[:3]
 
 

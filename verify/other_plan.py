@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from nnscaler.compile import compile_traced
+from nnscaler.files import save_tensors
 from nnscaler.runtime.checkpoint import load_checkpoint
 from nnscaler.runtime.loader import load_role
 from verify.backends import run_simulator
@@ -36,7 +35,7 @@ def check_other_plan(
     program = open_program(compiled.save(folder))
     checkpoint = load_checkpoint(task.checkpoint)
     # names of constants are those of the trace, which both programs come from
-    torch.save({**program.state(), **checkpoint.state}, folder / "resumed.pt")
+    save_tensors({**program.state(), **checkpoint.state}, folder / "resumed.pt")
     alone = replace(
         task,
         program=str(program.path),

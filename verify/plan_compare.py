@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from nnscaler.files import save_tensors
 from nnscaler.runtime.loader import load_role
 from verify.evaluation import Evaluation
 from verify.failure import Failure, finding_of
@@ -40,8 +39,8 @@ def make_task(
     """What the ranks run; its files are written to `work`."""
     extra = beside or Beside()
     state = {**prepared.program.state(), **logical_state(prepared.model)}
-    torch.save(state, work / "state.pt")
-    torch.save(dict(prepared.sample.tensors), work / "batch.pt")
+    save_tensors(state, work / "state.pt")
+    save_tensors(dict(prepared.sample.tensors), work / "batch.pt")
     return Task(
         str(prepared.program.path),
         str(work / "state.pt"),

@@ -119,11 +119,14 @@ def _subject(finding: Finding) -> str:
 
 
 def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
-    """Moves the program out of the temporary folder, for findings name its lines."""
+    """Moves the program out of the temporary folder, for findings name its lines. Where there is no room for it, a note
+    says so: the verdict stands."""
     if request.program is not None or not report.findings:
         return report
-    kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-"))
-    shutil.copytree(program, kept, dirs_exist_ok=True)
+    try:
+        kept = _copied(program)
+    except OSError as error:
+        return replace(report, notes=(*report.notes, f"the program could not be kept: {error.strerror or error}"))
 
     def moved(finding: Finding) -> Finding:
         related = tuple((what, _moved(place, program, kept)) for what, place in finding.related)
@@ -131,6 +134,18 @@ def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
 
     findings = tuple(moved(f) for f in report.findings)
     return replace(report, findings=findings, notes=(*report.notes, f"the program is kept in {kept}"))
+
+
+def _copied(program: Path) -> Path:
+    """A copy of the folder; nothing is left of one that fails. Raises OSError."""
+    kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-"))
+    try:
+        for file in filter(Path.is_file, program.iterdir()):
+            shutil.copyfile(file, kept / file.name)
+    except BaseException:
+        shutil.rmtree(kept, ignore_errors=True)
+        raise
+    return kept
 
 
 def _moved(place: SourceLocation, old: Path, new: Path) -> SourceLocation:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.checkpoint import load_checkpoint
+from nnscaler.runtime.communicator import ProgramError
+from nnscaler.runtime.loader import load_role
 from nnscaler.tracing.program_draws import UnmatchedDraws
 from nnscaler.transform.plan import Plan
 from verify.backends import run_program
@@ -79,12 +82,15 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
     return prove_program(sources, prepared.graph, folder=str(folder), seed=request.seed, progress=request.progress)
 
 
-def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory, Sequence[Outcome]]:
+def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory | None, Sequence[Outcome]]:
     """The reference, the program on every rank, and what comes out of both."""
-    prepared, reference = _reference(request, prepared)
-    broken = _not_finite(reference)
+    broken = _not_loadable(prepared)
     if broken is not None:
-        return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (broken,))]
+        return prepared, None, [failed(broken, prepared, 0.0)]
+    prepared, reference = _reference(request, prepared)
+    not_finite = _not_finite(reference)
+    if not_finite is not None:
+        return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (not_finite,))]
     if not request.exact:
         name = next(n for n, dtype in DTYPES.items() if dtype == request.dtype)
         outcomes = low_precision(request, prepared, reference, work, [name])
@@ -100,6 +106,20 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
     if request.depth == "deep" and all(o.check.verdict.passes for o in outcomes):
         outcomes += low_precision(request, prepared, reference, work, ["bfloat16"])
     return prepared, reference, outcomes
+
+
+def _not_loadable(prepared: Prepared) -> Failure | None:
+    """What is wrong with the first role file that no rank could load: it was edited, and is no Python any more."""
+    for file in prepared.program.role_files:
+        path = prepared.program.path / file
+        try:
+            load_role(path)
+        except ProgramError as error:  # it names the line
+            return Failure("rank_raises", str(error))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises, a rank would raise too
+            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path.resolve())]
+            return Failure("rank_raises", f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}")
+    return None
 
 
 def _reference(request: PlanRequest, prepared: Prepared) -> tuple[Prepared, Trajectory]:

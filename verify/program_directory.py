@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.errors import NnscalerError
+from nnscaler.errors import NnscalerError, SourceLocation
 
 # what `--program` cannot do without
 _ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors")
@@ -101,7 +101,18 @@ def open_program(path: Path) -> ProgramDirectory:
         role_file = path / role["file"]
         if not role_file.is_file():
             raise NnscalerError("not_a_program", f"{path} lacks {role['file']}", help=help)
-        digest = hashlib.sha256(role_file.read_bytes()).hexdigest()
+        content = role_file.read_bytes()
+        _check_text(role_file, content)
+        digest = hashlib.sha256(content).hexdigest()
         if digest != role["sha256"]:
             changes.append(f"{role_file} was changed after it was generated")
     return ProgramDirectory(path, manifest, tuple(changes))
+
+
+def _check_text(file: Path, content: bytes) -> None:
+    """Raises NnscalerError `not_a_program` with the line that is no UTF-8: Python would not read it either."""
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = SourceLocation(str(file), content.count(b"\n", 0, error.start) + 1)
+        raise NnscalerError("not_a_program", f"{file} is not UTF-8: {error.reason}", place) from None

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
+from nnscaler.files import save_tensors
 from nnscaler.runtime.loader import load_role
 from nnscaler.runtime.role import Stage
 from verify.compare import is_finite
@@ -45,7 +45,7 @@ class Trial:
     def task(self, folder: Path) -> TrialTask:
         """Writes the batch; what the ranks need."""
         file = folder / f"batch_{self.name.replace(' ', '_').replace('/', '_')}.pt"
-        torch.save(dict(self.batch), file)
+        save_tensors(dict(self.batch), file)
         return TrialTask(self.name, str(file), self.loss_scale)
 
 

@@ -6,10 +6,10 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError
+from nnscaler.files import write_text
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -62,12 +62,7 @@ def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None
         for line in class_lines(profile):
             console.result(line)
         return
-    from nnscaler.cli.outputs import cannot_write
-
-    try:
-        Path(output.path).write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(output.path, error) from None
+    write_text(output.path, json.dumps(profile, indent=1) + "\n")
 
 
 def total_lines(profile: Mapping[str, Any]) -> list[str]:

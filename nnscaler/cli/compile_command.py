@@ -35,7 +35,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_plan_options(parser)
     add_search_options(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the program")
+    parser.add_argument(
+        "--out", dest="out_folder", type=Path, required=True, metavar="DIR", help="folder for the program"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     output = parser.add_argument_group("output")
     add_option(output)
@@ -68,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         model=model.description(),
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
-    path = program.save(options.out)
+    path = program.save(options.out_folder)
     _warn(program, options.model, console)
     if options.comm_profile is None and console.verbosity >= 1:
         for line in total_lines(program.manifest["communication_profile"]):

@@ -10,10 +10,13 @@ import contextlib
 import io
 import os
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
+
+from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -47,23 +50,23 @@ class Console:
         self.color = color
         self._started = time.perf_counter()
         self._out = sys.stdout  # the user's code runs with another sys.stdout, so that what it prints is no result
+        self.problem: str | None = None if self._out is not None else "cannot write to standard output: it is closed"
 
     def lines(self, lines: Iterable[Line]) -> None:
         """Results, to stdout."""
         if not wants_color(self.color, os.environ, self._out):
-            self._out.write("".join(line.text + "\n" for line in lines))
-            self._out.flush()
+            self._write("".join(line.text + "\n" for line in lines))
             return
         from rich.text import Text
 
-        rich = _rich(self._out)
+        rich = _rich(buffer := io.StringIO())
         for line in lines:
             rich.print(Text.assemble(*((text, STYLES[style]) for text, style in line.pieces)))
+        self._write(buffer.getvalue())
 
     def result(self, text: str) -> None:
         """One plain line of results, to stdout."""
-        self._out.write(text + "\n")
-        self._out.flush()
+        self._write(text + "\n")
 
     def markdown(self, text: str) -> None:
         """A page in Markdown, to stdout, at most 100 columns wide."""
@@ -76,12 +79,42 @@ class Console:
         lines = rich.file.getvalue().split("\n")  # type: ignore[attr-defined]  # the StringIO above
         self.result("\n".join(line.rstrip() for line in lines).strip("\n"))
 
-    def abandon(self) -> None:
-        """Writes no more to stdout: what its buffer still holds would fail again when the process ends."""
-        with contextlib.suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._out.fileno())
-            os.close(null)
+    def check(self) -> None:
+        """Raise NnscalerError `cannot_write` where it is known already that stdout takes nothing: /dev/full, say."""
+        descriptor = -1
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout is no file, in tests
+            descriptor = self._out.fileno()
+        if descriptor >= 0:
+            try:
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, b"")
+            except OSError as error:
+                self._abandon(error)
+        if self.problem is not None:
+            raise NnscalerError("cannot_write", self.problem)
+
+    def said(self) -> bool:
+        """Return whether all results reached stdout, after telling why not. What others wrote to it counts as well."""
+        self._write("")
+        if self.problem is not None:
+            self.error(f"error: {self.problem}")
+        return self.problem is None
+
+    def _write(self, text: str) -> None:
+        """Write to stdout. Where it takes nothing more, the command goes on, for it may have files to write as well:
+        a reader that went away (`| head`) has what it wanted; anything else is a `problem`, told at the end."""
+        if self._out is None:
+            return
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            self._abandon(error)
+
+    def _abandon(self, error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
+            self.problem = f"cannot write to standard output: {error.strerror}"
+        silence(self._out)
 
     def progress(self, text: str) -> None:
         """What is being done, to stderr, with the time since the start; silent under -q."""
@@ -102,15 +135,24 @@ class Console:
         self._error(text, "red", head=True)
 
     def _error(self, text: str, style: str, head: bool = False) -> None:
-        if not wants_color(self.color, os.environ, sys.stderr):
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-            return
-        from rich.text import Text
+        with contextlib.suppress(OSError, AttributeError):  # a stderr that is full or closed takes no result away
+            if not wants_color(self.color, os.environ, sys.stderr):
+                sys.stderr.write(text + "\n")
+                sys.stderr.flush()
+                return
+            from rich.text import Text
 
-        first, newline, rest = text.partition("\n")
-        pieces = ((first, f"bold {style}"), (newline + rest, "")) if head else ((text, style),)
-        _rich(sys.stderr).print(Text.assemble(*pieces))
+            first, newline, rest = text.partition("\n")
+            pieces = ((first, f"bold {style}"), (newline + rest, "")) if head else ((text, style),)
+            _rich(sys.stderr).print(Text.assemble(*pieces))
+
+
+def silence(stream: TextIO) -> None:
+    """Send what a stream still holds nowhere: it would fail again when the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def _rich(stream: TextIO) -> RichConsole:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from nnscaler.cli.options import add_report_options, positive
 from nnscaler.config import seconds_of
 from nnscaler.errors import NnscalerError
+from nnscaler.files import check_temporary, check_writable
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -109,6 +110,7 @@ def run(options: argparse.Namespace) -> int:
         for setting in settings.values.values():
             console.result(f"{setting.name:<14} {_shown(setting.value):<28} {setting.source}")
         return 0
+    check_temporary()
     entries = _entries(options, settings)
     from verify.gate.run import Clock, find_operators, preload
     from verify.gate.settings import all_items
@@ -163,7 +165,6 @@ def _shown(value: object) -> str:
 
 def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry, ...]:
     """The known findings. Raises NnscalerError, `usage` among others, before anything runs."""
-    from nnscaler.cli.outputs import check_writable
     from verify.gate.baseline import read_baseline
 
     file = settings.baseline
@@ -293,7 +294,7 @@ def deliver(
     Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
     """
     from nnscaler.cli.options import TEXT_FORMATS
-    from nnscaler.cli.show import destinations
+    from nnscaler.cli.show import destinations, write_files
     from verify.gate.marked import render
     from verify.gate.summary import summary
 
@@ -305,19 +306,4 @@ def deliver(
             console.result(render(name, outcome, seconds).rstrip("\n"))
     if any(name in TEXT_FORMATS for name in where.stdout):
         console.result(text.rstrip("\n"))
-    problems = [_written(path, render(name, outcome, seconds), "w") for name, path in where.files]
-    if where.summary is not None:
-        problems.append(_written(where.summary, text, "a"))
-    told = [problem for problem in problems if problem is not None]
-    if told:
-        raise NnscalerError("cannot_write", "; ".join(told))
-
-
-def _written(path: str, text: str, mode: str) -> str | None:
-    """Why the file could not be written; None where it was."""
-    try:
-        with Path(path).open(mode, encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
-            stream.write(text)
-    except OSError as error:
-        return f"cannot write {path}: {error.strerror}"
-    return None
+    write_files(where, lambda name: render(name, outcome, seconds), lambda: text)

@@ -45,32 +45,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem is not None:
             print(f"error: {problem}", file=sys.stderr)
             return ExitCode.COULD_NOT_RUN
+        from nnscaler.cli.console import Console
         from nnscaler.cli.defaults import command_defaults
 
         try:
             words = sys.argv[1:] if argv is None else argv
             options = build_parser(command_defaults(words, os.environ)).parse_args(words)
         except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a usage error
-            return stop.code if isinstance(stop.code, int) else ExitCode.COULD_NOT_RUN
-        from nnscaler.cli.console import Console
+            said = Console().said()  # argparse leaves its text to the end of the process
+            return stop.code if isinstance(stop.code, int) and said else ExitCode.COULD_NOT_RUN
         from nnscaler.cli.options import verbosity
         from nnscaler.cli.outputs import check_outputs
 
         console = Console(options.color, verbosity(options))
         options.console = console
+        console.check()
         check_outputs(options, os.environ)
         command: Command = options.command
         with contextlib.redirect_stdout(sys.stderr):  # the model may print; results are the console's
-            return int(command(options))
+            code = int(command(options))
+        return code if console.said() else ExitCode.COULD_NOT_RUN
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except SystemExit as stop:
         print(f"error: the model's code stopped the process: sys.exit({stop.code!r})", file=sys.stderr)
-        return ExitCode.COULD_NOT_RUN
-    except BrokenPipeError:
-        # the reader (`| head`) went away: nothing can be said any more, and it must not look like a verdict
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.COULD_NOT_RUN
     except BaseException as error:
         return _explain(error, console)
@@ -146,8 +145,11 @@ def _explain(error: BaseException, console: Console | None) -> int:
     write = console.error if console is not None else lambda text: print(text, file=sys.stderr)
     from op_registry.errors import ToolError
 
-    if isinstance(error, ToolError):
-        write(f"error: {error}")
+    from nnscaler.files import machine_error
+
+    told = error if isinstance(error, ToolError) else machine_error(error)
+    if told is not None:
+        write(f"error: {told}")
         return ExitCode.COULD_NOT_RUN
     from nnscaler.cli.crash import crash_report
 

@@ -75,7 +75,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
     from nnscaler.cli.model_file import load_model_file, traced
-    from nnscaler.cli.outputs import check_writable
     from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
     from nnscaler.cli.plan_cost import auto_plan
     from nnscaler.cli.plan_text import explanation, summary
@@ -84,9 +83,6 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.transform.select import select
 
     console: Console = options.console
-    for path in (options.out, options.certificate, options.html):
-        if path is not None:
-            check_writable(path)
     # what is wrong in the options is told before the search
     wanted = auto_plan(options)
     cost = cost_of(wanted, cluster_of(wanted, options.ranks))
@@ -134,8 +130,8 @@ def _write(
     options: argparse.Namespace,
 ) -> None:
     """The files that are asked for. Raises NnscalerError("cannot_write")."""
-    from nnscaler.cli.outputs import cannot_write
     from nnscaler.cli.plan_page import plan_page
+    from nnscaler.files import write_text
 
     console: Console = options.console
     texts: list[tuple[Path | None, str]] = [(options.out, found.plan.to_json())]
@@ -148,8 +144,5 @@ def _write(
         texts.append((options.html, plan_page(name, found, replayed, sections)))
     for path, text in texts:
         if path is not None:
-            try:
-                path.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise cannot_write(path, error) from None
+            write_text(path, text)
             console.result(f"wrote {path}")

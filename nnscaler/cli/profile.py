@@ -59,21 +59,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
     from nnscaler.cli.model_file import load_model_file, traced
-    from nnscaler.cli.outputs import cannot_write, check_writable
+    from nnscaler.files import check_temporary
     from nnscaler.runtime.launcher import ForkServer
 
     console: Console = options.console
-    check_writable(options.out)
+    check_temporary()
     model = load_model_file(options.model, options.seed, options.loss_fn)
     console.progress(f"load         {model.name}")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
         profile = _profile(traced(model, console, options.specialise), options, server, folder)
-    try:
-        profile.save(options.out)
-    except OSError as error:
-        raise cannot_write(options.out, error) from None
+    profile.save(options.out)
     for name, reason in profile.skipped:
         console.warning(f"not measured: {name}: {reason}")
     for line in summary(profile):

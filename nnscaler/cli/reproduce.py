@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, seconds
 from nnscaler.errors import NnscalerError
+from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from verify.op_run.token import decode
 
     console: Console = options.console
+    check_temporary()
     if options.token.strip().startswith(PLAN_PREFIX):
         if options.emit_test is not None:
             raise NnscalerError("usage", "--emit-test writes tests of operators: this token is of a plan")

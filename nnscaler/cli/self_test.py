@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
 from nnscaler.cli.self_test_plans import run_plans
+from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -50,6 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Runs the self-test, prints its tables, and returns 0 or 1."""
+    check_temporary()
     return _run_ops(options) if options.what == "ops" else run_plans(options)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import TEXT_FORMATS, OutputFormat
 from nnscaler.errors import NnscalerError
+from nnscaler.files import write_text
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
     from verify.report import Report
-    from verify.report_formats.line import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,33 @@ def print_reports(
 ) -> None:
     """To stdout and to files. `seconds`: the time that all reports took together; 0 is the sum of theirs.
 
-    Raises NnscalerError where stdout or a file cannot be written, after everything else was.
+    Raises NnscalerError where a file cannot be written, after everything else was.
     """
     from verify.report_formats import FORMATS
     from verify.report_formats.step_summary import step_summary
 
     where = destinations(asked, os.environ)
-    failed = [_show(FORMATS[name](reports, seconds), console) for name in where.stdout]
-    failed += [
-        _write(path, "".join(line.text + "\n" for line in FORMATS[name](reports, seconds)), "w")
-        for name, path in where.files
-    ]
-    if where.summary is not None:
-        failed.append(_write(where.summary, step_summary(reports, seconds), "a"))
-    problems = [problem for problem in failed if problem is not None]
+    for name in where.stdout:
+        console.lines(FORMATS[name](reports, seconds))
+    write_files(
+        where,
+        lambda name: "".join(line.text + "\n" for line in FORMATS[name](reports, seconds)),
+        lambda: step_summary(reports, seconds),
+    )
+
+
+def write_files(where: Destinations, text: Callable[[str], str], summary: Callable[[], str]) -> None:
+    """Write the text of each format, and the summary of the step. Raises NnscalerError `cannot_write`, after everything
+    else was written."""
+    problems: list[str] = []
+    for path, made, append in (
+        *((path, partial(text, name), False) for name, path in where.files),
+        *(() if where.summary is None else ((where.summary, summary, True),)),
+    ):
+        try:
+            write_text(path, made(), append)
+        except NnscalerError as error:
+            problems.append(error.message)
     if problems:
         raise NnscalerError("cannot_write", "; ".join(problems))
 
@@ -71,33 +83,3 @@ def print_reports(
 def print_report(report: Report, asked: Sequence[OutputFormat], console: Console) -> None:
     """One report."""
     print_reports([report], asked, console)
-
-
-def _show(lines: Sequence[Line], console: Console) -> str | None:
-    """Why stdout took nothing; None where it did. A reader that went away (`| head`) is no problem of a report."""
-    try:
-        console.lines(lines)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        console.abandon()
-        return f"cannot write to standard output: {error.strerror}"
-    return None
-
-
-def _write(path: str, text: str, mode: str) -> str | None:
-    """Why `path` could not be written; None where it was. What is not Unicode in a message is written escaped.
-
-    A file that was written in part is emptied: half a report must not be read as one.
-    """
-    file = Path(path)
-    before = file.stat().st_size if mode == "a" and file.is_file() else 0
-    try:
-        with file.open(mode, encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
-            stream.write(text)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            if file.is_file():
-                os.truncate(file, before)
-        return f"cannot write {path}: {error.strerror}"
-    return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive, seconds
+from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -109,6 +110,7 @@ def run(options: argparse.Namespace) -> int:
     from verify.op_run.targets import find_jobs
 
     console: Console = options.console
+    check_temporary()
     started = time.perf_counter()
     settings = _settings(options)
     asked = OpOptions(

@@ -17,6 +17,7 @@ from nnscaler.cli.options import (
     seconds,
 )
 from nnscaler.errors import NnscalerError
+from nnscaler.files import check_temporary, write_text
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -113,6 +114,7 @@ def verify(options: argparse.Namespace) -> Report:
     """Verifies what the options say. Raises NnscalerError for what could not be run."""
     if not Path(options.model.partition("::")[0]).is_file():
         raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help="MODEL is a Python file")
+    check_temporary()
     ranks = _ranks(options)
     with contextlib.ExitStack() as stack:
         server = None
@@ -129,17 +131,12 @@ def _write_certificate(path: Path, report: Report, console: Console) -> None:
     """The proof as JSON; where there is none, a warning and no file: an old certificate would be believed."""
     import json
 
-    from nnscaler.cli.outputs import cannot_write
-
     found = report.attachments.get("certificate")
     if found is None or not found["proved"] or report.exit_code != 0:
         console.warning(f"{path} was not written: the program is not proved")
         path.unlink(missing_ok=True)
         return
-    try:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from None
+    write_text(path, json.dumps(found, indent=1) + "\n")
 
 
 def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None) -> PlanRequest:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nnscaler.errors import NnscalerError
+from nnscaler.files import MARK, save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.printer import print_graph
 from nnscaler.transform.plan import Plan
@@ -41,23 +42,26 @@ class Program:
         raise NnscalerError("no_such_rank", f"rank {rank} of a program for {self.manifest['ranks']} ranks")
 
     def save(self, directory: str | Path) -> Path:
-        """Write the program; replaces a program that is there, and refuses a directory that holds anything else."""
+        """Write the program, whole or not at all. A program that is there is replaced.
+
+        Raises NnscalerError: `not_a_program` for a directory that holds anything else, `cannot_write`.
+        """
         path = Path(directory)
-        if path.exists() and any(path.iterdir()) and not (path / "manifest.json").exists():
-            raise NnscalerError("not_a_program", f"{path} is not empty and holds no program", help="name another --out")
-        path.mkdir(parents=True, exist_ok=True)
+        with whole_folder(path) as folder:
+            for name, text in self.sources.items():
+                (folder / name).write_text(text)
+            (folder / "plan.json").write_text(self.plan.to_json())
+            (folder / "graph.txt").write_text(print_graph(self.graph))
+            has_data = not any(t.is_meta for t in self.state.values())
+            if has_data:
+                save_tensors({k: v.detach() for k, v in self.state.items()}, folder / "state.pt")
+            save_tensors(dict(self.inputs), folder / "inputs.pt")
+            (folder / MARK).write_text(json.dumps(self.manifest, indent=1) + "\n")
         for old in path.glob("role_*.py"):
-            old.unlink()
-        for name, text in self.sources.items():
-            (path / name).write_text(text)
-        (path / "plan.json").write_text(self.plan.to_json())
-        (path / "graph.txt").write_text(print_graph(self.graph))
-        if any(t.is_meta for t in self.state.values()):
+            if old.name not in self.sources:
+                old.unlink()
+        if not has_data:
             (path / "state.pt").unlink(missing_ok=True)
-        else:
-            torch.save({k: v.detach() for k, v in self.state.items()}, path / "state.pt")
-        torch.save(dict(self.inputs), path / "inputs.pt")
-        (path / "manifest.json").write_text(json.dumps(self.manifest, indent=1) + "\n")
         return path
 
 

@@ -47,7 +47,8 @@ def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
         "pieces": [piece for stage in stages for piece in _pieces(stage)],
     }
     temporary = path / f"rank_{executor.rank}.new"
-    torch.save(content, temporary)
+    with temporary.open("wb") as file:  # by a path, torch would hide why the disk refuses
+        torch.save(content, file)
     temporary.replace(path / f"rank_{executor.rank}.pt")
 
 

@@ -11,6 +11,7 @@ Results are files because tensors that travel through shared memory need a proce
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -25,6 +26,8 @@ import torch
 from nnscaler.runtime.communicator import CommunicationError, ProgramError
 
 RankState = Literal["finished", "raised", "died", "blocked", "running", "starting"]
+_MUTE = 74  # exit code of a rank that had no room to write its error
+
 JobEnd = Literal["finished", "failed", "timeout", "deadlock"]
 
 
@@ -44,6 +47,7 @@ class RankOutcome:
     traceback of the exception
     waiting  the communication call in which it was, or the last one before that
     secondary: it raised only because a peer had gone
+    errno    of the operating system's error behind the exception: a full disk, say
     log      the file with the rank's output, if the caller named a directory; log_tail: its end
     """
 
@@ -54,6 +58,7 @@ class RankOutcome:
     traceback: str = ""
     waiting: str = ""
     secondary: bool = False
+    errno: int | None = None
     log: Path | None = None
     log_tail: str = ""
     time: float = 0.0
@@ -161,7 +166,8 @@ class JobDirectory:
         """Raises LaunchError when an argument cannot be pickled."""
         fields = {name: getattr(specification, name) for name in JobSpecification.__slots__}
         try:
-            torch.save(fields, self.path / "job.pt")
+            with (self.path / "job.pt").open("wb") as file:
+                torch.save(fields, file)
         except Exception as error:
             message = f"the arguments of {specification.target} cannot be sent to other processes: {error}"
             raise LaunchError(message) from error
@@ -172,20 +178,27 @@ class JobDirectory:
 
     def write_result(self, rank: int, result: Any) -> None:
         temporary = self.path / f"result_{rank}.new"
-        torch.save(result, temporary)
+        with temporary.open("wb") as file:  # by a path, torch would hide why the disk refuses
+            torch.save(result, file)
         temporary.rename(self.path / f"result_{rank}.pt")
 
-    def write_error(self, rank: int, error: BaseException) -> None:
+    def write_error(self, rank: int, error: BaseException) -> int:
+        """Returns the exit code of the process."""
         text = f"{type(error).__name__}: {error}"
         record = {
             "error": text,
             "traceback": "".join(traceback.format_exception(error)),
             "secondary": bool(getattr(error, "secondary", False)),
+            "errno": _errno_of(error),
             "time": time.monotonic(),
         }
         temporary = self.path / f"error_{rank}.new"
-        temporary.write_text(json.dumps(record), encoding="utf-8")
-        temporary.rename(self.path / f"error_{rank}.json")
+        try:
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+            temporary.rename(self.path / f"error_{rank}.json")
+        except OSError:
+            return _MUTE
+        return 1
 
     def outcome(self, rank: int, exit_code: int | None, ended: float, log: Path) -> RankOutcome | None:
         """What the files and the exit code of a rank say; None when it has neither finished nor failed."""
@@ -195,7 +208,8 @@ class JobDirectory:
             return RankOutcome(rank, "raised", log=log, log_tail=tail, **json.loads(error.read_text(encoding="utf-8")))
         if exit_code not in (None, 0):
             assert exit_code is not None
-            return RankOutcome(rank, "died", None, _death(exit_code), log=log, log_tail=tail, time=ended)
+            full = errno.ENOSPC if exit_code == _MUTE else None
+            return RankOutcome(rank, "died", None, _death(exit_code), errno=full, log=log, log_tail=tail, time=ended)
         if result.exists():
             value = torch.load(result, map_location="cpu", weights_only=False)
             return RankOutcome(rank, "finished", value, log=log, log_tail=tail, time=ended)
@@ -212,7 +226,17 @@ def log_tail(log: Path, size: int = 4000) -> str:
         return ""
 
 
+def _errno_of(error: BaseException) -> int | None:
+    """The number of the OSError behind an exception; None where there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None if cause is None else cause.errno
+
+
 def _death(exit_code: int) -> str:
+    if exit_code == _MUTE:
+        return "the process could not write what it had to say: the disk is full"
     if exit_code >= 0:
         return f"the process ended with exit code {exit_code}"
     import signal

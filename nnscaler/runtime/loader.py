@@ -40,6 +40,8 @@ def load_role(path: str | Path, *, transform: Transform | None = None) -> Module
         code = _compile(source, str(file)) if transform is None else transform(source, str(file))
     except SyntaxError as error:
         raise ProgramError(f"{_shown(path)}:{error.lineno}: {error.msg}") from error
+    except ValueError as error:  # a null byte
+        raise ProgramError(f"{_shown(path)}:1: {error}") from error
     sys.modules[name] = module
     try:
         exec(code, module.__dict__)
@@ -84,6 +86,9 @@ def _read(file: Path, missing: str) -> str:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ProgramError(missing) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ProgramError(f"{_shown(file)}:{line}: it is not UTF-8: {error.reason}") from None
 
 
 def _compile(source: str, filename: str) -> CodeType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -54,12 +55,14 @@ def run_rank(directory: Path, rank: int, log: Path) -> int:
         job.write_result(rank, result)
         status.finished()
     except BaseException as error:  # noqa: BLE001 - the launcher reads it from the file, people from the log
-        job.write_error(rank, error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        code = job.write_error(rank, error)
+        with contextlib.suppress(OSError):  # the log may have no room either
+            sys.excepthook(type(error), error, error.__traceback__)
+        return code
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
     return 0
 
 

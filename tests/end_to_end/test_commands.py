@@ -267,6 +267,40 @@ def test_a_rank_that_raises_is_refuted(model: str, tmp_path: Path, capsys: pytes
     assert "rank_raises" in out and "ZeroDivisionError" in out and "`linear`" in out
 
 
+@pytest.mark.parametrize("level", ["all", "run"])
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("def forward(", "def forward((", "Function parameters cannot be parenthesized"),
+        ("class Stage0", "nothing\nclass Stage0", "NameError: name 'nothing' is not defined"),
+        ("class Stage0", "raise SystemExit(0)\nclass Stage0", "SystemExit: 0"),
+    ],
+)
+def test_a_role_that_cannot_be_loaded_is_refuted_with_its_line(
+    level: str, old: str, new: str, said: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = compiled(model, tmp_path)
+    role = program / "role_0.py"
+    lines = role.read_text().replace(old, new, 1).splitlines()
+    role.write_text("\n".join(lines))
+    assert main(["verify-plan", model, "--program", str(program), "--level", level, "-q"]) == 1
+    out = capsys.readouterr().out
+    number = next(n for n, line in enumerate(lines, 1) if new.splitlines()[0] in line)
+    assert said in out and f"{role}:{number}" in out
+
+
+def test_a_role_that_is_not_utf_8_exits_2_with_its_line(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = compiled(model, tmp_path)
+    role = program / "role_0.py"
+    content = role.read_bytes()
+    role.write_bytes(content + b"\n# \xfc\n")
+    assert main(["verify-plan", model, "--program", str(program)]) == 2
+    line = content.count(b"\n") + 2
+    assert f"{role} is not UTF-8: invalid start byte\n  --> {role}:{line}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from nnscaler.config import Document, Key, KeyPath, read_document, read_table
-from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.errors import SourceLocation
+from nnscaler.files import write_text
 from verify.catalogue import CODES
 from verify.finding import Finding
 from verify.report import Report
@@ -153,11 +154,7 @@ def entries_of(
 
 def write_baseline(file: Path, entries: Iterable[Entry]) -> None:
     """Replaces the file. Raises NnscalerError `cannot_write`."""
-    text = "\n".join([_HEAD, *map(_written, entries)])
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise NnscalerError("cannot_write", f"cannot write {file}: {error.strerror}") from None
+    write_text(file, "\n".join([_HEAD, *map(_written, entries)]))
 
 
 def _written(entry: Entry) -> str:

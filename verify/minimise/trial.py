@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from nnscaler.compile import compile_traced
+from nnscaler.files import save_tensors
 from nnscaler.runtime.loader import load_role
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import Plan
@@ -40,7 +41,7 @@ class PlanTrial:
             compiled = compile_traced(self.traced, ranks=plan.ranks, plan=plan, model={"name": "model"})
             program = open_program(compiled.save(Path(folder) / "program"))
             state = {**torch.load(self.task.state, weights_only=True), **_constants(program)}
-            torch.save(state, Path(folder) / "state.pt")
+            save_tensors(state, Path(folder) / "state.pt")
             task = Task(
                 str(program.path),
                 str(Path(folder) / "state.pt"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
+from nnscaler.files import write_text
 from verify.environment import environment
 from verify.finding import Finding
 from verify.op_checks.options import OpOptions
@@ -126,10 +127,7 @@ def emit_tests(reports: Sequence[tuple[Job, Report]], file: Path, options: OpOpt
             texts.append((job.spec.name, text))
     for name, text in texts:
         path = file if len(texts) == 1 else file.with_name(f"{file.stem}_{_word(name)}{file.suffix}")
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise NnscalerError("cannot_write", f"cannot write {path}: {error.strerror}") from None
+        write_text(path, text)
     return len(texts), problems
 
 

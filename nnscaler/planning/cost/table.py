@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nnscaler.errors import NnscalerError
+from nnscaler.files import write_text
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads, Shape
 from nnscaler.planning.cost.shards import Key
@@ -94,8 +95,8 @@ class Profile:
         return sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        """Writes the file. Raises OSError."""
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        """Write the file. Raises NnscalerError `cannot_write`."""
+        write_text(path, json.dumps(self.as_dict(), indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:

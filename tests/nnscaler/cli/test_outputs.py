@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.cli import outputs, show
+from nnscaler import files
+from nnscaler.cli import show
 from nnscaler.cli.console import Console
 from nnscaler.cli.main import main
 from nnscaler.cli.options import OutputFormat
@@ -41,13 +42,13 @@ def small_files() -> Iterator[None]:
 
 def refused(path: Path) -> str:
     with pytest.raises(NnscalerError) as caught:
-        outputs.check_writable(path)
+        files.check_writable(path)
     assert caught.value.code == "cannot_write" and str(path) in str(caught.value)
     return str(caught.value)
 
 
 def test_a_new_file_leaves_nothing_and_its_folder_is_made(tmp_path: Path) -> None:
-    outputs.check_writable(tmp_path / "a" / "b" / "report.json")
+    files.check_writable(tmp_path / "a" / "b" / "report.json")
     assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
 
 
@@ -55,7 +56,7 @@ def test_a_file_that_is_there_keeps_what_it_has(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text("before")
     file.chmod(0o640)
-    outputs.check_writable(file)
+    files.check_writable(file)
     assert file.read_text() == "before" and stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
@@ -81,8 +82,8 @@ def test_a_full_device() -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    outputs.check_writable(tmp_path / "pipe")
-    outputs.check_writable("/dev/null")
+    files.check_writable(tmp_path / "pipe")
+    files.check_writable("/dev/null")
 
 
 def test_a_full_disk(tmp_path: Path, small_files: None) -> None:
@@ -97,7 +98,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=64k tmpfs {disk}"
-    program = f"from nnscaler.cli.outputs import check_writable; check_writable('{disk}/report')"
+    program = f"from nnscaler.files import check_writable; check_writable('{disk}/report')"
     unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*unshare, mount], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
@@ -153,7 +154,19 @@ def test_a_disk_that_fills_up_loses_nothing(
         show.print_report(REPORT, asked, Console("never"))
     assert capsys.readouterr().out.splitlines()[-1].startswith("VERIFIED  my_op")
     assert (tmp_path / "r.txt").read_text().startswith("VERIFIED  my_op")  # the other file is written
-    assert (tmp_path / "r.html").read_text() == ""  # half a page is no page
+    assert not (tmp_path / "r.html").exists()  # half a page is no page
+
+
+def test_half_a_report_does_not_take_the_place_of_the_last_one(tmp_path: Path, small_files: None) -> None:
+    old = tmp_path / "old.txt"
+    old.write_text("whole\n")
+    with pytest.raises(NnscalerError, match="File too large"):
+        files.write_text(old, "x" * 1000)
+    assert old.read_text() == ""
+    old.write_text("whole\n")
+    with pytest.raises(NnscalerError, match="File too large"):
+        files.write_text(old, "x" * 1000, append=True)
+    assert old.read_text() == "whole\n"
 
 
 @needs_full
@@ -161,7 +174,9 @@ def test_a_screen_that_cannot_be_written_is_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "my_ops.py").write_text(
         "import nnscaler\n@nnscaler.register_op('a b -> a b')\ndef twice(x):\n    return 2 * x\n"
     )
-    command = [sys.executable, "-m", "nnscaler", "verify-op", "my_ops.py::twice", "--no-cache", "-q"]
+    late = "import sys, nnscaler.cli.console as c, nnscaler.cli.main as m; c.Console.check = lambda self: None; "
+    program = f"{late} sys.exit(m.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "verify-op", "my_ops.py::twice", "--no-cache", "-q"]
     with FULL.open("w") as full:
         run = subprocess.run(
             [*command, "--html", "r.html"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
