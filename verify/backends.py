@@ -118,8 +118,7 @@ def run_processes(
     from nnscaler.runtime.program_directory import groups_of, pairs_of, read_program
 
     # NCCL's groups are made before the program runs; gloo needs none
-    programs = [p for p in (task.program, task.evaluation) if p is not None]
-    stages = [s for p in programs for s in read_program(p).stages()] if backend == "nccl" else []
+    stages = list(read_program(task.program).stages()) if backend == "nccl" else []
     with contextlib.ExitStack() as stack:
         outcome = launch(
             ranks,

@@ -34,7 +34,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "loss_missing": "No rank of the program returns a loss.",
         "gradient_norm_differs": "The norm of all gradients, to which they are clipped, is not the model's.",
         "loss_scale_matters": "A gradient is not the same once the scale of the loss is divided out.",
-        "evaluation_differs": "In evaluation mode the program's loss is not the model's.",
+        "forward_only_differs": "The program's loss without backward is not the model's.",
         "checkpoint_differs": "A checkpoint lacks a tensor, or training that goes on from it computes something else.",
         "tensor_differs": "A tensor of the program that differs from the model's while its inputs agree.",
         "tensor_gradient_differs": "A tensor of the program whose gradient differs while later gradients agree.",

@@ -43,7 +43,7 @@ def check_other_plan(
         steps=1,
         first_step=checkpoint.step,
         trials=(),
-        evaluation=None,
+        forward_only=False,
         checkpoint=None,
     )
     outcome = run_simulator(alone, 1, request.timeout)

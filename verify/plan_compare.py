@@ -7,7 +7,6 @@ from pathlib import Path
 
 from nnscaler.files import save_tensors
 from nnscaler.runtime.loader import load_role
-from verify.evaluation import Evaluation
 from verify.failure import Failure, finding_of
 from verify.places import Places
 from verify.plan_checks.context import Comparison, Outcome
@@ -28,7 +27,7 @@ class Beside:
     """What is run beside the trajectory; `notes` on what could not be."""
 
     trials: tuple[Trial, ...] = ()
-    evaluation: Evaluation | None = None
+    forward_only: bool = False
     checkpoint: bool = False
     notes: tuple[str, ...] = ()
 
@@ -48,11 +47,11 @@ def make_task(
         request.steps,
         reference.learning_rate,
         next(n for n, dtype in DTYPES.items() if dtype == request.dtype),
-        draws=reference.settings.draws is not None,
+        draws=prepared.unmatched is None,  # also where the model draws nothing: the program must not either
         seed=reference.settings.seed,
         max_norm=reference.settings.max_norm,
         trials=tuple(trial.task(work) for trial in extra.trials),
-        evaluation=None if extra.evaluation is None else str(extra.evaluation.program),
+        forward_only=extra.forward_only,
         checkpoint=str(work / "checkpoint") if extra.checkpoint else None,
     )
 

@@ -33,8 +33,8 @@ class PlanRequest:
     """What is to be verified. `program`: an already generated program, instead of generating one.
 
     `dtype`: float64 compares up to rounding, the others up to the model's own noise in them.
-    `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, evaluation mode and a
-    checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16.
+    `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, the loss without
+    backward and a checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16.
     `reproduce`: the line that shows a finding again, for the plan where one was searched.
     `level`: "static" proves and runs nothing, "run" runs and proves nothing. A model without data is never run.
     """

@@ -3,7 +3,7 @@
 prepare     plan_prepare   the model with random parameters, its trace, the program, matched random draws
 prove       plan_proof     the text of the program, read and not run, and the lemmas that its proof relies on
 reference   reference      the eager model's trajectory
-plan        trials, evaluation   what is run beside the trajectory, each with a reference of its own
+plan        trials         what is run beside the trajectory, each with a reference of its own
 run         backends       one run of all ranks, which does all of it
 compare     plan_checks    the trajectory first; what comes beside it repeats its findings and only adds others
 report      plan_report
@@ -28,15 +28,13 @@ from nnscaler.transform.plan import Plan
 from verify.backends import run_program
 from verify.calibrate import measure_condition
 from verify.compare import is_finite
-from verify.evaluation import plan_evaluation
 from verify.failure import Failure
 from verify.finding import Finding
 from verify.localise import localise_apart
 from verify.minimise import PlanTrial, minimise
 from verify.other_plan import check_other_plan
 from verify.places import Places
-from verify.plan_checks import evaluation as evaluation_check
-from verify.plan_checks import resume, run_checks, timed
+from verify.plan_checks import forward_only, resume, run_checks, timed
 from verify.plan_checks import trials as trial_check
 from verify.plan_checks.context import LOCALISED, Comparison, Outcome
 from verify.plan_compare import Beside, failed, make_comparison, make_task
@@ -65,7 +63,7 @@ def verify_request(request: PlanRequest) -> Report:
         work = Path(folder)
         prepared = prepare(request, work / "program")
         if prepared.found is not None:
-            request = replace(request, plan=prepared.found)  # searched once: for evaluation it is the same
+            request = replace(request, plan=prepared.found)  # searched once
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
         outcomes: Sequence[Outcome] = ()
@@ -97,7 +95,7 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
         if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
             outcomes[:0] = _localised(request, prepared, make_task(request, prepared, reference, work))
         return prepared, reference, outcomes
-    beside = _beside(request, prepared, reference, work)
+    beside = _beside(request, prepared, reference)
     prepared = replace(prepared, notes=(*prepared.notes, *beside.notes))
     outcomes = run_and_compare(request, prepared, reference, work, beside)
     if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
@@ -146,11 +144,10 @@ def _not_finite(reference: Trajectory) -> Finding | None:
     return Finding("reference_not_finite", message, help="its parameters were disturbed at random: try another --seed")
 
 
-def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> Beside:
+def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory) -> Beside:
     trials, notes = plan_trials(request, prepared, reference)
-    evaluation, note = plan_evaluation(request, prepared, work / "evaluation")
-    more = () if note is None else (note,)
-    return Beside(trials, evaluation, request.depth != "quick" and request.exact, (*notes, *more))
+    more = request.depth != "quick" and request.exact
+    return Beside(trials, forward_only=more, checkpoint=more, notes=notes)
 
 
 def run_and_compare(
@@ -195,9 +192,8 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
 
 def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[Outcome]:
     checks: list[Callable[[], Outcome]] = [partial(trial_check.check, comparison, trial) for trial in beside.trials]
-    evaluation = beside.evaluation
-    if evaluation is not None:
-        checks.append(lambda: evaluation_check.check(comparison, evaluation.loss, own=evaluation.own))
+    if beside.forward_only:
+        checks.append(lambda: forward_only.check(comparison))
     if task.checkpoint is not None:
         folder = task.checkpoint
         checks.append(lambda: resume.check(comparison, load_checkpoint(folder).state))

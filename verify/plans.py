@@ -43,7 +43,8 @@ def verify_plan(
     it is not changed. `sample_inputs`: one global batch, a dict of keyword arguments or a tuple. `plan`: as for
     `nnscaler.parallelize`. `backend`: "simulator" (threads), "gloo" or "nccl" (processes). `dtype` float64 compares
     up to float64 rounding; float32 and bfloat16 compare up to the model's own rounding noise. `depth`: "quick" trains
-    only; "default" also runs other loss scales, unequal labels, evaluation and a checkpoint; "deep" does more of these.
+    only; "default" also runs other loss scales, unequal labels, the loss without backward and a
+    checkpoint; "deep" does more of these.
     `level`: "static" proves the program's text and runs nothing, "run" only runs it. `specialise`: take the sample
     batch's branch where the model branches on data. `loss_fn`: for a model that returns no loss, a function of its
     outputs and the batch.

@@ -2,20 +2,23 @@
 
 A freshly built model has zero biases and unit norms. Terms multiplied by them, or added by them, would be invisible:
 a bias added on every rank adds nothing while it is zero. So each parameter is moved by a random amount of its own
-scale. Buffers are left alone: they hold masks, tables and statistics whose meaning we do not know.
+scale, and so are the running statistics of norms: in evaluation mode a mean of zero and a variance of one hide whose
+they are. Other buffers are left alone: they hold masks and tables whose meaning we do not know.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 _FLOOR = 0.05  # for parameters that are zero everywhere
 _AMOUNT = 0.3  # of the parameter's own scale
 
 
 def randomise_parameters(module: nn.Module, seed: int) -> None:
-    """Moves every floating-point parameter of `module`, in place; the same seed gives the same values.
+    """Move every floating-point parameter and running statistic of `module`, in place; the same seed gives the same
+    values.
 
     Tied parameters are moved once. Integer parameters stay.
     """
@@ -26,6 +29,11 @@ def randomise_parameters(module: nn.Module, seed: int) -> None:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 value = parameter.double().cpu()
                 parameter.copy_(value + scale_of(value) * _AMOUNT * noise)
+        for part in module.modules():
+            if isinstance(part, _NormBase) and part.running_mean is not None and part.running_var is not None:
+                noise = torch.randn((2, part.num_features), generator=generator, dtype=torch.float64) * _AMOUNT
+                part.running_mean.add_(noise[0].to(part.running_mean))
+                part.running_var.mul_(noise[1].exp().to(part.running_var))
 
 
 def scale_of(value: Tensor) -> float:

@@ -42,8 +42,8 @@ class Task:
     for the dtypes as written.
 
     `draws`: whether random numbers are drawn by (seed, operation, step); without, nothing is dropped. `max_norm`: to
-    which the gradients of the last step are clipped. `trials` come after the steps. `evaluation`: the directory of a
-    program whose loss is computed forward only. `checkpoint`: a folder to which the state before the last step is
+    which the gradients of the last step are clipped. `trials` come after the steps. `forward_only`: the loss of
+    the first step is also computed without backward. `checkpoint`: a folder to which the state before the last step is
     written, from which a new executor then makes the last step.
     `first_step`: number of the first step, for draws. `loss_scale`: of the steps.
     """
@@ -58,14 +58,14 @@ class Task:
     seed: int = 0
     max_norm: float | None = None
     trials: tuple[TrialTask, ...] = ()
-    evaluation: str | None = None
+    forward_only: bool = False
     checkpoint: str | None = None
     first_step: int = 0
     loss_scale: float = 1.0
 
     def plain(self) -> Task:
         """The steps alone: nothing dropped, nothing clipped, nothing afterwards."""
-        return replace(self, draws=False, max_norm=None, trials=(), evaluation=None, checkpoint=None)
+        return replace(self, draws=False, max_norm=None, trials=(), forward_only=False, checkpoint=None)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class TrialResult:
 @dataclass(frozen=True)
 class RankResult:
     """`losses`: None where the rank does not know the loss. Shards are on the CPU. `norm`: of the gradients of the last
-    step, where they were clipped. `evaluated`: the loss without training, None where the rank does not know it.
+    step, where they were clipped. `forward_loss`: the first step's loss without backward, None where the rank does not
+    know it.
     `resumed`: parameters and buffers after the last step, made from the checkpoint."""
 
     rank: int
@@ -87,7 +88,7 @@ class RankResult:
     buffers: tuple[Entry, ...]
     norm: Tensor | None = None
     trials: Mapping[str, TrialResult] = field(default_factory=dict)
-    evaluated: Tensor | None = None
+    forward_loss: Tensor | None = None
     resumed: tuple[Entry, ...] = ()
 
 
@@ -124,10 +125,10 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
         gradients.append(found)
     parameters, buffers = _entries(executor, "parameter"), _entries(executor, "buffer")
     trials = {trial.name: _trial(communicator, task, state, trial) for trial in task.trials}
-    evaluated = None if task.evaluation is None else _evaluate(communicator, task, state, batch)
+    forward = _kept(_executor(communicator, task, state).forward_only(batch)) if task.forward_only else None
     resumed = () if task.checkpoint is None else _resume(communicator, task, state, batch)
     return RankResult(
-        communicator.rank, tuple(losses), tuple(gradients), parameters, buffers, norm, trials, evaluated, resumed
+        communicator.rank, tuple(losses), tuple(gradients), parameters, buffers, norm, trials, forward, resumed
     )
 
 
@@ -138,10 +139,9 @@ def _executor(
     *,
     loss_scale: float = 1.0,
     first_step: int = 0,
-    program: str | None = None,
     observe: Callable[..., None] | None = None,
 ) -> RankExecutor:
-    module = load_role(role_file(program or task.program, communicator.rank))
+    module = load_role(role_file(task.program, communicator.rank))
     with _BUILDING:
         return RankExecutor(
             module,
@@ -177,16 +177,6 @@ def _trial(communicator: Communicator, task: Task, state: Mapping[str, Tensor], 
     return TrialResult(loss, _entries(executor, "gradient"))
 
 
-def _evaluate(
-    communicator: Communicator, task: Task, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
-) -> Tensor | None:
-    program = str(task.evaluation)
-    # constants of the two programs may have the same names
-    own = {name: value for name, value in _stored(program).items() if name.startswith("_constants.")}
-    executor = _executor(communicator, replace(task, draws=False), {**state, **own}, program=program)
-    return _kept(executor.evaluate(batch))
-
-
 def _resume(
     communicator: Communicator, task: Task, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Entry, ...]:
@@ -196,11 +186,6 @@ def _resume(
     executor = _executor(communicator, task, {**state, **checkpoint.state}, first_step=checkpoint.step)
     _step(executor, batch, task, clip=True)
     return (*_entries(executor, "parameter"), *_entries(executor, "buffer"))
-
-
-def _stored(program: str) -> dict[str, Tensor]:
-    file = Path(program) / "state.pt"
-    return torch.load(file, mmap=True, weights_only=True) if file.is_file() else {}
 
 
 def _descend(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.locations import location_of_exception
-from nnscaler.tracing.loss_module import evaluating, loss_of, training
+from nnscaler.tracing.loss_module import loss_of
 from nnscaler.tracing.precision import exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from nnscaler.tracing.sample_inputs import SampleInputs
@@ -80,7 +80,7 @@ def run_reference(
     learning_rate: float | None = None,
     settings: Settings | None = None,
 ) -> Trajectory:
-    """Trains a copy of `module` on the sample batch with SGD, in `dtype`.
+    """Trains a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
 
     In float64 everything is: also what the model's code casts to float32. `learning_rate` None: chosen from the first
     gradient. Raises NnscalerError `model_raised` with the user's own line if the model raises, UnmatchedDraws where it
@@ -93,7 +93,7 @@ def run_reference(
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
     norm = None
-    with _running_in(model, dtype, draws), training(model):
+    with _running_in(model, dtype, draws):
         inputs = {name: _cast(t, dtype) for name, t in sample.tensors.items()}
         for step in range(steps):
             if draws is not None:
@@ -115,21 +115,11 @@ def run_reference(
     return Trajectory(tuple(losses), tuple(gradients), parameters, buffers, learning_rate, seconds, norm, how)
 
 
-def evaluate(module: nn.Module, sample: SampleInputs, *, train: bool = False) -> Tensor:
-    """The loss in evaluation mode (or in train mode, without dropout), in float64; the module is not changed.
-
-    Raises NnscalerError `model_raised`.
-    """
-    model = copy.deepcopy(module)
-    with exact(model), torch.no_grad(), training(model) if train else evaluating(model):
-        return _forward(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()}).cpu()
-
-
 def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     """The calls of torch's random operators that one forward makes, in order, as `calls`."""
     model = copy.deepcopy(module)
     draws = ProgramDraws()
-    with _running_in(model, torch.float64, draws), training(model):
+    with _running_in(model, torch.float64, draws):
         _forward(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
     return draws
 

@@ -41,7 +41,7 @@ first the program's text is read and proved, for all values and for all batches 
 Then it runs. What is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient
 put together from its shards, parameters and buffers after the steps, and copies bitwise; the last step clips the
 gradients, and dropout draws the same on both sides. Then single steps with other loss scales and with unequal labels,
-the loss in evaluation mode, and a checkpoint. Parameters are disturbed at random first.
+the loss without backward, and a checkpoint. Parameters are disturbed at random first.
 """
 
 
@@ -88,7 +88,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     group.add_argument("--certificate", type=Path, metavar="PATH", help="write what was proved, and on what it rests")
     how = group.add_mutually_exclusive_group()
     how.add_argument(
-        "--quick", action="store_true", help="training alone: no other loss scale or labels, evaluation or checkpoint"
+        "--quick",
+        action="store_true",
+        help="training alone: no other loss scale or labels, loss without backward or checkpoint",
     )
     how.add_argument(
         "--deep", action="store_true", help="more loss scales, the checkpoint under another plan, a run in bfloat16"

@@ -107,8 +107,11 @@ class RankExecutor:
         self.context.step += 1
         return total
 
-    def evaluate(self, batch: Batch) -> Tensor | None:
-        """The loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes."""
+    def forward_only(self, batch: Batch) -> Tensor | None:
+        """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes.
+
+        This is no evaluation mode: dropout and batch norm do what they do in the program's steps.
+        """
         with torch.no_grad():
             return self._run(batch, backward=False)
 

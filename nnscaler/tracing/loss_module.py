@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,32 +71,18 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-@contextmanager
-def training(module: nn.Module) -> Iterator[None]:
-    """Train mode for a module that is in evaluation mode as a whole; one whose root trains is left as it is."""
+def mode_note(module: nn.Module) -> str | None:
+    """Return what the user should know of a model whose root is in evaluation mode; None for one that trains."""
     if module.training:
-        yield
-        return
-    with _in_mode(module, True):
-        yield
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode."""
-    with _in_mode(module, False):
-        yield
-
-
-@contextmanager
-def _in_mode(module: nn.Module, train: bool) -> Iterator[None]:
-    modes = [(m, m.training) for m in module.modules()]
-    module.train(train)
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
+        return None
+    training = [name for name, part in module.named_modules() if part.training]
+    outermost = [name for name in training if not any(name.startswith(f"{other}.") for other in training)]
+    text = "the model is in evaluation mode (`.eval()`), and so is its program: dropout is off"
+    text += ", and batch norm uses its running statistics"
+    if outermost:
+        listed = ", ".join(f"`{name}`" for name in outermost[:3]) + (", ..." if len(outermost) > 3 else "")
+        text += f"; only {listed} {'are' if len(outermost) > 1 else 'is'} in train mode"
+    return f"{text}. For a program that trains, call `.train()` on the model in build_model()"
 
 
 def is_meta(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing.attributes import attributes_kept
 from nnscaler.tracing.interpret import run_graph
 from nnscaler.tracing.locations import location_of_exception
-from nnscaler.tracing.loss_module import loss_of, training
+from nnscaler.tracing.loss_module import loss_of
 from nnscaler.tracing.precision import exact, exact_tensor, run_backward, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 
@@ -74,7 +74,7 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
     inputs = _inputs(sample, precision)
     model.zero_grad(set_to_none=True)
     args, kwargs = sample.rebuild(inputs)
-    with training(model), torch.random.fork_rng(devices=_generators()):
+    with torch.random.fork_rng(devices=_generators()):
         torch.manual_seed(0)
         loss = loss_of(model(*args, **kwargs))
         if loss.requires_grad:
@@ -93,7 +93,7 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str]
     changed: dict[str, str] = {}
     try:
         model = copy.deepcopy(module)
-        with training(model), without_dropout(), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
+        with without_dropout(), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
             for step in range(2):
                 args, kwargs = sample.rebuild(_inputs(sample, None))
                 with attributes_kept(model, changed) if step else nullcontext():

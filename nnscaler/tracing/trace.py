@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing.attributes import notes_of
 from nnscaler.tracing.autograd_functions import OpaqueFunction
 from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
-from nnscaler.tracing.loss_module import LossModule, evaluating, is_meta, training
+from nnscaler.tracing.loss_module import LossModule, is_meta, mode_note
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.self_check import check_trace, second_forward
@@ -48,14 +48,13 @@ def trace(
     *,
     self_check: bool = True,
     specialise: bool = False,
-    evaluation: bool = False,
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
 ) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
 
-    The module is traced in train mode, with the shapes of the sample. Parameters may be on the meta device.
-    `evaluation`: in evaluation mode, without a self-check.
+    Every part of the module is traced in the mode, train or evaluation, that it is in, with the shapes of the sample.
+    Parameters may be on the meta device.
     `self_check` compares loss, gradients and buffers of the graph with the module's own on the sample batch.
     `specialise` takes the branch that the sample batch takes where the model looks at data, with a note.
     `repeat_layers`: "auto" traces one of eight or more equal layers and copies it for the others, after a comparison
@@ -70,14 +69,14 @@ def trace(
     wrapper = LossModule(module, sample)
     refuse_stored_hooks(module)
     hooks = GradientHooks()
-    with evaluating(module) if evaluation else training(module):
-        with hooks_met(hooks):
-            stitched = export_graph(wrapper, tensors, specialise, repeat_layers)
-        exported = stitched.exported
-        graph = run_passes(stitched.raw)
+    with hooks_met(hooks):
+        stitched = export_graph(wrapper, tensors, specialise, repeat_layers)
+    exported = stitched.exported
+    graph = run_passes(stitched.raw)
     changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
-    notes = (*stitched.notes, *exported.notes, *changes)
-    if self_check and not evaluation:
+    mode = mode_note(module)
+    notes = (*(() if mode is None else (mode,)), *stitched.notes, *exported.notes, *changes)
+    if self_check:
         notes = (*notes, *_checked(module, graph, stitched.state, sample, hooks))
     notes = (*notes, *hooks.notes())
     for note in notes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import verify
 from nnscaler.runtime import checkpoint, clipping, gradients
 from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.role import Stage
-from nnscaler.tracing.loss_module import training
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.plan_checks.context import LOCALISED
@@ -115,22 +113,16 @@ def test_a_mean_of_means(alike: Original, tmp_path: Path, times: tuple[str, str]
         assert {"unequal labels", "loss"} <= failed(report)
 
 
-def test_evaluation_as_in_training(monkeypatch: Patch) -> None:
-    """Batch norm that takes the statistics of the batch also when it should not."""
-    tracing = sys.modules["nnscaler.tracing.trace"]
-    monkeypatch.setattr(tracing, "evaluating", training)
-    report = verify.verify_plan(models.normed, models.images(), ranks=2, plan="dp=2")
-    assert codes(report) == {"evaluation_differs"} and failed(report) == {"evaluation mode"}
-
-
-def test_evaluation_forgets_a_micro_batch(monkeypatch: Patch, small_staged: Original) -> None:
+def test_forward_only_forgets_a_micro_batch(monkeypatch: Patch, small_staged: Original) -> None:
     total = RankExecutor._total
     monkeypatch.setattr(
         RankExecutor,
         "_total",
         lambda self, stage, losses: total(self, stage, losses if torch.is_grad_enabled() else losses[:1]),
     )
-    assert codes(small_staged.verify(small_staged.folder)) == {"evaluation_differs"}
+    report = small_staged.verify(small_staged.folder)
+    assert codes(report) == {"forward_only_differs"} and failed(report) == {"loss without backward"}
+    assert any(f.message.startswith("without backward the loss, `") for f in report.findings)
 
 
 def test_a_checkpoint_without_buffers(monkeypatch: Patch, normed: Original) -> None:
@@ -161,7 +153,7 @@ def test_a_checkpoint_that_swaps_shards(monkeypatch: Patch, small_sharded: Origi
 def test_what_each_depth_runs(staged: Original, depth: str) -> None:
     report = staged.verify(staged.folder, depth=depth)
     names = {check.name for check in report.checks}
-    beside = {"loss scale 1024", "loss scale 1/1024", "unequal labels", "evaluation mode", "save and load"}
+    beside = {"loss scale 1024", "loss scale 1/1024", "unequal labels", "loss without backward", "save and load"}
     deep = {"loss scale 3", "checkpoint under another plan"}
     assert report.exit_code == 0 and "gradient norm, clipped" in names
     assert names & (beside | deep) == {"quick": set(), "default": beside, "deep": beside | deep}[depth]

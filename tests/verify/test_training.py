@@ -1,4 +1,4 @@
-"""What training needs of the runtime, on compiled programs: clipping, loss scale, evaluation, checkpoints."""
+"""What training needs of the runtime, on compiled programs: clipping, loss scale, forward only, checkpoints."""
 
 from __future__ import annotations
 
@@ -128,16 +128,16 @@ def test_a_scale_that_the_dtype_lacks(saved: ProgramDirectory, batch: Batch) -> 
         on_ranks(saved, lambda executor: executor.step(batch), loss_scale=1e300, precision="float32")
 
 
-def test_evaluation_is_the_loss_and_changes_nothing(saved: ProgramDirectory, batch: Batch) -> None:
+def test_forward_only_is_the_loss_and_changes_nothing(saved: ProgramDirectory, batch: Batch) -> None:
     def work(executor: RankExecutor) -> Any:
-        evaluated = executor.evaluate(batch)
+        without = executor.forward_only(batch)
         assert all(p.grad is None for p in executor.parameters.values()) and executor.context.step == 0
-        return evaluated, executor.step(batch)
+        return without, executor.step(batch)
 
     results = on_ranks(saved, work)
     assert any(loss is not None for _, loss in results)
-    for evaluated, loss in results:
-        assert (evaluated is None) == (loss is None) and (loss is None or torch.equal(evaluated, loss))
+    for without, loss in results:
+        assert (without is None) == (loss is None) and (loss is None or torch.equal(without, loss))
 
 
 def descend(executor: RankExecutor, batch: Batch) -> None:

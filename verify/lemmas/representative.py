@@ -25,7 +25,7 @@ from op_registry.spec import OperatorSpec, Refusal
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import Signature
 from verify.lemmas.filled import with_tensors_for
-from verify.lemmas.stand_in import Unrepresented, only_whole, with_finite_numbers
+from verify.lemmas.stand_in import Unrepresented, only_whole, with_finite_numbers, without_derivative
 from verify.op_checks.cases import Inputs
 from verify.op_checks.concrete import ConcreteCall
 from verify.op_checks.draw import builtin_call, sample_calls
@@ -178,7 +178,18 @@ class _Attempt:
         return Representative(runner, inputs, signature, follows, samples)
 
     def run(self, concrete: ConcreteCall) -> tuple[Runner, Inputs, Signature]:
-        """Runs the whole operator. Raises WholeRaised and AnnotationError."""
+        """Run the whole operator, with gradients for all tensors but those of which torch says that they have none
+        (running statistics). Raises WholeRaised and AnnotationError."""
+        try:
+            return self.run_with(concrete)
+        except WholeRaised as error:
+            constants = concrete.constants | without_derivative(concrete.call, str(error))
+            if constants == concrete.constants:
+                raise
+        return self.run(replace(concrete, constants=constants))
+
+    def run_with(self, concrete: ConcreteCall) -> tuple[Runner, Inputs, Signature]:
+        """Run the whole operator, with a gradient for all but its constants. Raises WholeRaised and AnnotationError."""
         runner = Runner(self.spec, OpOptions(self.seed))
         runner.rows, runner.given = (), (concrete,)
         inputs = Inputs(0, (), "integers", self.seed)

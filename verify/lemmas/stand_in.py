@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import copysign, isinf
 from typing import Any
 
 from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.bind_call import bind_call
-from op_registry.call import Call
+from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import Signature
+from nnscaler.tracing.infer import torch_operator
 from verify.op_checks.concrete import function_of
+
+_NO_DERIVATIVE = re.compile(r"is not differentiable with respect to argument '(\w+)'")
 
 
 class Unrepresented(Exception):
@@ -35,6 +39,21 @@ def with_finite_numbers(signature: Signature) -> Signature:
     if (args, kwargs) == (call.args, dict(call.kwargs)):
         return signature
     return replace(signature, call=Call(call.operator, args, kwargs, call.outputs))
+
+
+def without_derivative(call: Call, error: str) -> frozenset[int]:
+    """Return the tensors of the call, by index, of which torch's error says that they can have no gradient."""
+    found = _NO_DERIVATIVE.search(error)
+    if found is None:
+        return frozenset()
+    try:
+        names = [argument.name for argument in torch_operator(call.operator)._schema.arguments]  # type: ignore[attr-defined]
+    except AttributeError:  # a function, not an operator of torch
+        return frozenset()
+    if found[1] not in names:
+        return frozenset()
+    value = call.get(names.index(found[1]), found[1])
+    return frozenset({value.index}) if isinstance(value, TensorArgument) else frozenset()
 
 
 def only_whole(signature: Signature) -> tuple[OperatorSpec, BoundAnnotation]:

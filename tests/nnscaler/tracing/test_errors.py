@@ -183,14 +183,15 @@ def test_tracing_leaves_the_module_and_the_random_numbers_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.proj(x) * torch.rand(4, 6)).sum()
 
-    model = Random().eval()
+    model = Random()
+    model.proj.eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     state = torch.random.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(model, (X,))
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not model.training
+    assert model.training and not model.proj.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.get_default_dtype() == torch.float32
