@@ -6,6 +6,7 @@ is an error with file, line and the nearest name: a setting that is silently ign
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,30 @@ class Key:
     kind: Kind
     choices: tuple[str, ...] = ()
     required: bool = False
+
+
+_SUBTABLES = ("verify-op", "verify-plan", "gate")
+SHARED = (Key("seed", "integer"), Key("cache", "text"), *(Key(name, "table") for name in _SUBTABLES))  # [tool.nnscaler]
+
+
+def cache_folder(start: Path | None = None) -> Path | None:
+    """Return the folder for what is kept between runs; None where there is no home folder. It may not exist yet.
+
+    `cache` in [tool.nnscaler] of the nearest pyproject.toml names it, relative to that file; else it is `nnscaler` in
+    $XDG_CACHE_HOME or in ~/.cache. Raises NnscalerError `bad_settings`.
+    """
+    file = find_pyproject(start)
+    if file is not None:
+        named = read_table(read_document(file), ("tool", "nnscaler"), SHARED).get("cache")
+        if named is not None:
+            return file.parent / Path(named).expanduser()
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():  # the XDG specification: a relative one is ignored
+        return given / "nnscaler"
+    try:
+        return Path.home() / ".cache" / "nnscaler"
+    except RuntimeError:  # no variable, and a user whom the system does not know
+        return None
 
 
 def find_pyproject(start: Path | None = None) -> Path | None:

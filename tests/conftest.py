@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +13,12 @@ import pytest
 import torch
 
 from verify.apart import can_run_apart as CAN_RUN_APART
+
+# Nothing is kept in the home of whoever runs the tests.
+_CACHES = tempfile.TemporaryDirectory(prefix="nnscaler-caches-")
+os.environ["XDG_CACHE_HOME"] = _CACHES.name
+
+_NUMBERS = itertools.count()
 
 # Workers of `pytest -n auto` already use every core.
 torch.set_num_threads(1)
@@ -43,6 +52,12 @@ def _simulator_in_this_process() -> Iterator[pytest.MonkeyPatch]:
 def _simulator_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("apart") is not None:
         monkeypatch.setattr("verify.apart.can_run_apart", CAN_RUN_APART)
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds what another one left. (Tests that run in the repository share its cache: `[tool.nnscaler]`.)"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(_CACHES.name, str(next(_NUMBERS)))))
 
 
 @pytest.fixture(scope="session")

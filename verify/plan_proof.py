@@ -33,13 +33,14 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Proof:
-    """`lemmas`, `rows` and `sizes` are None where the text is wrong already."""
+    """`lemmas`, `rows` and `sizes` are None where the text is wrong already. `problem`: why nothing could be kept."""
 
     static: StaticResult
     lemmas: LemmaResult | None
     rows: Outcome | None
     sizes: SizesResult | None
     certificate: Mapping[str, Any]
+    problem: str | None = None
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -70,9 +71,10 @@ class Proof:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        told = () if self.problem is None else (self.problem,)
         if not self.holds:
-            return ()
-        return tuple(line.strip() for line in (self.sizes.text.splitlines() if self.sizes is not None else ()))
+            return told
+        return told + tuple(line.strip() for line in (self.sizes.text.splitlines() if self.sizes is not None else ()))
 
     @property
     def attachments(self) -> dict[str, Any]:
@@ -91,24 +93,24 @@ def prove_program(
     progress: Callable[[str, float, str], None] = lambda phase, taken, text: None,
 ) -> Proof:
     """Reads the roles' texts (file name -> text); nothing of the program is run. `seconds`: for all lemmas together.
-    `cached`: lemmas that were shown before are taken from the project's cache."""
+    `cached`: lemmas that were shown before are taken from the cache."""
     static = check_program(sources, graph, folder)
     told = f"{static.statements} lines, {len(static.obligations)} classes"
     progress("read", static.seconds, f"{told}, {'typed' if static.proved else 'wrong'}")
     lemmas: LemmaResult | None = None
     rows: Outcome | None = None
     sizes: SizesResult | None = None
+    memo = open_memo() if cached and static.proved else None
     if static.proved:
         started = time.perf_counter()
         deadline = time.monotonic() + seconds
-        lemmas = prove_obligations(
-            static.obligations, deadline=deadline, memo=open_memo() if cached else None, seed=seed
-        )
+        lemmas = prove_obligations(static.obligations, deadline=deadline, memo=memo, seed=seed)
         rows = check_rows(static.rows) if static.rows else None
         sizes = sizes_result(graph, static.obligations)
         counts = ", ".join(f"{n} {verdict}" for verdict, n in lemmas.counts.items())
         progress("prove", time.perf_counter() - started, f"{len(lemmas.lemmas)} lemmas: {counts}")
-    return Proof(static, lemmas, rows, sizes, _certificate(sources, graph, static, lemmas, sizes))
+    problem = None if memo is None or memo.disk is None else memo.disk.problem
+    return Proof(static, lemmas, rows, sizes, _certificate(sources, graph, static, lemmas, sizes), problem)
 
 
 def combine(proof: Proof, ran: Sequence[Outcome]) -> list[Outcome]:

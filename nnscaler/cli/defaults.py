@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from nnscaler.config import Document, Key, find_pyproject, read_document, read_table, value_of_variable
+from nnscaler.config import SHARED, Document, Key, find_pyproject, read_document, read_table, value_of_variable
 
 _SEED, _TIMEOUT = Key("seed", "integer"), Key("timeout", "seconds")
-SHARED = (_SEED, Key("verify-op", "table"), Key("verify-plan", "table"), Key("gate", "table"))
 COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
     {
         "verify-op": (_SEED, _TIMEOUT, Key("jobs", "count")),

@@ -208,7 +208,9 @@ def _run(
     from verify.op_run.cache import open_cache
 
     state = read_state(state_file(settings.folder))
-    cache = open_cache(settings.folder) if settings.get("cache") else None
+    cache = open_cache("verify_op", settings.folder) if settings.get("cache") else None
+    if cache is not None and cache.problem is not None:
+        console.warning(cache.problem)
     perform = perform_item(settings.folder, cache)
     with closing(run_items(chosen, state, clock, perform, settings.get("jobs"))) as runs:
         for unit, result in runs:

@@ -123,7 +123,7 @@ class Gate:
         return {"nnscaler": report.verdict.value, **({"known": known} if known else {})}
 
     def _result(self, item: Item) -> Result:
-        cache = open_cache(self.settings.folder) if self.settings.get("cache") else None
+        cache = open_cache("verify_op", self.settings.folder) if self.settings.get("cache") else None
         perform = perform_item(self.settings.folder, cache)
         runs = run_items([item], State(), Clock(time.perf_counter(), None), perform)
         (result,) = complete([item], {unit.item.name: result for unit, result in runs}, "budget")

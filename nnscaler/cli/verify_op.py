@@ -39,7 +39,8 @@ in pyproject.toml:
 
 each identifier is split in 2, 3 and 4 parts, alone and with another one; outputs and input gradients of the shards, put
 together, must equal those of the whole operator. What passes is proved where it can be. Operators run in processes of
-their own: one that aborts is a finding. Passes are kept in .nnscaler_cache until anything that they depend on changes.
+their own: one that aborts is a finding. Passes are kept in ~/.cache/nnscaler, or where `cache` in [tool.nnscaler] says,
+until anything that they depend on changes.
 """
 
 
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     check_temporary()
     started = time.perf_counter()
-    settings = _settings(options)
+    settings = _settings(options, console)
     asked = OpOptions(
         seed=options.seed,
         fail_fast=options.fail_fast,
@@ -138,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     return worst([result.report for result in results])
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, console: Console) -> Settings:
     from verify.op_run.cache import open_cache
     from verify.op_run.deep import require_hypothesis, verify_deep
     from verify.op_run.many import Settings
@@ -146,9 +147,12 @@ def _settings(options: argparse.Namespace) -> Settings:
 
     if options.profile == "deep":
         require_hypothesis()
+    cache = None if options.no_cache else open_cache("verify_op")
+    if cache is not None and cache.problem is not None:
+        console.warning(cache.problem)
     return Settings(
         workers=options.jobs,
-        cache=None if options.no_cache else open_cache(),
+        cache=cache,
         modules=tuple(options.module),
         verify=verify_deep if options.profile == "deep" else verify_job,
     )

@@ -245,7 +245,6 @@ def test_an_interrupt_shows_what_is_known_and_leaves_nothing(project: Path) -> N
     ) as gate:
         assert gate.stderr is not None
         time.sleep(0.1)
-        Path(".nnscaler_cache").mkdir(exist_ok=True)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and len(_session(gate.pid)) < 2:
             time.sleep(0.05)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nnscaler.config import (
+    SHARED,
     Document,
     Key,
     KeyPath,
@@ -57,7 +58,6 @@ _GATE = (
     Key("models", "tables"),
     Key("ops", "table"),
 )
-_SHARED = (Key("seed", "integer"), Key("verify-op", "table"), Key("verify-plan", "table"), Key("gate", "table"))
 _MODEL = (Key("model", "text", required=True), Key("plans", "tables", required=True), Key("timeout", "seconds"))
 _PLAN = (
     Key("name", "text"),
@@ -146,7 +146,7 @@ def read_settings(
     if found is None:
         raise NnscalerError("nothing_named", "there is no pyproject.toml: the gate has nothing to verify", help=_help())
     document = read_document(found)
-    read_table(document, TABLE[:2], _SHARED)
+    read_table(document, TABLE[:2], SHARED)
     table = read_table(document, TABLE, _GATE)
     if document.value(TABLE) is None:
         raise NnscalerError("nothing_named", f"{found} has no table [tool.nnscaler.gate]", help=_help())

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
-from verify.op_run.cache import FOLDER
-
-FILE = "gate.json"
+from nnscaler.config import cache_folder
+from verify.op_run.cache import make_folder
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,18 @@ class State:
         return None if last is None else last.seconds
 
 
-def state_file(folder: Path) -> Path:
-    """In the cache of the project."""
-    return folder / FOLDER / FILE
+def state_file(folder: Path) -> Path | None:
+    """Return the file of a project, which is in `folder`; None where there is no cache to keep it in."""
+    root = cache_folder(folder)
+    project = folder.resolve()
+    name = f"{project.name}-{sha256(str(project).encode()).hexdigest()[:12]}.json"  # the cache is for all projects
+    return None if root is None else root / "gate" / name
 
 
-def read_state(file: Path) -> State:
+def read_state(file: Path | None) -> State:
     """Empty where there is none, or none that can be read."""
+    if file is None:
+        return State()
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         items = {str(name): Last(entry["passed"] is True, float(entry["seconds"])) for name, entry in document.items()}
@@ -58,8 +63,10 @@ def read_state(file: Path) -> State:
         return State()
 
 
-def write_state(file: Path, before: State, now: Mapping[str, Last]) -> None:
+def write_state(file: Path | None, before: State, now: Mapping[str, Last]) -> None:
     """Replaces the file; items that did not run keep what they had. A folder that cannot be written is not an error."""
+    if file is None:
+        return
     items = {**before.items, **now}
     text = json.dumps(
         {name: {"passed": last.passed, "seconds": round(last.seconds, 3)} for name, last in items.items()}
@@ -74,11 +81,3 @@ def write_state(file: Path, before: State, now: Mapping[str, Last]) -> None:
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
-
-
-def make_folder(folder: Path) -> None:
-    """The cache folder, which version control ignores."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ignore = folder / ".gitignore"
-    if not ignore.exists():
-        ignore.write_text("*\n", encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from op_registry.spec import OperatorSpec
 
@@ -17,13 +16,11 @@ from verify.environment import environment
 from verify.lemmas.evidence import Evidence, Subject
 from verify.lemmas.statement import Claim
 from verify.op_checks.options import OpOptions
-from verify.op_run.cache import Cache, key_of
+from verify.op_run.cache import Cache, key_of, open_cache
 from verify.op_run.fingerprint import Opaque
 from verify.op_run.job import Job
-from verify.op_run.project import find_project
 from verify.report import Check, Report
 
-FOLDER = ".nnscaler_cache"
 Known = dict[Claim, Evidence]
 
 
@@ -56,10 +53,9 @@ class Memo:
         return found
 
 
-def open_memo(start: Path | None = None) -> Memo:
-    """The memo of the project: beside the nearest pyproject.toml, else in the current folder."""
-    file = find_project(start)
-    return Memo(Cache((file.parent if file is not None else start or Path.cwd()) / FOLDER / "lemmas"))
+def open_memo() -> Memo:
+    """The memo of the user, or of the project where that names a cache."""
+    return Memo(open_cache("lemmas"))
 
 
 def _name(subject: Subject) -> tuple[int, str]:

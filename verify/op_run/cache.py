@@ -18,15 +18,14 @@ from typing import Any
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.config import cache_folder
 from verify.environment import environment
 from verify.op_checks.options import OpOptions
 from verify.op_run.fingerprint import fingerprint
 from verify.op_run.job import Job
-from verify.op_run.project import find_project
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
-FOLDER = ".nnscaler_cache"
 KEPT = 5000  # entries; when there are more, the oldest half goes
 CACHED = "nothing has changed since it passed: not run again"  # the note of a report that comes from here
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of nnscaler; https://bford.info/cachedir/\n"
@@ -34,9 +33,10 @@ _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of nnscaler; http
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A folder of entries, one file each."""
+    """A folder of entries, one file each. `problem`: why nothing can be kept; then nothing is there either."""
 
     folder: Path
+    problem: str | None = None
 
     def load(self, key: str) -> Report | None:
         """The report of a pass; None where there is none."""
@@ -49,10 +49,10 @@ class Cache:
 
     def store(self, key: str, report: Report) -> None:
         """Keeps a pass; anything else is not kept. A folder that cannot be written is not an error."""
-        if not _may_be_kept(report):
+        if self.problem is not None or not _may_be_kept(report):
             return
         with suppress(OSError):
-            _make_folder(self.folder)
+            make_folder(self.folder)
             handle, name = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".tmp")
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -65,15 +65,33 @@ class Cache:
     def prune(self) -> None:
         """Removes the oldest half where there are too many."""
         with suppress(OSError):
-            entries = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-            for path in entries[: len(entries) // 2] if len(entries) > KEPT else ():
-                path.unlink(missing_ok=True)
+            entries = list(self.folder.glob("*.json"))
+            if len(entries) > KEPT:
+                entries.sort(key=lambda path: path.stat().st_mtime)
+                for path in entries[: len(entries) // 2]:
+                    path.unlink(missing_ok=True)
 
 
-def open_cache(start: Path | None = None) -> Cache:
-    """The cache of the project: beside the nearest pyproject.toml, else in the current folder."""
-    file = find_project(start)
-    return Cache((file.parent if file is not None else start or Path.cwd()) / FOLDER / "verify_op")
+def open_cache(kind: str, start: Path | None = None) -> Cache:
+    """Return the user's cache for one kind of entries, or the project's where that names one (`cache_folder`).
+
+    Where it cannot be written the cache is empty and says why: it saves time, and is never needed.
+    """
+    root = cache_folder(start)
+    if root is None:
+        return Cache(Path(os.devnull, kind), _problem("there is no home folder"))
+    try:
+        make_folder(root / kind)
+        with tempfile.TemporaryFile(dir=root / kind):
+            pass
+    except OSError as error:
+        return Cache(root / kind, _problem(f"cannot write {root}: {error.strerror}"))
+    return Cache(root / kind)
+
+
+def _problem(reason: str) -> str:
+    cure = 'set XDG_CACHE_HOME, or cache = "FOLDER" in [tool.nnscaler] of pyproject.toml'
+    return f"nothing is kept between runs: {reason}; {cure}"
 
 
 def key_of(job: Job, options: OpOptions, profile: str = "") -> str:
@@ -112,7 +130,8 @@ def _may_be_kept(report: Report) -> bool:
     return report.verdict.passes and not report.findings
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder of the cache, which version control and backups ignore. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _TAG)):
         path = folder.parent / name

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from nnscaler.config import find_pyproject
 from nnscaler.errors import NnscalerError, SourceLocation
 
 KEYS = ("modules", "files")
@@ -29,18 +30,9 @@ class Project:
     files: tuple[Path, ...] = ()
 
 
-def find_project(start: Path | None = None) -> Path | None:
-    """The nearest pyproject.toml, from `start` (the current folder) upwards."""
-    folder = (start or Path.cwd()).resolve()
-    for candidate in (folder, *folder.parents):
-        if (candidate / "pyproject.toml").is_file():
-            return candidate / "pyproject.toml"
-    return None
-
-
 def read_project(start: Path | None = None) -> Project:
     """Raises NnscalerError `nothing_named` where no file or no table is there, and `bad_settings` for a wrong one."""
-    file = find_project(start)
+    file = find_pyproject(start)
     if file is None:
         raise NnscalerError("nothing_named", "no operator is named, and there is no pyproject.toml", help=_help(""))
     try:

@@ -19,7 +19,7 @@ from verify.finding import Finding
 from verify.op_checks.options import OpOptions, Safeguards
 from verify.op_checks.target import record_of
 from verify.op_run import cache as cache_module
-from verify.op_run.cache import CACHED, Cache, key_of, open_cache
+from verify.op_run.cache import CACHED, Cache, key_of
 from verify.op_run.fingerprint import Opaque, fingerprint
 from verify.op_run.job import Job, make_job
 from verify.op_run.many import Settings, run_many
@@ -341,13 +341,6 @@ def test_old_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     cache.store("5", passed())
     cache.prune()
     assert len(list(cache.folder.glob("*.json"))) == 3 and cache.load("5") is not None
-
-
-def test_the_cache_is_the_project_s(tmp_path: Path) -> None:
-    inner = tmp_path / "a" / "b"
-    inner.mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("")
-    assert open_cache(inner).folder == tmp_path / ".nnscaler_cache" / "verify_op"
 
 
 def test_a_second_run_is_cached_and_a_changed_one_is_not(tmp_path: Path) -> None:
