@@ -32,6 +32,7 @@ from verify.static.schedule import check_schedule
 from verify.static.stage import Noted, Reading, read_stage
 from verify.static.stored import check_stored, stored_tensors
 from verify.static.text import RoleText
+from verify.static.uniform import uniform_dims
 from verify.static.values import Unreadable
 from verify.verdict import Verdict
 
@@ -122,11 +123,13 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, read: Ou
 
     known = stored_tensors(graph)
     _check_operators(roles, finder)
-    typer = Typer(graph, signatures(graph), {k: v for role in roles for k, v in role.user.items()})
+    signed = signatures(graph)
+    uniform = uniform_dims(graph, signed)
+    typer = Typer(graph, signed, uniform, {k: v for role in roles for k, v in role.user.items()})
     readings: dict[int, Reading] = {}
     crossing: list[Noted] = []
     for index in sorted(stages):
-        arrived, wrong = arrivals(stages[index], readings, stages, graph)
+        arrived, wrong = arrivals(stages[index], readings, stages, graph, uniform)
         crossing += wrong
         readings[index] = read_stage(stages[index], graph, known, arrived, typer)
     done = [readings[i] for i in sorted(readings)]

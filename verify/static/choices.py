@@ -20,6 +20,7 @@ from nnscaler.ir.layout import Invariant, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from verify.static.text import Line
+from verify.static.uniform import NO_DIMS, Dims, same_piece
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,9 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def matches(need: State, have: State, needs_grad: bool) -> bool:
-    """Whether an operand in state `have` may stand where `need` is wanted: without gradient, `Invariant` and
-    `Replicated` are one."""
+def matches(need: State, have: State, needs_grad: bool, uniform: Dims = NO_DIMS) -> bool:
+    """Return whether an operand in state `have` may stand where `need` is wanted. Without gradient, `Invariant` and
+    `Replicated` are one, and so are all cuts of a `uniform` dim into pieces of the same lengths."""
     if not needs_grad and isinstance(need, Invariant | Replicated):
         return isinstance(have, Invariant | Replicated)
-    return need == have
+    return same_piece(need, have, uniform)

@@ -17,6 +17,7 @@ from nnscaler.ir.layout import (
     Sharded,
     State,
     explain_illegal,
+    full_along,
     intervals_nest,
     local_outer,
 )
@@ -25,6 +26,7 @@ from nnscaler.ir.tensor import LogicalTensor
 from verify.static.causes import converted, disagreement
 from verify.static.held import Axes, Held, Mistake, normal
 from verify.static.text import Line, Variable
+from verify.static.uniform import NO_DIMS, Dims, same_piece
 
 _BY_FUNCTION: Mapping[str, tuple[type, type, Row]] = {
     row.function: (before, after, row) for (before, after), row in ROWS.items()
@@ -34,8 +36,8 @@ _TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
 _EXCHANGE = ("from_dim", "to_dim", "from_outer", "to_outer", "from_sizes", "to_sizes")
 
 
-def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor) -> Held:
-    """What the line's target holds. Raises Mistake."""
+def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
+    """What the line's target holds. `uniform`: dims of which all cuts into equal lengths are one. Raises Mistake."""
     name = line.function.removeprefix("comm.")
     if name not in _BY_FUNCTION:
         raise Mistake("program_unreadable", f"`{line.function}` is no row of the communication table")
@@ -55,7 +57,7 @@ def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor) -> Held:
             converted(have, before.__name__, name, axes.names[axis], parts),
             tensor.name,
         )
-    _check_source(line, held, axis, axes, given, tensor)
+    _check_source(line, held, axis, axes, given, tensor, uniform)
     state = _target(line, held, axis, axes, given, after, tensor)
     layout = (*held.layout[:axis], state, *held.layout[axis + 1 :])
     reason = explain_illegal(layout, axes.sizes, tensor.shape)
@@ -120,7 +122,13 @@ def _starts_from(have: State, before: type, needs_grad: bool) -> bool:
 
 
 def _check_source(
-    line: Line, held: Held, axis: int, axes: Axes, given: Mapping[str, Any], tensor: LogicalTensor
+    line: Line,
+    held: Held,
+    axis: int,
+    axes: Axes,
+    given: Mapping[str, Any],
+    tensor: LogicalTensor,
+    uniform: Dims,
 ) -> None:
     have = held.layout[axis]
     if isinstance(have, Partial):
@@ -137,7 +145,12 @@ def _check_source(
     dim, outer = (given.get("from_dim"), given["from_outer"]) if exchange else (given.get("dim"), given["outer"])
     sections, sizes = ((), given["from_sizes"]) if exchange else (given["sections"], given["sizes"])
     right = local_outer(held.layout, axes.sizes, axis)
-    if (dim, outer, sections, sizes) != (have.dim, right, have.sections, have.sizes):
+    lies = Sharded(have.dim, right, have.sections, have.sizes)  # in what one rank has of the other axes
+    cut = Sharded(dim, outer, sections, sizes) if type(dim) is type(outer) is int and outer >= 1 else None
+    local = full_along(held.layout, axes.sizes, tensor.shape, axis)
+    if cut != lies and (
+        cut is None or explain_illegal((cut,), axes.sizes[axis : axis + 1], local) or not same_piece(cut, lies, uniform)
+    ):
         told = _cut_text(dim, outer, sections, sizes)
         raise Mistake(
             "layouts_disagree",

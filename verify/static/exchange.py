@@ -23,6 +23,7 @@ from nnscaler.runtime.shards import unravel
 from verify.static.arguments import same_shape, shape_text
 from verify.static.held import Axes, Held, Mistake, axes_of
 from verify.static.text import ExchangeText, Piece, StageText
+from verify.static.uniform import NO_DIMS, Dims
 
 Indices = npt.NDArray[np.int64]
 _LARGEST = 1 << 26  # elements of a local tensor whose pieces are checked one by one
@@ -35,6 +36,7 @@ def exchanged(
     receive: ExchangeText,
     held: Held,
     tensor: LogicalTensor,
+    uniform: Dims = NO_DIMS,
 ) -> Held:
     """What the consumer holds. Raises Mistake."""
     if send.messages != receive.messages or send.backward != receive.backward:
@@ -57,8 +59,8 @@ def exchanged(
         told = f"is sent as {shape_text(send.shape)} and is {shape_text(given)}"
         raise Mistake("communication_mismatch", f"`{tensor.name}` {told}")
     for layout in _candidates(held, here, receive.shape, tensor):
-        if _carries(receive.messages, source, held.layout, stage, layout, tensor.shape):
-            if _carries(receive.backward, stage, layout, source, held.layout, tensor.shape):
+        if _carries(receive.messages, source, held.layout, stage, layout, tensor.shape, uniform):
+            if _carries(receive.backward, stage, layout, source, held.layout, tensor.shape, uniform):
                 return Held(tensor.name, layout)
             raise Mistake(
                 "communication_mismatch",
@@ -111,10 +113,11 @@ def _carries(
     target: StageText,
     target_layout: Layout,
     shape: Sequence[int],
+    uniform: Dims,
 ) -> bool:
     """Whether every target rank gets each element of its shard exactly once, from where the source has it."""
-    there = _owned(source, source_layout, shape)
-    here = _owned(target, target_layout, shape)
+    there = _owned(source, source_layout, shape, uniform)
+    here = _owned(target, target_layout, shape, uniform)
     got: Mapping[int, list[Piece]] = {rank: [p for p in pieces if p[1] == rank] for rank in here}
     if len(pieces) != sum(map(len, got.values())) or any(p[0] not in there for p in pieces):
         return False
@@ -145,8 +148,8 @@ def _inside(piece: tuple[int, int, int], size: int) -> bool:
     return whole and 0 <= piece[0] < piece[1] <= size and piece[2] >= 1
 
 
-def _owned(stage: StageText, layout: Layout, shape: Sequence[int]) -> dict[int, list[Indices]]:
-    """rank -> per dim the logical indices of its shard, of the first micro-batch."""
+def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims) -> dict[int, list[Indices]]:
+    """rank -> per dim the logical indices of its shard, of the first micro-batch. All those of a uniform dim are 0."""
     axes = axes_of(stage.axes, stage.micro_batches)
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):
@@ -160,6 +163,7 @@ def _owned(stage: StageText, layout: Layout, shape: Sequence[int]) -> dict[int, 
                     if isinstance(s, Sharded) and s.dim == dim
                 ],
             )
+            * (dim not in uniform)
             for dim, size in enumerate(shape)
         ]
     return result

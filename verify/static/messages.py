@@ -11,12 +11,17 @@ from verify.static.exchange import exchanged
 from verify.static.held import Held, Mistake, axes_of
 from verify.static.stage import Noted, Reading
 from verify.static.text import ExchangeText, MessageText, StageText
+from verify.static.uniform import NO_DIMS, Dims
 
 Message = MessageText | ExchangeText
 
 
 def arrivals(
-    stage: StageText, readings: Mapping[int, Reading], stages: Mapping[int, StageText], graph: Graph
+    stage: StageText,
+    readings: Mapping[int, Reading],
+    stages: Mapping[int, StageText],
+    graph: Graph,
+    uniform: Mapping[str, Dims],
 ) -> tuple[dict[str, Held | None], list[Noted]]:
     """What each receiving variable of the stage holds, and what is wrong."""
     found: dict[str, Held | None] = {}
@@ -24,14 +29,19 @@ def arrivals(
     for receive in stage.receives:
         found[receive.variable] = None
         try:
-            found[receive.variable] = _arrival(stage, receive, readings, stages, graph)
+            found[receive.variable] = _arrival(stage, receive, readings, stages, graph, uniform)
         except Mistake as mistake:
             noted.append(Noted(stage, receive.number, mistake))
     return found, noted
 
 
 def _arrival(
-    stage: StageText, receive: Message, readings: Mapping[int, Reading], stages: Mapping[int, StageText], graph: Graph
+    stage: StageText,
+    receive: Message,
+    readings: Mapping[int, Reading],
+    stages: Mapping[int, StageText],
+    graph: Graph,
+    uniform: Mapping[str, Dims],
 ) -> Held | None:
     source = stages.get(receive.stage)
     if source is None or source.index not in readings:
@@ -63,7 +73,7 @@ def _arrival(
         message = f"`{tensor.name}` is {tensor.dtype}, and stage {stage.index} receives {receive.dtype}"
         raise Mistake("communication_mismatch", message, "the dtypes of the two sides differ", tensor.name)
     if isinstance(send, ExchangeText) and isinstance(receive, ExchangeText):
-        return exchanged(source, send, stage, receive, held, tensor)
+        return exchanged(source, send, stage, receive, held, tensor, uniform.get(tensor.name, NO_DIMS))
     assert isinstance(send, MessageText) and isinstance(receive, MessageText)
     return _to_same_position(source, send, stage, receive, held, tensor.shape)
 

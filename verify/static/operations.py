@@ -34,6 +34,7 @@ from verify.static.held import Axes, Held, Mistake, normal
 from verify.static.hints import as_told
 from verify.static.random_numbers import draws_numbers, explain_draw
 from verify.static.text import Line, Mark, Variable
+from verify.static.uniform import NO_DIMS, Dims
 
 _MANY = 256  # combinations of choices over the axes that are looked through
 
@@ -64,6 +65,7 @@ class Typer:
 
     graph: Graph
     signatures: Mapping[str, Signature]
+    uniform: Mapping[str, Dims]
     user: Mapping[str, str] = field(default_factory=dict)
     classes: dict[Key, tuple[Typed, Axes, int]] = field(default_factory=dict)
     _memo: dict[Key, Typing | None] = field(default_factory=dict)
@@ -98,9 +100,11 @@ class Typer:
         signature = self.signatures[op.name]
         grads = tuple(self.graph.tensors[name].needs_grad for name in op.inputs)
         made = tuple(None if name is None else self.graph.tensors[name].needs_grad for name in op.outputs)
+        uniform = tuple(self.uniform.get(name, NO_DIMS) for name in op.inputs)
         drawn = (line.args[-2:] if draws_numbers(line.function) else None, line.sequence)
         arguments = repr((self._plain_arguments(line), line.kwargs)) if not operands_only(line) else ""
-        key: Key = (id(signature), layouts, grads, made, axes.pairs, line.function, arguments, line.hint, repr(drawn))
+        known = (id(signature), layouts, grads, made, uniform, axes.pairs)
+        key: Key = (*known, line.function, arguments, line.hint, repr(drawn))
         if key not in self._memo:
             self._memo[key] = next(self._typings(op, line, layouts, axes), None)
         typing = self._memo[key]
@@ -146,15 +150,17 @@ class Typer:
         if parts == 1:
             return [RunInvariant()]
         states = [layout[axis] for layout in layouts]
-        grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
         name = axes.names[axis]
         fitting = [
             choice
             for choice in legal_choices(signature, states, parts, told_by(line, name, _outers(axes, axis)))
-            if all(map(matches, input_states(signature, choice), states, grads))
+            if all(map(self._may_stand, op.inputs, input_states(signature, choice), states))
         ]
         made = {choice: output_states(signature, choice, len(op.outputs)) for choice in fitting}
         return sorted(fitting, key=lambda choice: not as_told(made[choice], name, line.hint))
+
+    def _may_stand(self, name: str, need: State, have: State) -> bool:
+        return matches(need, have, self.graph.tensors[name].needs_grad, self.uniform.get(name, NO_DIMS))
 
     def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
         """The typing with these choices. Raises Mistake when they do not go together or the line calls otherwise."""
@@ -271,7 +277,7 @@ class Typer:
             bad = [
                 (slot, have, need)
                 for slot, (have, need) in enumerate(zip(states, needs, strict=True))
-                if not matches(need, have, self.graph.tensors[op.inputs[slot]].needs_grad)
+                if not self._may_stand(op.inputs[slot], need, have)
             ]
             made = output_states(signature, choice, len(op.outputs))
             told = self._hints(op, made, name, line.hint)

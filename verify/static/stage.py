@@ -15,6 +15,7 @@ from verify.static.held import Axes, Held, Mistake, axes_of, normal
 from verify.static.operations import Typer
 from verify.static.shadowing import shadowing
 from verify.static.text import ALIAS, Body, InputText, Line, Problem, Recomputed, StageText, StoredText, Variable
+from verify.static.uniform import NO_DIMS
 
 Scope = dict[Variable, Held | None]  # None: something was wrong before, so that nothing can be said
 
@@ -222,7 +223,8 @@ def _line(reading: Reading, line: Line, scope: Scope, graph: Graph, typer: Typer
         elif line.is_conversion:
             if not held or len(line.targets) != 1:
                 raise Mistake("program_unreadable", f"`{line.text}` converts nothing into one variable")
-            results = [convert(line, held[0], reading.axes, graph.tensors[held[0].tensor])]
+            tensor = graph.tensors[held[0].tensor]
+            results = [convert(line, held[0], reading.axes, tensor, typer.uniform.get(tensor.name, NO_DIMS))]
             reading.converted += 1
             reading.rows.add(line.function.removeprefix("comm."))
         else:
