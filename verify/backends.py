@@ -41,13 +41,14 @@ def run_program(
 
 
 def run_simulator(
-    task: Task, ranks: int, timeout: float, observe: Observe | None = None
+    task: Task, ranks: int, timeout: float, observe: Observe | None = None, apart: bool = True
 ) -> tuple[RankResult, ...] | Failure:
     """A thread per rank. Deadlocks and collectives that do not match are proven, not timed.
 
-    The threads are in a child process, which may die of a wrong program; with `observe`, they are in this one.
+    The threads are in a child process, which may die of a wrong program; with `observe`, or where the caller is such a
+    child itself (`apart` false), they are in this one.
     """
-    if observe is not None:
+    if observe is not None or not apart:
         return _simulate(task, ranks, timeout, observe)
     found = run_apart(lambda: _simulate(task, ranks, timeout), timeout + GRACE)
     return failure_of_process(found, task.program) if isinstance(found, Died | TimedOut) else found

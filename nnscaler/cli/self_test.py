@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
-from nnscaler.cli.self_test_plans import run_plans
+from nnscaler.cli.self_test_plans import run_plans, run_soundness_plans
 from nnscaler.files import check_temporary
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ EPILOG = """examples:
   nnscaler self-test plans --quick   a part of it, in a minute
   nnscaler self-test plans --model gpt --seed 7 --level L0
   nnscaler self-test plans --table-t thirty bugs of real systems
+  nnscaler self-test soundness-plans --count 20000 --seed 1   random edits: what is proved must be right
 
 exit code 0: every required rate holds; 1: one does not.
 """
@@ -36,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("ops", "plans"))
+    parser.add_argument("what", choices=("ops", "plans", "soundness-plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
     plans = parser.add_argument_group("plans")
     plans.add_argument("--model", action="append", metavar="NAME", help="mutants of this example model (repeatable)")
@@ -45,6 +47,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     plans.add_argument("--each", type=int, default=1, metavar="N", help="mutants of each kind in each program (1)")
     plans.add_argument("--processes", type=int, default=2, metavar="N", help="processes to run on (2)")
     plans.add_argument("--table-t", action="store_true", help="thirty bugs of real systems instead")
+    soundness = parser.add_argument_group("soundness")
+    soundness.add_argument("--count", type=int, metavar="N", help="how many random edits (plans: 20000)")
+    soundness.add_argument(
+        "--out", type=Path, default=Path("soundness"), metavar="DIR", help="where violations are saved (soundness/)"
+    )
     add_verbosity(parser.add_argument_group("output"))
     parser.set_defaults(command=run)
 
@@ -52,7 +59,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 def run(options: argparse.Namespace) -> int:
     """Runs the self-test, prints its tables, and returns 0 or 1."""
     check_temporary()
-    return _run_ops(options) if options.what == "ops" else run_plans(options)
+    if options.what == "ops":
+        return _run_ops(options)
+    return run_plans(options) if options.what == "plans" else run_soundness_plans(options)
 
 
 def _run_ops(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`nnscaler self-test plans`."""
+"""`nnscaler self-test plans` and `nnscaler self-test soundness-plans`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
 from nnscaler.errors import NnscalerError
+from nnscaler.files import check_folder
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -54,3 +55,24 @@ def _mutants(options: argparse.Namespace) -> bool:
     )
     console.lines(plans_lines(found, verbose=bool(options.verbose)))
     return found.good
+
+
+def run_soundness_plans(options: argparse.Namespace) -> int:
+    """Edits programs at random, and returns 1 where one is proved and wrong. Raises NnscalerError for senseless
+    options."""
+    from verify.self_test.plans.soundness_run import COUNT, run_soundness, soundness_lines
+    from verify.self_test.plans.tiny_models import TINY
+
+    console: Console = options.console
+    names = tuple(options.model or TINY)
+    count = COUNT if options.count is None else options.count
+    if unknown := [name for name in names if name not in TINY]:
+        raise NnscalerError("usage", f"no programs are made of {unknown[0]!r}", help=f"models: {', '.join(TINY)}")
+    if count < 1 or options.processes < 1:
+        raise NnscalerError("usage", "--count and --processes are at least 1")
+    check_folder(options.out)
+    found = run_soundness(
+        console.progress, count=count, seed=options.seed, names=names, processes=options.processes, out=options.out
+    )
+    console.lines(soundness_lines(found))
+    return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)

@@ -74,11 +74,13 @@ def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
 
 
 class Execution:
-    """Runs programs of one model on the simulator, in processes that may die, against one reference run of it."""
+    """Runs programs of one model on the simulator, against one reference run of it: in processes that may die, or
+    (`apart` false) in this one, where it is one that may."""
 
-    def __init__(self, base: Base, folder: Path) -> None:
+    def __init__(self, base: Base, folder: Path, apart: bool = True) -> None:
         self.base = base
         self.folder = folder
+        self.apart = apart
         settings = Settings(clip=True, draws=base.prepared.draws, seed=base.request.seed)
         self.reference = run_reference(
             base.prepared.model, base.prepared.sample, steps=base.request.steps, settings=settings
@@ -100,7 +102,8 @@ class Execution:
         path = self.write(sources)
         try:
             with fault():
-                results = run_simulator(replace(self.task, program=str(path)), self.base.spec.ranks, TIMEOUT)
+                task = replace(self.task, program=str(path))
+                results = run_simulator(task, self.base.spec.ranks, TIMEOUT, apart=self.apart)
                 if isinstance(results, Failure):
                     return self._failed(results, path, time.perf_counter() - started)
                 outcomes = self._compare(path, results)

@@ -159,7 +159,7 @@ def names_in(source: str) -> frozenset[str]:
 
 def take_apart(model: str, plan: str, program: Program) -> Subject:
     """Reads every role of a program."""
-    roles = tuple(_role(file, text) for file, text in program.sources.items())
+    roles = tuple(read_role_source(file, text) for file, text in program.sources.items())
     axes: dict[int, Mapping[str, int]] = {}
     for text in program.sources.values():
         axes.update(_axes(text))
@@ -188,7 +188,8 @@ def _stages(tree: ast.Module) -> Iterator[ast.ClassDef]:
     return (node for node in tree.body if isinstance(node, ast.ClassDef))
 
 
-def _role(file: str, text: str) -> Role:
+def read_role_source(file: str, text: str) -> Role:
+    """The statements and declarations of one file. Raises SyntaxError, ValueError where it is no role."""
     tree = ast.parse(text)
     lines = tuple(text.split("\n"))
     statements: list[Statement] = []
@@ -197,16 +198,19 @@ def _role(file: str, text: str) -> Role:
         index = int(stage.name.removeprefix("Stage"))
         for node in stage.body:
             if isinstance(node, ast.FunctionDef):
-                statements += _statements(file, lines, text, index, node)
+                statements += _statements(file, lines, index, node)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                entries += _entries(file, lines, text, index, node.targets[0].id, node.value)
+                entries += _entries(file, lines, index, node.targets[0].id, node.value)
     schedule = next(i for i, line in enumerate(lines, 1) if line.startswith("SCHEDULE")) + 1
     return Role(file, lines, tuple(sorted(statements, key=lambda s: s.line)), tuple(entries), schedule)
 
 
-def _statements(
-    file: str, lines: tuple[str, ...], text: str, stage: int, method: ast.FunctionDef
-) -> Iterator[Statement]:
+def _source(lines: Sequence[str], node: ast.expr) -> str:
+    """The text of a node that stands on one line."""
+    return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
+
+
+def _statements(file: str, lines: tuple[str, ...], stage: int, method: ast.FunctionDef) -> Iterator[Statement]:
     quiet = {n.lineno for w in ast.walk(method) if isinstance(w, ast.With) for n in w.body}
     for node in ast.walk(method):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or node.lineno != node.end_lineno:
@@ -224,16 +228,14 @@ def _statements(
             stage,
             method.name,
             tuple(name.id for name in names if isinstance(name, ast.Name)),
-            ast.unparse(node.value.func),
-            tuple(ast.get_source_segment(text, a) or "" for a in node.value.args),
-            tuple((str(k.arg), ast.get_source_segment(text, k.value) or "") for k in node.value.keywords),
+            _source(lines, node.value.func),
+            tuple(_source(lines, a) for a in node.value.args),
+            tuple((str(k.arg), _source(lines, k.value)) for k in node.value.keywords),
             node.lineno in quiet,
         )
 
 
-def _entries(
-    file: str, lines: tuple[str, ...], text: str, stage: int, section: str, value: ast.expr
-) -> Iterator[Entry]:
+def _entries(file: str, lines: tuple[str, ...], stage: int, section: str, value: ast.expr) -> Iterator[Entry]:
     found: list[tuple[str, ast.expr]] = []
     if isinstance(value, ast.Dict):
         found = [(str(ast.literal_eval(k)), v) for k, v in zip(value.keys, value.values, strict=True) if k]
@@ -243,6 +245,6 @@ def _entries(
         found = [("", value)]
     for name, node in found:
         if isinstance(node, ast.Call) and node.lineno == node.end_lineno:
-            arguments = tuple(ast.get_source_segment(text, a) or "" for a in node.args)
-            keywords = tuple((str(k.arg), ast.get_source_segment(text, k.value) or "") for k in node.keywords)
+            arguments = tuple(_source(lines, a) for a in node.args)
+            keywords = tuple((str(k.arg), _source(lines, k.value)) for k in node.keywords)
             yield Entry(file, node.lineno, lines[node.lineno - 1], stage, section, name, arguments, keywords)

@@ -17,7 +17,7 @@ from verify.self_test.plans.subjects import Base, Spec, build_from
 
 @dataclass(frozen=True, slots=True)
 class TableBase:
-    """`steps`: added to the plan that the policy makes."""
+    """`steps`: added to the plan that the policy makes. `whole`: the plan, where no policy makes it."""
 
     model: Callable[[], nn.Module]
     sample: Callable[[], models.Sample]
@@ -25,12 +25,13 @@ class TableBase:
     ranks: int
     micro_batches: int = 1
     steps: tuple[Step, ...] = ()
+    whole: Plan | None = None
 
     def build(self, folder: Path) -> Base:
         """Compiles it."""
         model = models.made(self.model)
         spec = Spec(type(model).__name__, self.plan, self.ranks, self.micro_batches)
-        return build_from(spec, model, self.sample(), self._plan, folder)
+        return build_from(spec, model, self.sample(), self.whole or self._plan, folder)
 
     def _plan(self, graph: Graph, ranks: int) -> Plan:
         made = make(graph, ranks, self.plan, None, self.micro_batches, ()).plan
