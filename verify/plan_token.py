@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from nnscaler.errors import NnscalerError
@@ -93,7 +94,8 @@ def decode(text: str) -> PlanToken:
     except (Damaged, KeyError, TypeError, ValueError, AttributeError):
         raise NnscalerError("bad_token", "the token is damaged: it must be copied whole", help=_HELP) from None
     message = f"the token is of nnscaler {found}, and this is nnscaler {here}, which may compile another program"
-    raise NnscalerError("bad_token", message, help=f"verify again: nnscaler verify-plan {model} --ranks {ranks} ...")
+    again = f"nnscaler verify-plan {quote(model)} --ranks {ranks} ..."
+    raise NnscalerError("bad_token", message, help=f"verify again: {again}")
 
 
 def digest(path: Path) -> str:

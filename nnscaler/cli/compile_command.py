@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.comm_profile import add_option, show_profile, total_lines
@@ -85,12 +86,12 @@ def run(options: argparse.Namespace) -> int:
     if any(tensor.is_meta for tensor in program.state.values()):
         console.result("the model has no data (meta device): the program has no state.pt, and cannot run without one")
     else:
-        console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {path}")
+        console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {quote(str(path))}")
     return 0
 
 
 def _warn(program: Program, model: str, console: Console) -> None:
     names = program.manifest["unannotated"]
     if names:
-        cure = f"`nnscaler list ops --missing {model}` writes annotations to paste"
+        cure = f"`nnscaler list ops --missing {quote(model)}` writes annotations to paste"
         console.warning(f"without annotation, so run whole on every rank: {', '.join(names)}; {cure}")

@@ -6,6 +6,7 @@ The user's code runs here, so its errors are reported as the user's: with the li
 from __future__ import annotations
 
 import inspect
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -150,6 +151,15 @@ def import_user_file(path: Path) -> ModuleType:
         raise NnscalerError("model_import_failed", f"cannot import {path.name}: {_say(error)}", place) from error
 
 
+_META = """build it without data, on the meta device, for plans and proofs:
+
+        def build_model():
+            with torch.device("meta"):
+                return ...
+
+  `nnscaler plan`, `nnscaler compile` and `nnscaler verify-plan --level static` take such a model; for a run, name a
+  factory of a smaller one: model.py::small_model"""
+_SMALLER_BATCH = "return a smaller batch: what is proved holds for other sizes too, and the report says for which"
 _GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 
 
@@ -179,6 +189,10 @@ def _called(function: Callable[[], Any], path: Path, seed: int, what: str) -> An
         raise
     except Exception as error:
         place = user_frame(error, path.resolve().parent)
+        if isinstance(error, MemoryError) or re.search("(can't|cannot) allocate memory|out of memory", str(error)):
+            help = _SMALLER_BATCH if what.startswith("sample_inputs") else _META
+            message = f"{what} of {path.name} runs out of memory: {_say(error)}"
+            raise NnscalerError("out_of_memory", message, place, help) from error
         raise NnscalerError("model_raised", f"{what} of {path.name} raises {_say(error)}", place) from error
 
 

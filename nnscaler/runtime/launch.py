@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -82,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_ranks(program: ProgramDirectory, place: Place) -> None:
     if place.world_size != program.ranks:
-        command = f"torchrun --nproc-per-node {program.ranks} -m nnscaler.runtime.launch {program.path}"
+        command = f"torchrun --nproc-per-node {program.ranks} -m nnscaler.runtime.launch {quote(str(program.path))}"
         needed, run = program.ranks, place.world_size
         raise ProgramError(f"{program.path} is a program for {needed} ranks, and {run} run; start it with\n  {command}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -211,6 +212,17 @@ def test_compile_writes_a_program(model: str, tmp_path: Path, capsys: pytest.Cap
     assert re.search(r"matmul FLOPs divided over tp: (99|100)\.\d %", text)
     assert "torchrun --nproc-per-node 2 -m nnscaler.runtime.launch" in text
     assert (out / "manifest.json").is_file() and (out / "plan.json").is_file()
+
+
+def test_what_is_printed_to_run_can_be_pasted(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "it's a build; really"
+    assert main(["compile", model, "--ranks", "1", "--plan", "dp=1", "--out", str(out), "-q"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("run it: "))
+    command = line.removeprefix("run it: ")
+    assert shlex.split(command)[-1] == str(out)
+    alone = command.replace("torchrun --nproc-per-node 1 -m", f"{shlex.quote(sys.executable)} -m")
+    run = subprocess.run(["bash", "-c", f"{alone} --steps 1"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "step 1  loss " in run.stdout
 
 
 def test_a_saved_plan_and_a_policy(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -228,3 +229,18 @@ def test_a_long_report_shows_what_does_not_pass() -> None:
 def test_what_does_not_pass_without_a_finding_is_named() -> None:
     report = replace(VERIFIED, checks=(Check("loss", Verdict.INCONCLUSIVE, 0, detail="no time"),))
     assert text("concise", report)[0] == "nothing_checked `gpt.py` was not verified: loss: INCONCLUSIVE, no time"
+
+
+def test_a_line_that_reproduces_several_findings_is_shown_once_after_the_last_that_is_shown_whole() -> None:
+    (finding,) = REPORT.findings
+    own = replace(finding, code="operation_differs", reproduce="nnscaler reproduce nns1:own")
+    for count in (2, 3, 9):
+        lines = text("full", replace(REPORT, findings=(finding, own, *[finding] * (count - 1))))
+        shown = [line for line in lines if "reproduce: " in line]
+        assert shown == [
+            "  reproduce: nnscaler reproduce nns1:own",
+            "  reproduce: nnscaler verify-plan gpt.py --ranks 8",
+        ]
+    assert sum("reproduce: " in line for line in text("full", REPORT)) == 1
+    machine = json.loads("\n".join(text("json", replace(REPORT, findings=(finding, finding)))))
+    assert [entry["reproduce"] for entry in machine["findings"]] == [finding.reproduce] * 2  # each stands by itself

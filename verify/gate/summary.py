@@ -13,7 +13,7 @@ from verify.finding import Finding
 from verify.gate.outcome import KNOWN, Judged, Outcome
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.problems import findings_of
+from verify.report_formats.problems import findings_of, reproduce_once
 from verify.report_formats.totals import totals
 
 ROWS = 200
@@ -67,8 +67,10 @@ def _findings(outcome: Outcome) -> list[str]:
         listed += [(outcome.baseline.subject, finding) for finding in outcome.baseline.findings]
     listed.sort(key=lambda pair: KNOWN in pair[1].counter_example)
     lines: list[str] = []
-    for name, finding in listed[:FINDINGS]:
-        lines += ["", *_details(name, finding)]
+    shown = listed[:FINDINGS]
+    new = iter(reproduce_once([finding for _, finding in shown if KNOWN not in finding.counter_example]))
+    for name, finding in shown:
+        lines += ["", *_details(name, finding if KNOWN in finding.counter_example else next(new))]
     if len(listed) > FINDINGS:
         lines += ["", f"{len(listed) - FINDINGS} more findings are not shown here."]
     return lines

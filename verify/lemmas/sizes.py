@@ -1,9 +1,9 @@
 """For which sizes of the inputs the proof of a program holds.
 
-The batch dim and the sequence dim of the inputs are symbols; sizes of all other tensors follow from the bound
-annotations, and every split and every factor of a dim is a condition. A symbol that has to have one value somewhere is
-not generalised, and the result says where. What the lemmas prove is not said again here: a lemma that is proved at
-bounded sizes holds at other sizes as far as that goes.
+The first two dims of the inputs, batch and sequence in many models, are symbols; sizes of all other tensors follow from
+the bound annotations, and every split and every factor of a dim is a condition. A symbol that has to have one value
+somewhere is not generalised, and the result says where. What the lemmas prove is not said again here: a lemma that is
+proved at bounded sizes holds at other sizes as far as that goes.
 """
 
 from __future__ import annotations
@@ -84,15 +84,26 @@ def _symbols(graph: Graph) -> dict[str, tuple[int, tuple[tuple[str, int], ...]]]
     """symbol -> (its value in the sample, the (input, dim) that have it). Inputs of different lengths have one each."""
     inputs = [t for t in graph.tensors.values() if t.role == "input"]
     found: dict[str, tuple[int, tuple[tuple[str, int], ...]]] = {}
-    for dim, first in ((0, BATCH), (1, SEQUENCE)):
+    for dim in (0, 1):
         by_size: dict[int, list[str]] = {}
         for tensor in inputs:
             if len(tensor.shape) > dim and tensor.shape[dim] > 1:
                 by_size.setdefault(tensor.shape[dim], []).append(tensor.name)
-        for number_, (size, names) in enumerate(by_size.items()):
-            name = first if number_ == 0 else f"{first} of `{names[0]}`"
+        for size, names in by_size.items():
+            meant = BATCH if dim == 0 else SEQUENCE if _are_tokens(graph, names) else ""
+            name = meant if meant and meant not in found else f"{meant or 'size of dim 1'} of `{names[0]}`"
             found[name] = (size, tuple((n, dim) for n in names))
     return found
+
+
+def _are_tokens(graph: Graph, names: Sequence[str]) -> bool:
+    """Return whether one of these inputs is a batch of token sequences: rows of numbers that a table is read at, whole.
+    The second dim of others may be features, channels or the height of an image."""
+    rows = {graph.tensors[name].shape for name in names if len(graph.tensors[name].shape) == 2}
+    return any(
+        op.operator.startswith("aten.embedding.") and graph.tensors[op.inputs[1]].shape in rows
+        for op in graph.operations
+    )
 
 
 def _by_operation(

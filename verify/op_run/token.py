@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any, get_args
 
 from nnscaler.errors import NnscalerError
@@ -78,7 +79,7 @@ _HELP = "a finding of `nnscaler verify-op` ends with the line `reproduce: nnscal
 
 
 def _again(document: Mapping[str, Any]) -> str:
-    return f"nnscaler verify-op {document.get('target')} --seed {document.get('seed')}"
+    return f"nnscaler verify-op {quote(str(document.get('target')))} --seed {document.get('seed')}"
 
 
 def _token(document: Mapping[str, Any]) -> Token:

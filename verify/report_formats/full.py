@@ -13,7 +13,7 @@ from verify.report import Check, Report
 from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.line import Line, last_line, plain, style_of
-from verify.report_formats.problems import findings_of, problems
+from verify.report_formats.problems import findings_of, problems, reproduce_once
 from verify.report_formats.totals import totals
 
 WHOLE = 4  # findings shown with all that is known; the rest, which usually follow from them, take a line each
@@ -30,7 +30,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     else:
         lines = [*_report_lines(reports), *_shared_notes(reports)]
         findings = [problem.finding for problem in problems(reports)]
-    for finding in findings[:WHOLE]:
+    for finding in reproduce_once(findings[:WHOLE]):
         lines += [plain(""), *finding_lines(finding)]
     if len(findings) > WHOLE:
         lines += [plain(""), *(concise_line(finding) for finding in findings[WHOLE:])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from verify.finding import Finding
@@ -65,6 +65,15 @@ def findings_of(report: Report) -> tuple[Finding, ...]:
     failing = [check for check in report.checks if not check.verdict.passes]
     texts = [f"{check.name}: {check.verdict}" + (f", {check.detail}" if check.detail else "") for check in failing]
     return (Finding("nothing_checked", f"`{report.subject}` was not verified: {'; '.join(texts) or 'no check ran'}"),)
+
+
+def reproduce_once(findings: Sequence[Finding]) -> list[Finding]:
+    """Keep each line that reproduces with the last of the findings that share it: it runs the same for all of them."""
+    last = {finding.reproduce: number for number, finding in enumerate(findings)}
+    return [
+        finding if last[finding.reproduce] == number else replace(finding, reproduce=None)
+        for number, finding in enumerate(findings)
+    ]
 
 
 def findings_by_check(report: Report) -> dict[int, list[Finding]]:

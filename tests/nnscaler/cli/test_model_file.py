@@ -86,3 +86,35 @@ def test_errors_of_the_factory_name_the_users_line(tmp_path: Path) -> None:
 def test_sys_exit_at_import_is_an_error(tmp_path: Path) -> None:
     error = refused(write(tmp_path, "import sys\nsys.exit('done')\n"))
     assert error.code == "model_import_failed" and "__main__" in str(error.help)
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.empty(10**15)", "bytearray(10**17)", "raise RuntimeError('CUDA out of memory.')"]
+)
+def test_a_model_that_does_not_fit_is_told_of_the_meta_device(line: str, tmp_path: Path) -> None:
+    text = f"import torch\ndef build_model():\n    {line}\ndef sample_inputs():\n    return {{}}\n"
+    file = tmp_path / "model.py"
+    file.write_text(text)
+    with pytest.raises(NnscalerError, match=r"build_model\(\) of model.py runs out of memory: ") as caught:
+        load_model_file(str(file), 0).build()
+    error = caught.value
+    assert error.code == "out_of_memory" and error.where is not None and error.where.line == 3
+    assert error.help is not None
+    for told in ('with torch.device("meta"):', "--level static", "nnscaler plan", "model.py::small_model"):
+        assert told in error.help
+    other = tmp_path / "other.py"
+    other.write_text(text.replace("return {}", "return torch.empty(10**15)"))
+    with pytest.raises(NnscalerError, match="sample_inputs") as caught:
+        load_model_file(str(other), 0)
+    assert "smaller batch" in str(caught.value.help) and "meta" not in str(caught.value.help)
+
+
+def test_another_error_that_speaks_of_memory_is_not_taken_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        "def build_model():\n    raise RuntimeError('expected contiguous memory format')\n"
+        "def sample_inputs():\n    return {}\n"
+    )
+    with pytest.raises(NnscalerError) as caught:
+        load_model_file(str(file), 0).build()
+    assert caught.value.code == "model_raised"

@@ -50,6 +50,13 @@ def test_the_summary_says_it_all() -> None:
     assert text.endswith("nnscaler 0.1.0, torch 2.13.0, python 3.11.7, Linux x86_64\n")
 
 
+def test_the_line_that_reproduces_an_item_is_shown_once_and_not_lost_to_a_known_finding() -> None:
+    two = result("model.py ranks=2", finding(), finding(tensor="other.weight"), finding("loss_differs", "x"))
+    known = [entry("model.py ranks=2", message="the gradient of `layer.weight`")]
+    text = summary(judge([two], known, {two.name}, TODAY, "baseline.toml"), 1.0, None)
+    assert text.count("reproduce: nnscaler reproduce nns2:abc") == 1
+
+
 def test_rows_are_whole_tables() -> None:
     lines = [line for line in summary(outcome(), 1.0, None).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 4

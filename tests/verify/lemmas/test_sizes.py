@@ -61,23 +61,53 @@ def sizes_of(module: nn.Module, sample: tuple[Any, ...], plan: str, ranks: int, 
 
 def test_batch_and_sequence_of_a_model_without_numbers() -> None:
     result = sizes_of(Small(), (torch.randn(12, 8, 6),), "dp=2,tp=2", 4, 3)
-    assert result.text == "holds for every batch divisible by 6 (dp x micro-batches) and every sequence length above 1"
+    assert result.text == (
+        "holds for every batch divisible by 6 (dp x micro-batches) and every size of dim 1 of `x` above 1"
+    )
     assert not result.assumptions and not result.others
+
+
+class Tokens(Small):
+    """Two texts of other lengths, an image and a row of features: only texts have a sequence length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.patches = nn.Conv2d(3, 6, 2)
+
+    def forward(self, ids: Tensor, prefix: Tensor, image: Tensor, features: Tensor, choices: Tensor) -> Tensor:
+        seen = self.patches(image).mean((2, 3)) + self.down(torch.relu(self.up(features)))
+        read = self.table(ids).mean(1) + self.table(prefix).mean(1)
+        return (read + seen).square().sum() + choices.to(read.dtype).sum()
+
+
+def test_only_a_batch_of_token_sequences_has_a_sequence_length() -> None:
+    ids, prefix = torch.randint(0, 11, (4, 7)), torch.randint(0, 11, (4, 5))
+    sample = (ids, prefix, torch.randn(4, 3, 8, 9), torch.randn(4, 6), torch.randint(0, 2, (4, 9)))
+    names = {symbol.name: symbol.sample for symbol in sizes_of(Tokens(), sample, "dp=2", 2).symbols}
+    assert names == {
+        "batch": 4,
+        "sequence length": 7,
+        "sequence length of `prefix`": 5,
+        "size of dim 1 of `image`": 3,
+        "size of dim 1 of `features`": 6,
+        "size of dim 1 of `choices`": 9,
+    }
 
 
 def test_a_factor_of_a_dim_is_a_condition() -> None:
     result = sizes_of(Paired(), (torch.randn(4, 8, 6),), "dp=2", 2)
     first, assumption = result.text.splitlines()
-    assert first == "holds for every batch divisible by 2 (dp) and every sequence length divisible by 2"
-    assert assumption.endswith("is taken for the sequence length / 2")
+    assert first == "holds for every batch divisible by 2 (dp) and every size of dim 1 of `x` divisible by 2"
+    assert assumption.endswith("is taken for the size of dim 1 of `x` / 2")
 
 
 def test_a_table_of_fixed_length_fixes_the_sequence() -> None:
     result = sizes_of(Table(), (torch.randn(4, 8, 6),), "dp=2", 2)
     batch, sequence = result.symbols
     assert batch.divisor == 2 and not batch.blocker
-    assert "aten.add.Tensor at test_sizes.py:" in sequence.blocker and "sequence length is 8" in sequence.blocker
-    assert "the sequence length stays 8: " in result.text
+    assert "aten.add.Tensor at test_sizes.py:" in sequence.blocker and "size of dim 1 of `x` is 8" in sequence.blocker
+    assert "the size of dim 1 of `x` stays 8: " in result.text
 
 
 @pytest.mark.parametrize(
