@@ -42,11 +42,11 @@ def make_report(
     return Report(
         "verify-plan",
         name,
-        f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({program.summary})" if program.summary else ""),
+        _setting(request, program.summary, reference is not None),
         request.seed,
         tuple(outcome.check for outcome in outcomes if outcome.check.name),
         tuple(f.with_reproduce(again) for f in findings),
-        (*_notes(prepared, reference), *(() if proof is None else proof.notes)),
+        (*_notes(prepared, reference, request, proof is not None), *(() if proof is None else proof.notes)),
         {**environment(), **_settings(request, reference), "plan": json.dumps(program.axes)},
         seconds,
         _attachments(prepared, outcomes, proof),
@@ -74,8 +74,33 @@ def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, s
     }
 
 
-def _notes(prepared: Prepared, reference: Trajectory | None) -> tuple[str, ...]:
-    notes = [*prepared.notes, *prepared.program.changes]
+def _setting(request: PlanRequest, summary: str, ran: bool) -> str:
+    """`on 4 ranks (dp=2 tp=2), in float64`; what is proved of a text holds of no dtype in particular."""
+    where = f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({summary})" if summary else "")
+    return f"{where}, in {str(request.dtype).removeprefix('torch.')}" if ran else where
+
+
+def _precision(prepared: Prepared, request: PlanRequest, proved: bool) -> str | None:
+    """A note on a program whose own dtypes are others than those of the run."""
+    graph = prepared.graph
+    run = str(request.dtype).removeprefix("torch.")
+    casting = [op for op in graph.operations if op.region.autocast not in (None, "off")]
+    if casting:
+        kinds = " and ".join(sorted({str(op.region.autocast) for op in casting}))
+        place = next((f", first at {op.where}" for op in casting if op.where is not None), "")
+        what = f"the program computes {len(casting)} operations under autocast to {kinds}{place}"
+        told = "was compared in its text" if proved else "was not compared"
+        return f"{what}. A run in {run} has one dtype and shows nothing of that; that the model does the same {told}"
+    narrow = sorted({t.dtype for t in graph.with_role("parameter")} & {"bfloat16", "float16"})
+    if narrow and request.exact:
+        options = " and ".join(f"`--dtype {dtype}`" for dtype in narrow)
+        return f"the program's own dtype is {' and '.join(narrow)}: {options} runs it in that"
+    return None
+
+
+def _notes(prepared: Prepared, reference: Trajectory | None, request: PlanRequest, proved: bool) -> tuple[str, ...]:
+    precision = None if reference is None else _precision(prepared, request, proved)
+    notes = [*prepared.notes, *(() if precision is None else (precision,)), *prepared.program.changes]
     draws = [] if reference is None else [draw for draw in reference.settings.draws or () if draw is not None]
     if reference is None:
         notes.append("nothing was run")

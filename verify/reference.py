@@ -204,5 +204,5 @@ def _running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None
             stack.enter_context(exact(model, draws=draws))
         else:
             model.to(dtype)
-            stack.enter_context(without_dropout() if draws is None else with_draws(draws))
+            stack.enter_context(without_dropout(model) if draws is None else with_draws(draws, model))
         yield

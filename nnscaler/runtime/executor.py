@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.autocast import autocast_on
 from nnscaler.runtime.axis import AxisGroup
 from nnscaler.runtime.build import StageBuilder, stages_of
 from nnscaler.runtime.clipping import clip_gradients, gradient_norm
@@ -161,6 +162,7 @@ class RankExecutor:
         losses: dict[int, list[Tensor]] = {}
         with (
             precision_of_run(self.precision),
+            autocast_on(self.device.type),
             torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
         ):
             prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}

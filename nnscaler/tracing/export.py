@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.autocast import AutocastUnknown
 from nnscaler.tracing.as_eager import as_eager
 from nnscaler.tracing.attributes import attributes_kept
 from nnscaler.tracing.autograd_functions import OpaqueFunction, opaque_autograd_functions
@@ -43,6 +44,10 @@ _FAKE_CONSTANT = "fake tensor in the exported program constant"
 _HELP_LABELS = (
     "the model looks at the values of its labels. Compute the loss outside of it: --loss-fn file.py::loss (in Python "
     "loss_fn=loss), a function loss(outputs, batch); the model is then not given the batch's `labels`"
+)
+_HELP_AUTOCAST = (
+    "open the region inside of forward, on the device of its tensors: "
+    "with torch.autocast(x.device.type, torch.bfloat16): ..."
 )
 _READS_NUMBER = "Could not extract specialized"
 _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
@@ -104,6 +109,8 @@ def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram
             return _export(module, tensors)
     except NnscalerError:
         raise
+    except AutocastUnknown as error:
+        raise NnscalerError("trace_failed", str(error), location_of_exception(error), _HELP_AUTOCAST) from None
     except Exception as error:  # noqa: BLE001 - export raises whatever the model raises
         return error
 

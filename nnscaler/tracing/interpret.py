@@ -15,6 +15,7 @@ from op_registry.registry import default_registry
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, map_slots
 from nnscaler.runtime import ops
+from nnscaler.runtime.autocast import autocast_on
 from nnscaler.tracing.infer import dtype_of, map_leaves, torch_operator
 from nnscaler.tracing.precision import exact_dtype, exact_tensor
 
@@ -55,6 +56,7 @@ def run_graph(
             values[tensor.name] = value if floating is None else exact_tensor(value, floating)
     device = next((v.device for v in values.values()), torch.device("cpu"))
     with ExitStack() as stack:
+        stack.enter_context(autocast_on(device.type if device.type != "meta" else "cpu"))
         if floating is not None:
             before = torch.get_default_dtype()
             torch.set_default_dtype(floating)

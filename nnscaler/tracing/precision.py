@@ -6,6 +6,7 @@ numbers are those of a program (`program_draws`); without one, nothing is droppe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from nnscaler.runtime.autocast import autocast_on
 from nnscaler.runtime.ops_tensor import grouped_mm
 from nnscaler.tracing.draws import DRAWING, FixedDraws
 
@@ -60,6 +62,12 @@ def exact_tensor(tensor: Tensor, floating: torch.dtype = torch.float64) -> Tenso
     return tensor.to(exact_dtype(tensor.dtype, floating))
 
 
+def device_of(module: nn.Module | None) -> str:
+    """Return the kind of device on which a module computes; the CPU for one without data."""
+    found = None if module is None else next(itertools.chain(module.parameters(), module.buffers()), None)
+    return "cpu" if found is None or found.is_meta else found.device.type
+
+
 @contextmanager
 def exact(
     module: nn.Module | None = None, *, dtype: str = "float64", dropout: bool = False, draws: Draws | None = None
@@ -76,23 +84,23 @@ def exact(
         _convert(module, floating, dropout)
     torch.set_default_dtype(floating)
     try:
-        with _ExactMode(floating, default, dropout, draws):
+        with autocast_on(device_of(module)), _ExactMode(floating, default, dropout, draws):
             yield
     finally:
         torch.set_default_dtype(default)
 
 
 @contextmanager
-def without_dropout() -> Iterator[None]:
-    """While open, no dropout drops anything and random numbers are fixed; dtypes are the model's own."""
-    with _ExactMode(None, torch.get_default_dtype(), False, None):
+def without_dropout(module: nn.Module | None = None) -> Iterator[None]:
+    """While open, no dropout (of `module`) drops anything and random numbers are fixed; dtypes are the model's own."""
+    with autocast_on(device_of(module)), _ExactMode(None, torch.get_default_dtype(), False, None):
         yield
 
 
 @contextmanager
-def with_draws(draws: Draws) -> Iterator[None]:
-    """While open, `draws` gives all random numbers; dtypes are the model's own."""
-    with _ExactMode(None, torch.get_default_dtype(), True, draws):
+def with_draws(draws: Draws, module: nn.Module | None = None) -> Iterator[None]:
+    """While open, `draws` gives all random numbers (of `module`); dtypes are the model's own."""
+    with autocast_on(device_of(module)), _ExactMode(None, torch.get_default_dtype(), True, draws):
         yield
 
 

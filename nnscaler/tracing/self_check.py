@@ -93,7 +93,7 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str]
     changed: dict[str, str] = {}
     try:
         model = copy.deepcopy(module)
-        with without_dropout(), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
+        with without_dropout(model), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
             for step in range(2):
                 args, kwargs = sample.rebuild(_inputs(sample, None))
                 with attributes_kept(model, changed) if step else nullcontext():
@@ -106,7 +106,7 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str]
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Step:
     """The module's own step in its own dtype. Raises NnscalerError "model_raised"."""
     try:
-        with without_dropout():
+        with without_dropout(module):
             return _eager_step(copy.deepcopy(module), graph, sample, None)
     except NnscalerError:
         raise

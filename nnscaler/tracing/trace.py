@@ -9,12 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.runtime.autocast import Regions, autocast_on
 from nnscaler.tracing.attributes import notes_of
 from nnscaler.tracing.autograd_functions import OpaqueFunction
 from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
 from nnscaler.tracing.loss_module import LossModule, is_meta, mode_note
 from nnscaler.tracing.passes import run_passes
+from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.self_check import check_trace, second_forward
 from nnscaler.tracing.stitched_export import export_graph
@@ -69,13 +72,15 @@ def trace(
     wrapper = LossModule(module, sample)
     refuse_stored_hooks(module)
     hooks = GradientHooks()
-    with hooks_met(hooks):
+    with autocast_on(device_of(module)) as regions, hooks_met(hooks):
         stitched = export_graph(wrapper, tensors, specialise, repeat_layers)
     exported = stitched.exported
+    if meta:
+        _refuse_autocast(stitched.raw.graph)
     graph = run_passes(stitched.raw)
     changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
     mode = mode_note(module)
-    notes = (*(() if mode is None else (mode,)), *stitched.notes, *exported.notes, *changes)
+    notes = (*(() if mode is None else (mode,)), *_carried(regions), *stitched.notes, *exported.notes, *changes)
     if self_check:
         notes = (*notes, *_checked(module, graph, stitched.state, sample, hooks))
     notes = (*notes, *hooks.notes())
@@ -84,6 +89,24 @@ def trace(
     if meta:
         notes = (*notes, "the trace is not checked: the module has no data (meta device)")
     return Traced(graph, stitched.state, sample.tensors, notes, exported.opaque, sample, stitched.repeats)
+
+
+def _carried(regions: Regions) -> tuple[str, ...]:
+    """A note on each kind of autocast of another device than the one that the model is traced on."""
+    kept = "is kept, as autocast of the device that runs the program; by itself torch leaves it out here, on"
+    return tuple(
+        f'{file}:{line}: torch.autocast("{device}", {dtype}) {kept} the {regions.device}'
+        for (device, dtype), (file, line) in regions.named.items()
+    )
+
+
+def _refuse_autocast(graph: Graph) -> None:
+    """Autocast casts no tensor without data, so that a trace of one has other dtypes than the program."""
+    found = next((op for op in graph.operations if op.region.autocast not in (None, "off")), None)
+    if found is not None:
+        message = f"autocast to {found.region.autocast} in a model without data (meta device)"
+        help_text = "torch does not apply it there, so the program's dtypes are not known; build the model on the CPU"
+        raise NnscalerError("trace_failed", message, where=found.where, help=help_text)
 
 
 def _checked(

@@ -94,7 +94,7 @@ def test_low_precision_is_calibrated(tiny: Factory, batch: Batch, dtype: torch.d
 def test_the_report_says_what_was_run(tiny: Factory, batch: Batch) -> None:
     report = verify.verify_plan(tiny, batch, ranks=2, plan="pp=2", micro_batches=4, seed=5)
     document = json.loads(report.to_json())
-    assert document["setting"] == "on 2 ranks (pp=2, 1F1B, 4 micro-batches)"
+    assert document["setting"] == "on 2 ranks (pp=2, 1F1B, 4 micro-batches), in float64"
     assert document["seed"] == 5
     assert document["environment"]["backend"] == "simulator"
     assert document["environment"]["dtype"] == "float64"
