@@ -15,6 +15,7 @@ import torch
 
 from nnscaler.files import NO_ROOM, no_room
 from nnscaler.runtime.communicator import CommunicationError, ProgramError
+from nnscaler.runtime.fair_clock import join_within
 from nnscaler.runtime.simulator import Simulator
 from verify.apart import run_apart
 from verify.failure import Failure
@@ -85,7 +86,7 @@ def _simulate(
 
     thread = threading.Thread(target=work, name="simulator", daemon=True)
     thread.start()
-    thread.join(timeout)
+    join_within(thread, timeout)
     if not outcome:
         simulator.stop()
         return Failure("timed_out", f"{timeout:g} s on the simulator")

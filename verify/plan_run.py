@@ -77,7 +77,14 @@ def verify_request(request: PlanRequest) -> Report:
 def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
     folder = prepared.program.path
     sources = {file: (folder / file).read_text(encoding="utf-8") for file in prepared.program.role_files}
-    return prove_program(sources, prepared.graph, folder=str(folder), seed=request.seed, progress=request.progress)
+    return prove_program(
+        sources,
+        prepared.graph,
+        folder=str(folder),
+        seconds=request.timeout,
+        seed=request.seed,
+        progress=request.progress,
+    )
 
 
 def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory | None, Sequence[Outcome]]:

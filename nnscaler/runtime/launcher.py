@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nnscaler.runtime.fair_clock import FairClock
 from nnscaler.runtime.job import (
     JobDirectory,
     JobEnd,
@@ -150,7 +151,8 @@ def launch(
 
     target       "package.module:function" or "file.py:function"
     kwargs       picklable; `rank_kwargs[rank]` is added to them
-    timeout      seconds for the whole job; stall: seconds without progress that make a deadlock (min(20, timeout / 2))
+    timeout      seconds for the whole job; stall: seconds without progress that make a deadlock (min(20, timeout / 2));
+                 both of a FairClock, which stands while ranks wait for a processor
     log_dir      where the ranks' output goes, rank_<n>.log each; without it only its end is kept, in the outcome
     devices      of each rank, "cpu" without
     groups, pairs: see `torch_communicator`
@@ -198,7 +200,7 @@ class _Watch:
         self._progress = dict.fromkeys(range(len(logs)), (-1, 0.0))  # rank -> status sequence, and since when
 
     def run(self, timeout: float, stall: float) -> JobOutcome:
-        begin = time.monotonic()
+        begin, clock = time.monotonic(), FairClock(self._server.process_id)
         with contextlib.closing(StatusReader(self._job.status)) as status:
             # read while the ranks live: what they are doing when the job is ended is what the outcome tells
             seen: dict[int, RankStatus] = {}
@@ -212,23 +214,23 @@ class _Watch:
                         "path": _module_path(),
                     }
                 )
-                end = self._follow(status, begin + timeout, stall)
+                end = self._follow(status, clock, timeout, stall)
                 seen = {rank: status.read(rank) for rank in range(len(self._logs))}
             finally:
                 self._end()
         ranks = tuple(self._outcome(rank, seen[rank]) for rank in range(len(self._logs)))
         return JobOutcome(ranks, end, time.monotonic() - begin)
 
-    def _follow(self, status: StatusReader, deadline: float, stall: float) -> JobEnd:
+    def _follow(self, status: StatusReader, clock: FairClock, timeout: float, stall: float) -> JobEnd:
         """Waits for the end of the job; how it ended."""
         while len(self._exits) < len(self._logs):
             self._listen(0.1)
             if any(code != 0 for code, _ in self._exits.values()):
                 self._wait_for_cause()
                 return "failed"
-            now = time.monotonic()
+            now = clock.seconds()
             deadlock = self._is_stalled(status, now, stall)
-            if deadlock or now > deadline:
+            if deadlock or now > timeout:
                 self._server.send({"command": "dump"})
                 self._listen(0.3)
                 return "deadlock" if deadlock else "timeout"

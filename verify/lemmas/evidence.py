@@ -41,12 +41,14 @@ _GRANTED = frozenset({"no gradient flows through a partial maximum"})
 
 @dataclass(frozen=True)
 class Evidence:
-    """`blocker`: what kept the verdict from being a stronger one. `count`: tensors compared."""
+    """`blocker`: what kept the verdict from being a stronger one. `count`: tensors compared. `open`: not all of it has
+    been tried yet, a proof at least; another run can go on from here."""
 
     verdict: Verdict
     blocker: str = ""
     count: int = 0
     finding: Finding | None = None
+    open: bool = False
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Subject:
 
 
 def test(subject: Subject, claim: Claim) -> Evidence:
-    """Runs cases of the claim. TESTED at best."""
+    """Run cases of the claim. TESTED at best, and then open."""
     small = subject.small
     started = time.perf_counter()
     outcome = Outcome()
@@ -75,7 +77,7 @@ def test(subject: Subject, claim: Claim) -> Evidence:
     if outcome.failures:
         return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))
     reason = "" if check.verdict.passes else check.detail or "its results are not finite, or zeros only"
-    return Evidence(check.verdict, reason, outcome.count)
+    return Evidence(check.verdict, reason, outcome.count, open=check.verdict.passes)
 
 
 def _inputs(subject: Subject, claim: Claim) -> Iterator[tuple[Representative, Inputs]]:
@@ -166,24 +168,31 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
 
 
 def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
-    """The evidence after the proofs. All claims about one call share its trace."""
+    """Return the evidence after the proofs that are open. All claims about one call share its trace. `deadline`: of
+    `time.thread_time`; what is not proved by then stays open."""
     small = subject.small
-    passed = [c for c in subject.claims if tested[c].verdict.passes]
-    wanted = {_target(c): c for c in passed if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
+    undecided = [c for c in subject.claims if tested[c].verdict.passes and tested[c].open]
+    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
     leaders = tuple(t for t in wanted if isinstance(t, str))
     linear = tuple(t for t in wanted if isinstance(t, frozenset))
     base = Base(small.inputs, small.signature, leaders, linear)
-    found = dict(tested)
+    found = {c: replace(e, open=e.open and not e.verdict.passes) for c, e in tested.items()}
     if small.runner.spec.random:
         found = {c: replace(e, blocker=e.blocker or "it draws random numbers") for c, e in found.items()}
-    else:
+    elif wanted:
         for target, strength in prove_base(small.runner, base, deadline).items():
-            found[wanted[target]] = _strengthened(small, wanted[target], tested[wanted[target]], strength)
-    for claim in subject.claims:
-        if isinstance(claim, Splits) and claim.uneven and found[claim].verdict.passes:
+            claim = wanted[target]
+            found[claim] = replace(_strengthened(small, claim, tested[claim], strength), open=strength.open)
+    for claim in undecided:
+        if isinstance(claim, Splits) and claim.uneven:
             found[claim] = _unevenly(small, claim, found)
-        if isinstance(claim, Together) and found[claim].verdict.passes:
+        elif isinstance(claim, Together):
             found[claim] = _composed(small, claim, found)
+        else:
+            continue
+        names = claim.identifiers if isinstance(claim, Together) else (claim.identifier,)
+        leant_on = [found[Splits(name)] for name in names if Splits(name) in found]
+        found[claim] = replace(found[claim], open=any(e.open for e in leant_on))
     return found
 
 

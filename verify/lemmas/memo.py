@@ -1,7 +1,8 @@
 """Evidence that need not be gathered again: in this process, and on disk beside that of verify-op.
 
 Only what passes is kept, under a digest of all that it depends on: the operator's code, the small call, what is claimed
-of it, our own source, the versions of torch and Python.
+of it, our own source, the versions of torch and Python. It is kept as soon as it is known, and says which proofs are
+still to be tried: a run that was cut short, by its limit or by the user, is gone on with.
 """
 
 from __future__ import annotations
@@ -20,37 +21,59 @@ from verify.op_run.cache import Cache, key_of, open_cache
 from verify.op_run.fingerprint import Opaque
 from verify.op_run.job import Job
 from verify.report import Check, Report
+from verify.verdict import Verdict
 
 Known = dict[Claim, Evidence]
 
 
 @dataclass
 class Memo:
-    """`disk`: where passes are kept beyond this process; None: nowhere."""
+    """`disk`: where passes are kept beyond this process; None: nowhere. Entries hold the operator's record, because
+    names are made of its id."""
 
     disk: Cache | None = None
     kept: dict[tuple[int, str], tuple[OperatorSpec, Known]] = field(default_factory=dict)
+    keys: dict[tuple[int, str], tuple[OperatorSpec, str | None]] = field(default_factory=dict)
 
-    def known(self, subject: Subject) -> Known | None:
-        """Evidence of all claims of a subject; None where some of it is missing."""
-        found = self.kept.get(_name(subject))
-        if found is not None:
-            return found[1]
-        key = _key(subject) if self.disk is not None else None
-        report = self.disk.load(key) if self.disk is not None and key is not None else None
-        read = _read(report, subject) if report is not None else None
-        if read is not None:
-            self.kept[_name(subject)] = subject.small.runner.spec, read
-        return read
+    def known(self, subject: Subject) -> Known:
+        """Return what is known of a subject: claims that passed. Some may be missing, and some open."""
+        name = _name(subject)
+        if name not in self.kept:
+            key = self._key(subject)
+            report = self.disk.load(key) if self.disk is not None and key is not None else None
+            read = _read(report, subject) if report is not None else {}
+            if not read:
+                return {}
+            self.kept[name] = subject.small.runner.spec, read
+        return self.kept[name][1]
 
     def keep(self, subject: Subject, found: Known) -> Known:
-        """Remembers the evidence, if all of it passes."""
-        if all(e.verdict.passes and e.finding is None for e in found.values()):
-            self.kept[_name(subject)] = subject.small.runner.spec, found
-            key = _key(subject) if self.disk is not None else None
+        """Remember the claims that pass; nothing where one of them is refuted. Return `found`."""
+        name, key = _name(subject), self._key(subject)
+        passed = {c: e for c, e in found.items() if e.verdict.passes and e.finding is None}
+        if not passed or any(e.verdict is Verdict.REFUTED for e in found.values()):
+            self.kept.pop(name, None)
             if self.disk is not None and key is not None:
-                self.disk.store(key, _report(subject, found))
+                self.disk.forget(key)
+            return found
+        self.kept[name] = subject.small.runner.spec, passed
+        if self.disk is not None and key is not None:
+            self.disk.store(key, _report(subject, passed))
         return found
+
+    def _key(self, subject: Subject) -> str | None:
+        """Name a subject on disk, with all that it depends on; None where that cannot be seen, or without a disk."""
+        if self.disk is None:
+            return None
+        name = _name(subject)
+        if name not in self.keys:
+            spec = subject.small.runner.spec
+            try:
+                key: str | None = key_of(Job(spec, None), OpOptions(), f"lemmas {name[1]} {_record(spec)}")
+            except (Opaque, NnscalerError):
+                key = None
+            self.keys[name] = spec, key
+        return self.keys[name][1]
 
 
 def open_memo() -> Memo:
@@ -71,15 +94,6 @@ def _said(subject: Subject) -> str:
     return repr((small.signature.call, small.inputs, text, claims, strided))
 
 
-def _key(subject: Subject) -> str | None:
-    """Names a subject on disk, with all that it depends on; None where that cannot be seen."""
-    try:
-        spec = subject.small.runner.spec
-        return key_of(Job(spec, None), OpOptions(), f"lemmas {_said(subject)} {_record(spec)}")
-    except (Opaque, NnscalerError):
-        return None
-
-
 def _record(spec: OperatorSpec) -> str:
     """What of a record is not in its source: a registry may be given another record under the same name."""
     hook = spec.localize
@@ -90,11 +104,11 @@ def _record(spec: OperatorSpec) -> str:
 
 def _report(subject: Subject, found: Mapping[Claim, Evidence]) -> Report:
     checks = tuple(Check(str(c), e.verdict, max(e.count, 1), 0, 0.0, e.blocker) for c, e in found.items())
-    return Report("lemmas", subject.small.runner.spec.name, "", 0, checks, environment=environment())
+    notes = tuple(str(claim) for claim, evidence in found.items() if evidence.open)
+    return Report("lemmas", subject.small.runner.spec.name, "", 0, checks, notes=notes, environment=environment())
 
 
-def _read(report: Report, subject: Subject) -> Known | None:
+def _read(report: Report, subject: Subject) -> Known:
     checks = {check.name: check for check in report.checks}
-    if set(checks) != set(map(str, subject.claims)):
-        return None
-    return {c: Evidence(k.verdict, k.detail, k.count) for c in subject.claims if (k := checks[str(c)])}
+    known = [(claim, checks[str(claim)]) for claim in subject.claims if str(claim) in checks]
+    return {c: Evidence(k.verdict, k.detail, k.count, open=str(c) in report.notes) for c, k in known}

@@ -48,20 +48,22 @@ class _Form:
 def prove_obligations(
     obligations: Sequence[Obligation],
     *,
-    deadline: float,
+    seconds: float,
     progress: Progress | None = None,
     memo: Memo | None = None,
     seed: int = 0,
 ) -> LemmaResult:
-    """Tests every lemma that the obligations rely on, and proves what it can.
+    """Test every lemma that the obligations rely on, and prove what can be proved.
 
-    `deadline` (of `time.monotonic`): what is not tested by then is INCONCLUSIVE, what is not proved is TESTED. `memo`:
-    evidence of earlier calls. Does not raise for what is wrong with an operator.
+    `seconds`: of this thread's processor time, so that other work on the machine changes no verdict. What is not tested
+    by then is INCONCLUSIVE, what is not proved is TESTED. `memo`: evidence of earlier calls; it is given each piece of
+    new evidence at once, so that a call after one that was cut short goes on from there. Does not raise for what is
+    wrong with an operator.
     """
     started = time.perf_counter()
     forms = _forms(obligations, seed)
     subjects = [Subject(form.small, dict.fromkeys(form.uses), form.strided) for form in forms if form.small]
-    found = _gather(subjects, deadline, progress or (lambda text: None), memo or Memo())
+    found = _gather(subjects, seconds, progress or (lambda text: None), memo or Memo())
     lemmas: list[Lemma] = []
     for form in forms:
         known = found[id(form.small)] if form.small is not None else {}
@@ -70,27 +72,33 @@ def prove_obligations(
 
 
 def _gather(
-    subjects: Sequence[Subject], deadline: float, progress: Progress, memo: Memo
+    subjects: Sequence[Subject], seconds: float, progress: Progress, memo: Memo
 ) -> dict[int, Mapping[Claim, Evidence]]:
     """Evidence by the representative's id: all tests first, then proofs while there is time."""
+    deadline = time.thread_time() + seconds
     found: dict[int, Mapping[Claim, Evidence]] = {}
     open_: list[tuple[Subject, dict[Claim, Evidence]]] = []
     for subject in subjects:
-        known = memo.known(subject)
-        if known is not None:
-            found[id(subject.small)] = known
-            continue
-        progress(f"lemmas of {subject.small.runner.spec.name}")
-        open_.append((subject, {claim: _tested(subject, claim, deadline) for claim in subject.claims}))
+        known = dict(memo.known(subject))
+        found[id(subject.small)] = known
+        missing = [claim for claim in subject.claims if claim not in known]
+        if missing:
+            progress(f"lemmas of {subject.small.runner.spec.name}")
+            for claim in missing:
+                known[claim] = _tested(subject, claim, deadline, seconds)
+            memo.keep(subject, known)
+        if any(e.open for e in known.values()):
+            open_.append((subject, known))
     for subject, tested in open_:
         progress(f"the proof of {subject.small.runner.spec.name}")
         found[id(subject.small)] = memo.keep(subject, evidence.prove(subject, tested, deadline))
     return found
 
 
-def _tested(subject: Subject, claim: Claim, deadline: float) -> Evidence:
-    if time.monotonic() > deadline:
-        return Evidence(Verdict.INCONCLUSIVE, "the time was spent before it was tested")
+def _tested(subject: Subject, claim: Claim, deadline: float, seconds: float) -> Evidence:
+    if time.thread_time() > deadline:
+        reason = f"the limit of {seconds:g} s of processor time was reached before it was tested"
+        return Evidence(Verdict.INCONCLUSIVE, reason, open=True)
     return whole.look_at(subject) if isinstance(claim, RunsWhole) else evidence.test(subject, claim)
 
 
@@ -159,6 +167,7 @@ def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
         found.count,
         found.finding,
         form.spec.where if form.spec is not None else None,
+        found.open,
     )
 
 

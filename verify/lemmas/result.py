@@ -14,6 +14,7 @@ from verify.report import Check
 from verify.verdict import Verdict, merge
 
 NAME = "operator lemmas"
+GO_ON = "run it again: what was tested is kept, and it goes on from there; --timeout S raises the limit"
 _ORDER = {verdict: position for position, verdict in enumerate(Verdict)}
 
 
@@ -26,6 +27,7 @@ class Lemma:
     strength  PROVED (all sizes) .. REFUTED
     blocker   what kept it from being stronger
     uses      how many statements of the program rely on it; `example` is the name of one operation
+    open      the limit of time was reached before everything about it was tried
     """
 
     text: str
@@ -38,6 +40,7 @@ class Lemma:
     count: int = 0
     finding: Finding | None = None
     where: SourceLocation | None = None
+    open: bool = False
 
     def __str__(self) -> str:
         reason = f": {self.blocker}" if self.blocker else ""
@@ -91,5 +94,5 @@ def _finding(lemma: Lemma) -> Finding:
         return lemma.finding
     facts = {"operator": lemma.operator, "called": lemma.called, "used by": lemma.example}
     message = f"it is not known whether {lemma.text}"
-    help = f"nnscaler verify-op {lemma.operator}"
+    help = GO_ON if lemma.open else f"nnscaler verify-op {lemma.operator}"
     return Finding("nothing_checked", message, lemma.where, facts, lemma.blocker or None, help)

@@ -14,6 +14,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.communicator import Communicator
 from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.fair_clock import join_within
 from nnscaler.runtime.loader import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import same_bits, shard
@@ -77,7 +78,7 @@ class TaughtRun:
 
         thread = threading.Thread(target=run, name="taught run", daemon=True)
         thread.start()
-        thread.join(self.timeout)
+        join_within(thread, self.timeout)
         if errors:
             raise errors[0]
         if not found:

@@ -18,8 +18,8 @@ from verify.op_proofs.bounded.prove import prove_bounded
 from verify.op_proofs.prove import prove
 from verify.verdict import Verdict
 
-BOUNDED_SECONDS = 2.0  # for one target of one sample call
-TOTAL_SECONDS = 12.0  # for one operator; what is left is tested only
+BOUNDED_STEPS = 2_500_000  # for one target of one sample call
+SPENT = "the limit of processor time was reached before it was proved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,13 @@ class Strength:
     """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof.
 
     `counter_example`: values for which the claim fails, found by Z3 and confirmed by exact arithmetic, which no draw
-    had hit; the claim is then REFUTED.
+    had hit; the claim is then REFUTED. `open`: the limit of time was reached before all proofs were tried.
     """
 
     verdict: Verdict
     blocker: str = ""
     counter_example: Mapping[str, str] | None = None
+    open: bool = False
 
 
 TESTED = Strength(Verdict.TESTED_EXACT)
@@ -47,12 +48,13 @@ def weakest(strengths: Sequence[Strength]) -> Strength:
 def prove_base(
     runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
 ) -> Mapping[Target, Strength]:
-    """How strong each claim about one sample call is. `skip`: claims that failed. Never raises."""
+    """Return how strong each claim about one sample call is. `deadline`: of `time.thread_time`; what is not proved by
+    then is open. `skip`: claims that failed. Never raises."""
     targets: list[Target] = [t for t in base.targets if t not in skip]
     if runner.spec.random:
         return {t: Strength(Verdict.TESTED_EXACT, "it draws random numbers") for t in targets}
-    if time.monotonic() > deadline:
-        return {t: Strength(Verdict.TESTED_EXACT, "the time for proofs was spent") for t in targets}
+    if time.thread_time() > deadline:
+        return {t: Strength(Verdict.TESTED_EXACT, SPENT, open=True) for t in targets}
     try:
         whole = runner.prepare(base.inputs).whole
     except (WholeRaised, NnscalerError) as error:
@@ -75,8 +77,10 @@ def prove_base(
             found[target] = Strength(Verdict.TESTED_EXACT, proof.blocker)
     for target in targets:
         strength = found.get(target, Strength(Verdict.TESTED_EXACT, "no proof was tried"))
-        if strength.verdict is Verdict.TESTED_EXACT and time.monotonic() < deadline:
-            bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], seconds=BOUNDED_SECONDS)
+        if strength.verdict is Verdict.TESTED_EXACT and time.thread_time() > deadline:
+            strength = Strength(Verdict.TESTED_EXACT, SPENT, open=True)
+        elif strength.verdict is Verdict.TESTED_EXACT:
+            bounded = prove_bounded(runner.spec, base.signature, whole.concrete, [target], steps=BOUNDED_STEPS)
             if target in bounded and bounded[target].proved:
                 strength = Strength(Verdict.PROVED_BOUNDED, strength.blocker)
             elif target in bounded and bounded[target].counter_example:

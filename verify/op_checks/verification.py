@@ -22,7 +22,7 @@ from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.probed import Probed
-from verify.op_checks.proofs import TOTAL_SECONDS, Strength, prove_base, weakest
+from verify.op_checks.proofs import Strength, prove_base, weakest
 from verify.op_checks.runner import CaseResult, Runner
 from verify.op_checks.shrink import shrink
 from verify.op_checks.subsets import check_subsets
@@ -31,6 +31,7 @@ from verify.verdict import Verdict, merge
 
 Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line
 AUDITED = 3  # sample calls on which the operator itself is looked at
+PROOF_SHARE = 0.2  # of the limit of one operator: processor time for proofs; what is left then is tested only
 _NOTHING_TO_COMPARE = ("random_operator", "not_repeatable", "input_mutated")  # a shard cannot equal the whole then
 
 
@@ -140,7 +141,7 @@ class Verification:
         if not self.options.prove:
             return {}
         failed = frozenset(target for claim in self.claims if claim.outcome.failures for _, target in claim.needs)
-        deadline = time.monotonic() + TOTAL_SECONDS
+        deadline = time.thread_time() + PROOF_SHARE * self.options.timeout
         strengths: dict[tuple[int, Target], Strength] = {}
         for index, base in enumerate(found):
             if self.progress is not None:

@@ -62,6 +62,11 @@ class Cache:
                 Path(name).unlink(missing_ok=True)
                 raise
 
+    def forget(self, key: str) -> None:
+        """Remove an entry, if there is one."""
+        with suppress(OSError):
+            (self.folder / f"{key}.json").unlink(missing_ok=True)
+
     def prune(self) -> None:
         """Removes the oldest half where there are too many."""
         with suppress(OSError):

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.fair_clock import FairClock
 from nnscaler.runtime.rank_process import die_with_parent
 
 Result = TypeVar("Result")
@@ -151,6 +152,7 @@ class _Worker(Generic[Result]):
     def __init__(self, tasks: Sequence[Task[Result]], others: Sequence[_Worker[Result]]) -> None:
         self.index: int | None = None
         self.since = 0.0
+        self.clock: FairClock | None = None
         self.ended = False
         self.last = ("", 0.0, "")  # note, seconds and trace when it ended
         self.memory = mmap.mmap(-1, _NOTE_BYTES)  # anonymous and shared
@@ -169,7 +171,7 @@ class _Worker(Generic[Result]):
         theirs.close()
 
     def give(self, index: int) -> None:
-        self.index, self.since = index, time.perf_counter()
+        self.index, self.since, self.clock = index, time.perf_counter(), FairClock(self.pid)
         self.memory[:4] = (0).to_bytes(4, "little")
         with suppress(OSError):  # it has just died: the next look tells
             self.connection.send(index)
@@ -191,7 +193,7 @@ class _Worker(Generic[Result]):
         except (EOFError, OSError):
             status = self.end(patience=1.0)  # a pipe closes before its process is gone
             return Died(index, status, *self.last)
-        if seconds > timeout:
+        if self.clock is not None and self.clock.seconds() > timeout:
             before = os.fstat(self.trace.fileno()).st_size
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGABRT)  # it, and what it has forked, write their stacks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def stated(spec: OperatorSpec | str, call: Call, *choices: Choice, axes: Sequenc
 
 def proved(*obligations: Obligation) -> LemmaResult:
     """The lemmas of these obligations."""
-    return prove_obligations(obligations, deadline=time.monotonic() + SECONDS)
+    return prove_obligations(obligations, seconds=SECONDS)
 
 
 def compiled(file: Path, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Stated, ...]]:

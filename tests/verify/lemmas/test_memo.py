@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,11 @@ import torch
 
 from nnscaler.ir.placement import Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
-from verify.lemmas import LemmaResult, Memo, prove_obligations
+from verify.lemmas import LemmaResult, Memo, evidence, prove_obligations
+from verify.lemmas.evidence import Evidence
 from verify.lemmas.obligation import Stated
+from verify.lemmas.statement import Claim
+from verify.op_checks.proofs import Strength
 from verify.op_run.cache import Cache
 from verify.verdict import Verdict
 
@@ -27,7 +33,7 @@ def wrong() -> Stated:
 
 
 def run(obligation: Stated, memo: Memo, seconds: float = SECONDS) -> LemmaResult:
-    return prove_obligations([obligation], deadline=time.monotonic() + seconds, memo=memo)
+    return prove_obligations([obligation], seconds=seconds, memo=memo)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -56,5 +62,57 @@ def test_another_seed_of_claims_is_another_entry() -> None:
 
 
 def test_without_a_memo_nothing_is_kept() -> None:
-    prove_obligations([linear()], deadline=time.monotonic() + SECONDS)
-    assert prove_obligations([linear()], deadline=time.monotonic() - 1.0).verdict is Verdict.INCONCLUSIVE
+    prove_obligations([linear()], seconds=SECONDS)
+    assert prove_obligations([linear()], seconds=-1.0).verdict is Verdict.INCONCLUSIVE
+
+
+class Stopped(Exception):
+    """What ends a run in the middle of it."""
+
+
+@pytest.mark.parametrize("how", ["interrupt", "limit"])
+def test_a_run_that_was_cut_short_is_gone_on_with(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are done are not done again, whether the limit was reached or the user pressed Ctrl-C."""
+    disk, real = Cache(tmp_path / "lemmas"), evidence.prove
+
+    def cut(subject: evidence.Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+        if how == "interrupt":
+            raise Stopped
+        return real(subject, tested, deadline - 2 * SECONDS)
+
+    with monkeypatch.context() as patch, suppress(Stopped):
+        patch.setattr(evidence, "prove", cut)
+        first = run(linear(), Memo(disk))
+        assert how == "limit" and first.verdict is Verdict.TESTED_EXACT
+        split = next(m for m in first.lemmas if m.text.endswith("splits `k`"))
+        assert split.open and "limit of processor time" in split.blocker
+    monkeypatch.setattr(evidence, "test", lambda *_: pytest.fail("it has been tested already"))
+    assert run(linear(), Memo(disk)).verdict is Verdict.PROVED_ALL_SIZES
+    monkeypatch.setattr(evidence, "prove", lambda *_: pytest.fail("it has been proved already"))
+    assert run(linear(), Memo(disk), seconds=-1.0).verdict is Verdict.PROVED_ALL_SIZES
+
+
+def test_what_a_proof_refutes_is_no_longer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had passed its tests, and was kept as such until then."""
+    strength = Strength(Verdict.REFUTED, "", {"x": "1"})
+    monkeypatch.setattr(evidence, "prove_base", lambda runner, base, deadline: dict.fromkeys(base.targets, strength))
+    memo = Memo(Cache(tmp_path / "lemmas"))
+    assert run(linear(), memo).verdict is Verdict.REFUTED
+    assert not memo.kept and not list(tmp_path.rglob("*.json"))
+
+
+def test_other_work_on_the_machine_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand seconds pass, and this thread hardly computes: it waits for a processor."""
+    clock = count(0.0, 1000.0)
+    for name in ("monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, name, lambda: next(clock))
+    assert run(linear(), Memo(), seconds=20.0).verdict is Verdict.PROVED_ALL_SIZES
+
+
+def test_a_limit_that_is_reached_says_how_to_raise_it() -> None:
+    result = run(linear(), Memo(), seconds=-1.0)
+    (outcome,) = result.outcomes
+    assert "the limit of -1 s of processor time was reached before it was tested" in (outcome.findings[0].cause or "")
+    assert outcome.findings[0].help == (
+        "run it again: what was tested is kept, and it goes on from there; --timeout S raises the limit"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ PLANS = (("dp=2", 2, 1), ("tp=2", 2, 1), ("dp=2,tp=2", 4, 1), ("dp=2,tp=3", 6, 1
 
 
 def proved(obligations: list[Obligation] | list[Stated], seed: int) -> LemmaResult:
-    return prove_obligations(obligations, deadline=time.monotonic() + SECONDS, seed=seed)
+    return prove_obligations(obligations, seconds=SECONDS, seed=seed)
 
 
 def divided(whole: tuple[int, ...], count: tuple[int, ...]) -> Stated:

@@ -45,7 +45,7 @@ OPEN = {
     "aten.scatter.value_reduce": (_UNKNOWN,),
     "aten.scatter_reduce.two": (_UNKNOWN,),
     "aten.index_reduce.default": (_UNKNOWN,),
-    "aten.scatter_add.default": ("it takes too long",),
+    "aten.scatter_add.default": ("it takes too many steps",),
     **{
         f"aten.{name}{n}d.{end}": (_UNKNOWN,)
         for name in ("upsample_nearest", "_upsample_nearest_exact")

@@ -16,7 +16,7 @@ from verify.op_proofs.bounded.claims import Claims, Problem, ShardRaises, claims
 from verify.op_proofs.bounded.errors import NoCall, Unmet, Unsupported
 from verify.op_proofs.bounded.layout import Symbol, spread
 from verify.op_proofs.bounded.solve import Limits, Prover, Verdict
-from verify.op_proofs.bounded.terms import Terms
+from verify.op_proofs.bounded.terms import Terms, Work
 
 DRAWS = 20  # random values that are tried where the solver's do not confirm
 _CLOSE = 1e-9  # numbers that went through exp and the like
@@ -35,10 +35,10 @@ class Outcome:
     constant: bool = False
 
 
-def check(traced: Traced, choice: Choice, parts: int, limits: Limits, deadline: float) -> Outcome:
+def check(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work) -> Outcome:
     """Raises Unsupported, `op_registry.spec.Refusal`, and whatever the operator raises on a shard."""
     problem = make_problem(traced, choice, parts)
-    terms = Terms(deadline)
+    terms = Terms(work)
     found = claims(problem, terms, terms.symbol)
     prover = Prover(terms, found.assumed, limits)
     verdict = prover.consistent()

@@ -29,9 +29,10 @@ from verify.op_proofs.bounded.check import Outcome, check
 from verify.op_proofs.bounded.errors import NoCall, Unsupported
 from verify.op_proofs.bounded.shrink import same_kind, variants
 from verify.op_proofs.bounded.solve import Limits
+from verify.op_proofs.bounded.terms import Work
 
 Target = str | frozenset[int]
-SECONDS = 5.0  # for one target
+STEPS = 5_000_000  # for one target
 CONTIGUOUS = 6  # the size of a split identifier: 3 shards of 2, and 2 shards of 3
 
 
@@ -57,18 +58,19 @@ def prove_bounded(
     concrete: ConcreteCall,
     targets: Sequence[Target],
     limits: Limits | None = None,
-    seconds: float = SECONDS,
+    steps: float = STEPS,
 ) -> dict[Target, BoundedProof]:
     """For each identifier (of `signature.bound`) and each linear set: whether splitting it is right for all values.
 
-    `concrete` is the call that `signature` was bound to. Never raises: what goes wrong is a reason.
+    `concrete` is the call that `signature` was bound to. `steps`: for each target. Never raises: what
+    goes wrong is a reason.
     """
     found: dict[Target, BoundedProof] = {}
     prover = _OperatorProver(spec, signature, concrete, limits or Limits())
     for target in targets:
         started = time.thread_time()
         try:
-            proof = prover.prove(target, started + seconds)
+            proof = prover.prove(target, Work(steps))
         except Unsupported as reason:
             proof = BoundedProof(False, str(reason))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in a proof attempt, nothing is proved
@@ -87,7 +89,7 @@ class _OperatorProver:
         self.limits = limits
         self.traced: list[tuple[Call, Traced | Exception]] = []
 
-    def prove(self, target: Target, deadline: float) -> BoundedProof:
+    def prove(self, target: Target, work: Work) -> BoundedProof:
         if self.signature.bound is None:
             raise Unsupported(self.signature.reason or "the operator has no annotation")
         if self.spec.random:
@@ -95,24 +97,24 @@ class _OperatorProver:
         if not self.concrete.compare:
             raise Unsupported("the values of its outputs are not defined")
         if isinstance(target, frozenset):  # two partial sums are enough: a third is added to the sum of the two
-            return self._one(RunPartial(target), (2,), {}, deadline)[0]
+            return self._one(RunPartial(target), (2,), {}, work)[0]
         bound = self.signature.bound
         if target not in bound.sizes:
             raise Unsupported(f"the call has no identifier {target!r}")
         together = bound.tied.get(target, (target,))
         if len(together) > 1:  # a concatenation, whose parts stay unequal
-            return self._one(Split(target), (2,), {name: 2 * (2 + i) for i, name in enumerate(together)}, deadline)[0]
-        proof, dependent = self._one(Split(target), (3, 2), {target: CONTIGUOUS}, deadline)
+            return self._one(Split(target), (2,), {name: 2 * (2 + i) for i, name in enumerate(together)}, work)[0]
+        proof, dependent = self._one(Split(target), (3, 2), {target: CONTIGUOUS}, work)
         if not proof.proved or target in self.spec.contiguous:
             return proof
         parts = 3 if dependent else 2
-        strided, _ = self._one(Split(target, 2), (parts,), {target: 4 * parts}, deadline)
+        strided, _ = self._one(Split(target, 2), (parts,), {target: 4 * parts}, work)
         if strided.proved and proof.gradients == "by theorem":
             return proof
         return strided
 
     def _one(
-        self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], deadline: float
+        self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], work: Work
     ) -> tuple[BoundedProof, bool]:
         """One choice in all these numbers of parts, on the first small call that it can be made on; and whether the
         rewritten call depends on the rank."""
@@ -127,7 +129,7 @@ class _OperatorProver:
                 reason = reason or explain_illegal_choice(traced.signature, choice, parts[0]) or "shards are too small"
                 continue
             try:
-                proof, outcome = self._all_parts(traced, choice, legal, deadline)
+                proof, outcome = self._all_parts(traced, choice, legal, work)
             except NoCall as error:
                 reason = reason or str(error)
                 continue
@@ -139,16 +141,14 @@ class _OperatorProver:
         raise Unsupported(reason or "no small call was found")
 
     def _all_parts(
-        self, traced: Traced, choice: Choice, parts: Sequence[int], deadline: float
+        self, traced: Traced, choice: Choice, parts: Sequence[int], work: Work
     ) -> tuple[BoundedProof, Outcome]:
         """The weakest outcome of all numbers of parts."""
         bound = traced.signature.bound
         assert bound is not None
         found: list[Outcome] = []
         for count in parts:
-            if time.thread_time() > deadline:
-                raise Unsupported("it takes too long")
-            found.append(_checked(traced, choice, count, self.limits, deadline))
+            found.append(_checked(traced, choice, count, self.limits, work))
             if not found[-1].proved:
                 break
         last = found[-1]
@@ -183,10 +183,10 @@ class _OperatorProver:
         return replace(whole, signature=Signature(whole.call, self.spec, bound, sets))
 
 
-def _checked(traced: Traced, choice: Choice, parts: int, limits: Limits, deadline: float) -> Outcome:
+def _checked(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work) -> Outcome:
     """`check`, with the reason where it raises. Raises NoCall."""
     try:
-        return check(traced, choice, parts, limits, deadline)
+        return check(traced, choice, parts, limits, work)
     except NoCall:
         raise
     except (Refusal, Unsupported) as reason:

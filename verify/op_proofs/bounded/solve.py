@@ -1,13 +1,12 @@
 """Whether pairs of terms are equal for all values, cheapest first; and if not, values for which they differ.
 
 First the same polynomial, which needs no solver at all; then the same with everything multiplied out; then value by
-value, the cases in which it counts; then all at once. Z3's solver has a limit of time and of resources: what it does
-not know is not proved.
+value, the cases in which it counts; then all at once. Z3's solver has a limit of resources, which it counts itself, so
+that the same question has the same answer on every machine: what it does not know is not proved.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,13 +21,14 @@ from verify.op_proofs.bounded.terms import Terms
 from verify.op_proofs.bounded.to_z3 import Translator
 
 BLOWUP = 50  # how many times its length an expression may get when it is multiplied out
+QUESTION = 2000  # steps of a question to the solver, whatever it is
+RESOURCE = 0.3  # steps of one of Z3's resources
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one call of the solver: `milliseconds`, and Z3's `resources`, which do not depend on the machine."""
+    """Of one call of the solver: Z3's `resources`, which do not depend on the machine or on what else runs there."""
 
-    milliseconds: int = 2000
     resources: int = 4_000_000
 
 
@@ -54,6 +54,7 @@ class Prover:
         self.translator = Translator(terms)
         self._solver: Any = None
         self._quick: Any = None
+        self._used = 0
         self._cancelling: dict[frozenset[tuple[Monomial, Coefficient]], bool] = {}
 
     def consistent(self) -> Verdict:
@@ -136,16 +137,18 @@ class Prover:
         return Verdict(False, f"the solver does not know ({self._solver.reason_unknown()})", None, place)
 
     def _check(self, wrong: Element, quick: bool = False) -> Any:
-        """Raises Unsupported after the deadline."""
-        left = self.terms.deadline - time.thread_time()
-        if left <= 0:
-            raise Unsupported("it takes too long")
+        """Raises Unsupported where the steps of the proof are used up."""
+        self.terms.work.spend(QUESTION)
         term = self.translator.formula(wrong) if self.terms.symbolic(wrong) else z3.BoolVal(True, self._context)
         self._solver = self._kept() if quick else self._fresh()
-        self._solver.set("timeout", max(1, int(min(self.limits.milliseconds, left * 1000))))
         self._solver.push()
         self._solver.add(term, *self.translator.laws)
         found = self._solver.check()
+        if found == z3.unknown and "keyboard" in self._solver.reason_unknown():
+            raise KeyboardInterrupt  # Z3 takes the signal for itself while it runs
+        used = self._solver.statistics().get_key_value("rlimit count")
+        self.terms.work.spend((used - self._used) * RESOURCE)
+        self._used = used
         if quick:
             self._solver.pop()
         return found

@@ -7,7 +7,7 @@ are uninterpreted, and applied to arguments in normal form.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +17,7 @@ from verify.op_proofs.bounded.algebra import Element, Kind, Numbers, kind_of, nu
 from verify.op_proofs.bounded.errors import Unsupported
 from verify.op_proofs.bounded.polynomial import Coefficient, Monomial, Polynomial, added, multiplied, scaled, tidy
 
+MONOMIAL = 3  # steps; a step is about a microsecond
 MONOMIALS = 1_000_000  # made in one proof: more is no small proof
 EXPANDED = 64  # monomials of a product that is written out
 CASES = 8  # monomials of the difference between the two cases of a condition that is written out
@@ -43,23 +44,36 @@ class Atom:
     real: bool
 
 
+@dataclass
+class Work:
+    """What a proof may still do, in steps. They are counted and not timed: no machine is too slow for a proof."""
+
+    left: float = math.inf
+
+    def spend(self, steps: float) -> None:
+        """Raise Unsupported where there are not so many steps left."""
+        self.left -= steps
+        if self.left < 0:
+            raise Unsupported("it takes too many steps")
+
+
 class Terms(Numbers):
     """Symbolic elements of one proof. `conditions` collects what `require` was given, with what it is.
 
     `formulas` are tuples: ("symbol", name), ("zero", polynomial), ("negative", polynomial), ("not", Formula),
-    ("and", Formula, Formula). Raises Unsupported after `deadline` (of time.thread_time), and beyond MONOMIALS.
+    ("and", Formula, Formula). What is made costs steps of `work`. Raises Unsupported beyond
+    these, and beyond MONOMIALS.
     """
 
-    def __init__(self, deadline: float = float("inf")) -> None:
+    def __init__(self, work: Work | None = None) -> None:
         self.conditions: list[tuple[Element, str]] = []
-        self.deadline = deadline
+        self.work = work or Work()
         self.atoms: list[Atom] = []
         self.formulas: list[tuple[Any, ...]] = []
         self._atom_numbers: dict[Hashable, int] = {}
         self._formula_numbers: dict[Hashable, int] = {}
         self._indicators: set[int] = set()
         self._made = 0
-        self._looked = 0
 
     def symbol(self, name: str, kind: Kind) -> Element:
         """A value that can be anything."""
@@ -281,10 +295,7 @@ class Terms(Numbers):
         self._made += len(term.items)
         if self._made > MONOMIALS:
             raise Unsupported(f"it needs more than {MONOMIALS} monomials")
-        if self._made - self._looked > 1000:
-            self._looked = self._made
-            if time.thread_time() > self.deadline:
-                raise Unsupported("it takes too long")
+        self.work.spend(MONOMIAL * len(term.items))
         return term
 
 
