@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from op_registry.spec import SourceLocation
 
 from verify.environment import environment
 from verify.finding import Finding
+from verify.op_run.pool import LASTING
 from verify.plan_checks.context import LOCALISED, Outcome, Row
 from verify.plan_prepare import Prepared
 from verify.plan_proof import Proof
@@ -163,7 +165,7 @@ def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
 
 def _copied(program: Path) -> Path:
     """A copy of the folder; nothing is left of one that fails. Raises OSError."""
-    kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-"))
+    kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-", dir=os.environ.get(LASTING)))
     try:
         for file in filter(Path.is_file, program.iterdir()):
             shutil.copyfile(file, kept / file.name)

@@ -14,6 +14,7 @@ class ExitCode(IntEnum):
     INCONCLUSIVE    not decided, or nothing was checked
     INTERNAL_ERROR  a bug of ours
     INTERRUPTED     Ctrl-C
+    TERMINATED      SIGTERM
     """
 
     VERIFIED = 0
@@ -22,3 +23,4 @@ class ExitCode(IntEnum):
     INCONCLUSIVE = 3
     INTERNAL_ERROR = 101
     INTERRUPTED = 130
+    TERMINATED = 143

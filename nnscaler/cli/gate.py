@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive
+from nnscaler.cli.stops import exit_code_of
 from nnscaler.config import seconds_of
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, check_writable
@@ -119,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     if settings.sources or not options.list:
         preload()
     results: dict[str, Result] = {}
-    interrupted = False
+    stopped: KeyboardInterrupt | None = None
     every: list[Item] = list(settings.plans)
     chosen: list[Item] = []
     try:
@@ -134,11 +135,11 @@ def run(options: argparse.Namespace) -> int:
             return 2 if failed else 0
         results = {} if options.only else {result.name: result for result in failed}
         _run(chosen, results, settings, clock, console)
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as stop:
+        stopped = stop
         chosen = chosen or every
-    code = _finish(options, settings, (every, chosen), results, entries, clock, interrupted)
-    return 130 if interrupted else code
+    code = _finish(options, settings, (every, chosen), results, entries, clock, stopped is not None)
+    return code if stopped is None else exit_code_of(stopped)
 
 
 def gate_settings(options: argparse.Namespace) -> GateSettings:

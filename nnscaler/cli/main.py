@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
 from nnscaler.cli.guard import wrong_package
+from nnscaler.cli.stops import exit_code_of, stop_in_order
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
 
 EXIT_CODES = """exit codes:
   0 verified   1 refuted: a counter-example exists   2 could not run (usage, model, plan)
-  3 inconclusive, or nothing was checked   101 a bug of nnScaler   130 interrupted"""
+  3 inconclusive, or nothing was checked   101 a bug of nnScaler   130 interrupted   143 terminated"""
 EPILOG = f"""examples:
   nnscaler verify-plan model.py --ranks 8                       search a plan, compile, run 8 processes, compare
   nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
@@ -65,9 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # the model may print; results are the console's
             code = int(command(options))
         return code if console.said() else ExitCode.COULD_NOT_RUN
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+    except KeyboardInterrupt as stopped:
+        ended = ExitCode(exit_code_of(stopped))
+        print(ended.name.lower(), file=sys.stderr)
+        return ended
     except SystemExit as stop:
         print(f"error: the model's code stopped the process: sys.exit({stop.code!r})", file=sys.stderr)
         return ExitCode.COULD_NOT_RUN
@@ -82,6 +84,7 @@ def run_process() -> int:
     would walk them again and again while they are made, and once more when the interpreter ends: a third of a short
     command's time. What a command itself drops in cycles is still collected, in larger batches.
     """
+    stop_in_order()
     gc.set_threshold(200_000, 20, 20)
     code = main()
     gc.freeze()

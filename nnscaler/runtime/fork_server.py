@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nnscaler.runtime.rank_process import die_with_parent, run_rank
+from nnscaler.runtime.rank_process import die_with_parent, leave_stopping_to_parent, run_rank
 
 _PRELOADED = ("torch", "torch.distributed", "nnscaler.runtime", "nnscaler.runtime.loader")
 
 
 def main(descriptor: int, launcher: int, preload: Sequence[str]) -> None:
     """Serves the launcher, process `launcher`, at the other end of the socket until it goes away."""
+    leave_stopping_to_parent()
     gc.disable()  # imports make hardly any garbage, and looking for it would take a fifth of their time
     for name in (*_PRELOADED, *preload):
         importlib.import_module(name)

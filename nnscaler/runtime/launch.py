@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -222,6 +225,27 @@ def _loss_at_rank_0(loss: torch.Tensor | None, source: int, communicator: Commun
     return float(value)
 
 
+def _end_on_signals() -> None:
+    """End with 130 on SIGINT, also where the parent ignores it, and with 143 on SIGTERM.
+
+    At once, by a thread of its own: the main thread may be inside a collective, waiting for ranks that do not come, and
+    Python's handlers do not run there.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(writer)
+
+    def watch() -> None:
+        number = 0
+        while number not in (signal.SIGINT, signal.SIGTERM):
+            number = os.read(reader, 1)[0]
+        os._exit(128 + number)
+
+    threading.Thread(target=watch, name="stop", daemon=True).start()
+
+
 def _search_current_folder_last() -> None:
     """`python -m` puts the current folder first on the path. A model's folder may have an `op_registry.py` of its own,
     which is not the one that operators are registered with."""
@@ -231,5 +255,6 @@ def _search_current_folder_last() -> None:
 
 
 if __name__ == "__main__":
+    _end_on_signals()
     _search_current_folder_last()
     sys.exit(main())

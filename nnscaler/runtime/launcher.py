@@ -92,6 +92,8 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server and what it still runs."""
         self._connection.close()
+        if not self._is_ready:  # it would hear of it only after all its imports
+            self._process.kill()
         try:
             self._process.wait(_KILL_LIMIT)
         except subprocess.TimeoutExpired:

@@ -102,6 +102,13 @@ def die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+def leave_stopping_to_parent() -> None:
+    """Ignore SIGINT, which a terminal sends to all processes of a command, and end at once on SIGTERM. For children,
+    which have the handlers of the process that forked them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _redirect(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)

@@ -1,4 +1,5 @@
-"""Ctrl-C leaves nothing behind: the command ends with 130, and every process that it started ends with it."""
+"""Ctrl-C and SIGTERM leave nothing behind: no process, no folder. Also where the parent ignores SIGINT, as the shell of
+a script does for what it runs in the background."""
 
 from __future__ import annotations
 
@@ -49,11 +50,25 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("backend", "times"), [("gloo", 1), ("simulator", 1), ("gloo", 2)])
-def test_an_interrupt_ends_everything(
-    small_sharded: Original, tmp_path: Path, repository: Path, backend: str, times: int
+def ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "times"),
+    [
+        ("gloo", signal.SIGINT, 1),
+        ("simulator", signal.SIGINT, 1),
+        ("gloo", signal.SIGINT, 2),
+        ("gloo", signal.SIGTERM, 1),
+        ("simulator", signal.SIGTERM, 2),
+    ],
+)
+def test_a_signal_ends_everything(
+    small_sharded: Original, tmp_path: Path, repository: Path, backend: str, how: signal.Signals, times: int
 ) -> None:
-    """SIGINT to the whole group, as a terminal sends it, while the ranks compute; and again by an impatient user."""
+    """While the ranks compute: SIGINT to the whole group, as a terminal sends it, and SIGTERM to the command alone; and
+    again by an impatient user."""
     program = small_sharded.broken(tmp_path, [SLEEPS])
     model = str(repository / "tests/broken/models.py")
     temporary = tmp_path / "temporary"
@@ -67,6 +82,7 @@ def test_an_interrupt_ends_everything(
         cwd=repository,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
         start_new_session=True,
+        preexec_fn=ignore_interrupts,  # noqa: PLW1509 - nothing else is done there
     )
     try:
         assert process.stderr is not None
@@ -84,10 +100,10 @@ def test_an_interrupt_ends_everything(
         time.sleep(2.0)  # they compute, and what comes beside the trajectory is compiled
         started |= descendants(process.pid)
         for _ in range(times):
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, how) if how is signal.SIGINT else process.send_signal(how)
             time.sleep(0.1)
         process.wait(LIMIT)
-        assert process.returncode == 130
+        assert process.returncode == 128 + how
         wait_until(lambda: not any(map(alive, started)), "the processes that it started")
         assert not list(temporary.iterdir()), "temporary files are left"
     finally:

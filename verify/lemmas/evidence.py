@@ -181,8 +181,8 @@ def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -
         found = {c: replace(e, blocker=e.blocker or "it draws random numbers") for c, e in found.items()}
     elif wanted:
         for target, strength in prove_base(small.runner, base, deadline).items():
-            claim = wanted[target]
-            found[claim] = replace(_strengthened(small, claim, tested[claim], strength), open=strength.open)
+            claimed = wanted[target]
+            found[claimed] = replace(_strengthened(small, claimed, tested[claimed], strength), open=strength.open)
     for claim in undecided:
         if isinstance(claim, Splits) and claim.uneven:
             found[claim] = _unevenly(small, claim, found)

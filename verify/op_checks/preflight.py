@@ -18,6 +18,7 @@ import torch
 from op_registry.call import Call
 
 from nnscaler.runtime.fair_clock import FairClock
+from nnscaler.runtime.rank_process import leave_stopping_to_parent
 from verify.op_checks.concrete import with_tensors
 
 SECONDS = 2.0  # for a trial in a process of its own
@@ -66,6 +67,7 @@ def succeeds(*steps: Callable[[], object]) -> bool | None:
     if child == 0:
         code = 1
         try:
+            leave_stopping_to_parent()
             for step in steps:
                 step()
             code = 0
@@ -73,15 +75,19 @@ def succeeds(*steps: Callable[[], object]) -> bool | None:
             code = 1
         finally:
             os._exit(code)
-    clock = FairClock(child)
-    while clock.seconds() < SECONDS:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status == 0
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    done = 0
+    try:
+        clock = FairClock(child)
+        while clock.seconds() < SECONDS:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return status == 0
+            time.sleep(0.001)
+        return None
+    finally:
+        if not done:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def _about_shapes(error: Exception) -> bool:

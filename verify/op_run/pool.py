@@ -26,13 +26,14 @@ from typing import Generic, TypeVar
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.fair_clock import FairClock
-from nnscaler.runtime.rank_process import die_with_parent
+from nnscaler.runtime.rank_process import die_with_parent, leave_stopping_to_parent
 
 Result = TypeVar("Result")
 Note = Callable[[str], None]  # told what runs, before it runs
 Task = Callable[[Note], Result]
 
 _NOTE_BYTES = 4096
+LASTING = "NNSCALER_LASTING_FOLDER"  # a variable of children: the temporary folder for what outlives them
 _TICK = 0.25  # seconds between two looks at what runs
 
 
@@ -122,12 +123,13 @@ def run_forked(
     pool: list[_Worker[Result]] = []
     waiting = iter(range(len(tasks)))
     left = len(tasks)
+    folder = tempfile.TemporaryDirectory(prefix="nnscaler-tasks-", ignore_cleanup_errors=True)
     try:
         while left:
             idle = [worker for worker in pool if worker.index is None]
             while (idle or len(pool) < workers) and (index := next(waiting, None)) is not None:
                 if not idle:
-                    idle.append(_Worker(tasks, pool))
+                    idle.append(_Worker(tasks, pool, folder.name))
                     pool.append(idle[0])
                 idle.pop().give(index)
                 if started is not None:
@@ -144,12 +146,13 @@ def run_forked(
     finally:
         for worker in pool:
             worker.end()
+        folder.cleanup()
 
 
 class _Worker(Generic[Result]):
     """A child process, as the parent sees it. `index`: the task that it has."""
 
-    def __init__(self, tasks: Sequence[Task[Result]], others: Sequence[_Worker[Result]]) -> None:
+    def __init__(self, tasks: Sequence[Task[Result]], others: Sequence[_Worker[Result]], folder: str) -> None:
         self.index: int | None = None
         self.since = 0.0
         self.clock: FairClock | None = None
@@ -165,7 +168,7 @@ class _Worker(Generic[Result]):
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: no child waits for one of this process
             self.pid = os.fork()
         if self.pid == 0:
-            _child(tasks, theirs, self.memory, self.trace.fileno(), inherited, parent)
+            _child(tasks, theirs, self.memory, self.trace.fileno(), inherited, parent, folder)
         with suppress(OSError):  # the child does the same: whoever is first
             os.setpgid(self.pid, self.pid)
         theirs.close()
@@ -238,11 +241,12 @@ def _child(
     trace: int,
     inherited: Sequence[Connection],
     parent: int,
+    folder: str,
 ) -> None:
     """The life of a child process. Never returns."""
     code = 1
     try:
-        _settle(inherited, trace, parent)
+        _settle(inherited, trace, parent, folder)
         _serve(tasks, connection, memory)
         code = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
@@ -253,8 +257,9 @@ def _child(
         os._exit(code)  # no exit handlers: they are the parent's
 
 
-def _settle(inherited: Sequence[Connection], trace: int, parent: int) -> None:
-    """Leaves the parent's pipes, its standard output and its Ctrl-C to the parent, and ends when it ends."""
+def _settle(inherited: Sequence[Connection], trace: int, parent: int, folder: str) -> None:
+    """Leaves the parent's pipes, its standard output and its Ctrl-C to the parent, and ends when it ends. Its temporary
+    files lie where the parent removes them, however the child ends."""
     import resource  # not on every system
 
     with suppress(OSError):
@@ -262,8 +267,9 @@ def _settle(inherited: Sequence[Connection], trace: int, parent: int) -> None:
     die_with_parent(parent)
     for connection in inherited:
         connection.close()  # or a sibling's pipe would stay open when the parent dies
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_stopping_to_parent()
+    os.environ.setdefault(LASTING, tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     faulthandler.enable(trace, all_threads=False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):

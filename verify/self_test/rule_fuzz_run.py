@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nnscaler.runtime.rank_process import leave_stopping_to_parent
 from verify.op_proofs.rules import RULES, conclude, rule_of
 from verify.self_test.rule_fuzz import (
     THOROUGH,
@@ -120,6 +121,7 @@ def fuzz_in_children(
     results: dict[str, RuleResult] = {}
 
     def work(queue: Sequence[str], pipe: Connection) -> None:
+        leave_stopping_to_parent()
         torch.set_num_threads(1)
         for name in queue:
             pipe.send(fuzz_rule(calls[name], conclude, seed, effort))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -47,9 +45,7 @@ def test_messages_without_tags_are_matched_by_announcement(
 
 
 def test_ranks_that_disagree_wait_and_say_in_what(server: ForkServer, rank_functions: str) -> None:
-    begin = time.monotonic()
     outcome = launch(2, f"{rank_functions}:disagree", timeout=60, stall=0.5, server=server)
-    assert time.monotonic() - begin < 20
     assert (outcome.end, outcome.all_blocked) == ("deadlock", True)
     assert "all_gather float32[3] over ranks (0, 1) at " in outcome[0].waiting
     assert "rank_functions.py:" in outcome[0].waiting

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +262,25 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
     found = run(["nnscaler.runtime.launch", "program", "--steps", "1"], repository, tmp_path)
     assert found.returncode == 0, found.stderr
     assert "loss 6.0" in found.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_rank_that_waits_for_others(how: signal.Signals, repository: Path, tmp_path: Path) -> None:
+    """It is inside torch, where Python's handlers do not run, and its parent ignores SIGINT."""
+    write_program(tmp_path)
+    with socket.create_server(("localhost", 0)) as waits:
+        place = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(waits.getsockname()[1])}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nnscaler.runtime.launch", "."],
+            cwd=tmp_path,
+            env={**os.environ, **place, **address, "PYTHONPATH": str(repository)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # noqa: PLW1509 - nothing else there
+        )
+        try:
+            waits.accept()[0].recv(1)  # it has come to its store, which never answers
+            process.send_signal(how)
+            assert process.wait() == 128 + how
+        finally:
+            process.kill()
+            process.wait()

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from nnscaler.runtime.rank_process import leave_stopping_to_parent
 from verify.apart import run_apart
 from verify.op_run.pool import Died
 from verify.self_test.plans.catalogue import mutants_of
@@ -130,7 +132,7 @@ def judge_all(
             progress(f"{number} of {len(specs)}: {spec.model} {spec.name}")
             yield judge_spec(spec, seed, each, levels, every)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with _workers(processes) as pool:
         waiting = {pool.submit(judge_spec, spec, seed, each, levels, every): spec for spec in specs}
         for number, done in enumerate(as_completed(waiting), 1):
             spec = waiting[done]
@@ -138,3 +140,23 @@ def judge_all(
             made = f"{len(batch.judged)} mutants, {batch.seconds:.0f} s"
             progress(f"{number} of {len(specs)}: {spec.model} {spec.name}: {made}")
             yield batch
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end at once when this one is stopped, and leave no temporary folder behind."""
+    with tempfile.TemporaryDirectory(prefix="nnscaler-self-test-", ignore_cleanup_errors=True) as folder:
+        pool = ProcessPoolExecutor(processes, get_context("spawn"), _settle, (folder,))
+        try:
+            yield pool
+        except BaseException:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _settle(folder: str) -> None:
+    leave_stopping_to_parent()
+    tempfile.tempdir = folder

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM end a command in order: what it has made is removed, and what it has started ends.
+
+Both raise a KeyboardInterrupt in the main thread. A parent that ignores SIGINT, such as a shell that runs a script's
+background job, hands that on to its children; a command does not take that over. Imports only the standard library:
+this holds before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+PATIENCE = 5.0  # seconds in which a second Ctrl-C does not break into the cleaning up after the first
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what cleans up after Ctrl-C cleans up after it as well."""
+
+
+def stop_in_order() -> None:
+    """Make SIGINT raise KeyboardInterrupt and SIGTERM Terminated from here on. To be called by the main thread of a
+    process that is a command."""
+    stopped = -PATIENCE
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal stopped
+        before, stopped = stopped, time.monotonic()
+        if stopped - before >= PATIENCE:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+def exit_code_of(stop: KeyboardInterrupt) -> int:
+    """Return what a shell calls the end by this signal."""
+    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
