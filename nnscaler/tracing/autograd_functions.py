@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.checkpoints import Checkpoints
+from nnscaler.tracing.vmaps import in_vmap, needs_gradient
 
 NAMESPACE = "nnscaler_function"
 
@@ -140,6 +142,9 @@ def opaque_autograd_functions(checkpoints: Checkpoints) -> Iterator[OpaqueFuncti
         # threads, though the mode of an export is seen in all of them
         if kwargs or threading.get_ident() != exporter or get_proxy_mode() is None:
             return _REAL_APPLY(cls, *args, **kwargs)
+        if in_vmap():
+            _refuse_backward(cls, args)
+            return _REAL_APPLY(cls, *args)
         if cls is CheckpointFunction:
             return checkpoints.run_reentrant(args[0], *args[2:])
         operator = functions.operator(cls, args)
@@ -164,6 +169,19 @@ def _refuse_modules(cls: type[torch.autograd.Function], constants: tuple[tuple[i
                 OpaqueFunction("", cls).where,
                 f"give {cls.__name__}.apply the parameters themselves",
             )
+
+
+def _refuse_backward(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
+    """Under vmap a function is the operators of its forward, and its own backward would be lost. Torch's own functions
+    have the gradient of their forward."""
+    trained = torch.is_grad_enabled() and any(needs_gradient(t) for t in tree_leaves(args) if isinstance(t, Tensor))
+    if trained and not cls.__module__.startswith("torch."):
+        raise NnscalerError(
+            "trace_failed",
+            f"autograd.Function {cls.__name__} is called under vmap, where its backward would be lost",
+            OpaqueFunction("", cls).where,
+            f"call {cls.__name__}.apply on the whole tensors, without torch.vmap",
+        )
 
 
 def _kind(value: Any) -> str | None:

@@ -29,6 +29,7 @@ from nnscaler.tracing.fake_kernels import more_fake_kernels
 from nnscaler.tracing.known_values import KnownValues
 from nnscaler.tracing.locations import location_of_exception
 from nnscaler.tracing.loss_module import LossModule
+from nnscaler.tracing.vmaps import vmaps_expanded
 
 _DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 _HELP_DATA = (
@@ -72,7 +73,12 @@ def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: boo
     Raises NnscalerError "trace_failed".
     """
     changed: dict[str, str] = {}  # by the last forward that ran
-    with checkpoints_marked() as checkpoints, opaque_autograd_functions(checkpoints) as opaque, more_fake_kernels():
+    with (
+        checkpoints_marked() as checkpoints,
+        opaque_autograd_functions(checkpoints) as opaque,
+        more_fake_kernels(),
+        vmaps_expanded(),
+    ):
         program, notes = _export_some_way(module, tensors, specialise, changed)
     notes = (*notes, *checkpoints.notes(), *opaque.notes())
     return Exported(program, opaque.found, notes, changed)

@@ -171,7 +171,7 @@ class Calls:
         active = self._active
         if active is not None and active.tracer is mode.tracer and func is not torch.ops.prim.device.default:
             return active.operator(real, mode, func, types, args, kwargs)
-        if self._pending and active is None:
+        if self._pending and active is None and mode.pre_dispatch:  # else a trace inside of the export
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor):
                     self.track(mode.tracer, value)
