@@ -24,6 +24,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
+from nnscaler.runtime.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.interleaved import interleaved
 from nnscaler.scheduling.registry import get_schedule
@@ -132,6 +133,7 @@ def compile_traced(
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
     start = time.perf_counter()
     described.update(profiles(communicated, order, planned.signatures))
+    described["state"] = describe_state(traced.state)
     classes = len(described["communication_profile"]["classes"])
     report("profile", time.perf_counter() - start, f"{classes} classes of communication")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)

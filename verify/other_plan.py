@@ -35,7 +35,7 @@ def check_other_plan(
     program = open_program(compiled.save(folder))
     checkpoint = load_checkpoint(task.checkpoint)
     # names of constants are those of the trace, which both programs come from
-    save_tensors({**program.state(), **checkpoint.state}, folder / "resumed.pt")
+    save_tensors({**(program.state() or {}), **checkpoint.state}, folder / "resumed.pt")
     alone = replace(
         task,
         program=str(program.path),

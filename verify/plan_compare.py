@@ -37,7 +37,9 @@ def make_task(
 ) -> Task:
     """What the ranks run; its files are written to `work`."""
     extra = beside or Beside()
-    state = {**prepared.program.state(), **logical_state(prepared.model)}
+    # constants are the model's, as parameters and buffers are: those of the folder are compared with them apart
+    made = (prepared.program.state() or {}) if prepared.traced is None else prepared.traced.state
+    state = {**{name: tensor.detach() for name, tensor in made.items()}, **logical_state(prepared.model)}
     save_tensors(state, work / "state.pt")
     save_tensors(dict(prepared.sample.tensors), work / "batch.pt")
     return Task(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ class Prepared:
 
     `draws`: the operation of the graph that each random call of the model is, in order; None where there are none, and
     where they do not match: then `unmatched` says why. `traced`: None where the program alone is known. `runs`: whether
-    the model has data, so that the program can be run and compared.
+    the model has data, so that the program can be run and compared. `built`: the model's buffers as it was
+    built, where the program was there before.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class Prepared:
     traced: Traced | None = None
     runs: bool = True
     found: Plan | None = None
+    built: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def prepare(request: PlanRequest, folder: Path) -> Prepared:
@@ -57,6 +60,9 @@ def prepare(request: PlanRequest, folder: Path) -> Prepared:
         message = "the model has parameters without data, so it cannot be run and compared"
         raise NnscalerError("meta_model", message, help="--level static proves what can be proved without data")
     sample = flatten_inputs(model, request.sample_inputs)
+    # a program that exists was compiled from the model as it is built
+    buffers = () if request.program is None else model.named_buffers(remove_duplicate=False)
+    built = {name: buffer.clone() for name, buffer in buffers}
     if runs:
         randomise_parameters(model, request.seed)
     if runs and request.dtype != torch.float64:
@@ -71,9 +77,9 @@ def prepare(request: PlanRequest, folder: Path) -> Prepared:
     if not runs:
         notes = (*notes, "the model has no data: the program was not run, and the trace not compared with the model")
     if not runs or request.level == "static":
-        return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs, found=found)
+        return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs, found=found, built=built)
     draws, unmatched = _match(model, sample, traced.graph)
-    return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced, found=found)
+    return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced, found=found, built=built)
 
 
 def _match(model: nn.Module, sample: SampleInputs, graph: Graph) -> tuple[tuple[Draw | None, ...] | None, str | None]:

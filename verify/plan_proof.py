@@ -87,14 +87,15 @@ def prove_program(
     graph: Graph,
     *,
     folder: str = "",
+    manifest: Mapping[str, Any] | None = None,
     seconds: float = SECONDS,
     seed: int = 0,
     cached: bool = True,
     progress: Callable[[str, float, str], None] = lambda phase, taken, text: None,
 ) -> Proof:
-    """Reads the roles' texts (file name -> text); nothing of the program is run. `seconds`: of processor time,
-    for all lemmas together. `cached`: lemmas that were shown before are taken from the cache."""
-    static = check_program(sources, graph, folder)
+    """Reads the roles' texts (file name -> text) and the manifest; nothing of the program is run. `seconds`: of
+    processor time, for all lemmas together. `cached`: lemmas that were shown before are taken from the cache."""
+    static = check_program(sources, graph, folder, manifest)
     told = f"{static.statements} lines, {len(static.obligations)} classes"
     progress("read", static.seconds, f"{told}, {'typed' if static.proved else 'wrong'}")
     lemmas: LemmaResult | None = None

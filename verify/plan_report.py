@@ -22,6 +22,7 @@ from verify.plan_proof import Proof
 from verify.plan_request import PlanRequest
 from verify.reference import Trajectory
 from verify.report import Check, Report
+from verify.static.record import NAME as STATE_CHECK
 from verify.verdict import Verdict
 
 
@@ -38,7 +39,8 @@ def make_report(
     if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
         nothing = Finding("nothing_checked", "there was nothing to compare")
         outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
-    findings = _ordered(outcomes, frozenset() if proof is None else frozenset(o.check.name for o in proof.outcomes))
+    read = {STATE_CHECK, *(() if proof is None else (o.check.name for o in proof.outcomes))}
+    findings = _ordered(outcomes, frozenset(read))
     again = None if request.reproduce is None or not findings else request.reproduce(prepared.found)
     name = request.model.get("name") or type(prepared.model).__name__
     return Report(

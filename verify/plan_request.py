@@ -30,7 +30,8 @@ Level = Literal["all", "static", "run"]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be verified. `program`: an already generated program, instead of generating one.
+    """What is to be verified. `program`: an already generated program, instead of generating one; `own_weights`: its
+    user replaced its weights, so that they need not be those that it was compiled with.
 
     `dtype`: float64 compares up to rounding, the others up to the model's own noise in them.
     `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, the loss without
@@ -55,6 +56,7 @@ class PlanRequest:
     depth: Depth = "default"
     level: Level = "all"
     program: Path | None = None
+    own_weights: bool = False
     model: Mapping[str, str] = field(default_factory=dict)
     reproduce: Callable[[Plan | None], str] | None = None
     server: ForkServer | None = None

@@ -47,6 +47,7 @@ from verify.randomise import logical_state
 from verify.rank_program import Task
 from verify.reference import Settings, Trajectory, run_reference
 from verify.report import Check, Report
+from verify.static.record import Stored, check_state
 from verify.trials import plan_trials
 from verify.verdict import Verdict
 
@@ -64,12 +65,13 @@ def verify_request(request: PlanRequest) -> Report:
         prepared = prepare(request, work / "program")
         if prepared.found is not None:
             request = replace(request, plan=prepared.found)  # searched once
+        state = _check_state(request, prepared)
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
         outcomes: Sequence[Outcome] = ()
         if prepared.runs and request.level != "static":
             prepared, reference, outcomes = _run(request, prepared, work)
-        outcomes = outcomes if proof is None else combine(proof, outcomes)
+        outcomes = [*(outcomes if proof is None else combine(proof, outcomes)), *state]
         report = make_report(request, prepared, reference, outcomes, proof, time.perf_counter() - started)
         return report if report.verdict.passes else keep_program(report, prepared.program.path, request)
 
@@ -81,10 +83,23 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
         sources,
         prepared.graph,
         folder=str(folder),
+        manifest=prepared.program.manifest,
         seconds=request.timeout,
         seed=request.seed,
         progress=request.progress,
     )
+
+
+def _check_state(request: PlanRequest, prepared: Prepared) -> list[Outcome]:
+    """What lies in the program's folder to start from; nothing where the model has no data."""
+    program = prepared.program
+    state = program.state()
+    if state is None:
+        return []
+    own = {**({} if prepared.traced is None else prepared.traced.state), **prepared.built}
+    replaceable = prepared.model.state_dict().keys()
+    stored = Stored(program.manifest["state"], state, own, request.own_weights, replaceable)
+    return [check_state(stored, prepared.graph, str(program.path))]
 
 
 def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory | None, Sequence[Outcome]]:

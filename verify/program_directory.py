@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.runtime.communicator import ProgramError
+from nnscaler.runtime.program_directory import FORMAT, read_tensors
 
 # what `--program` cannot do without
-_ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors")
+_ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors", "state")
+_HELP = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 
 
@@ -74,39 +76,51 @@ class ProgramDirectory:
             lines += [f"{entry['collective']} over {entry['axis']}: {calls} calls, {elements} elements a step"]
         return lines
 
-    def state(self) -> dict[str, Tensor]:
-        """The stored parameters, buffers and constants; empty for a program of a model without data."""
+    def state(self) -> dict[str, Tensor] | None:
+        """The stored parameters, buffers and constants; None for a program of a model without data.
+
+        Raises NnscalerError `not_a_program` where the file is missing or cannot be read.
+        """
         file = self.path / "state.pt"
-        if not file.is_file():
-            return {}
-        found: dict[str, Tensor] = torch.load(file, weights_only=True)
-        return found
+        if not file.is_file() and any(entry["sha256"] is None for entry in self.manifest["state"].values()):
+            return None
+        try:
+            return read_tensors(file)
+        except ProgramError as error:
+            raise NnscalerError("not_a_program", str(error), help=_HELP) from None
 
 
 def open_program(path: Path) -> ProgramDirectory:
     """Reads a program's manifest. Raises NnscalerError `not_a_program` if something is missing."""
     file = path / "manifest.json"
-    help = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
-        raise NnscalerError("not_a_program", f"{path} holds no program: there is no {file}", help=help) from None
+        raise NnscalerError("not_a_program", f"{path} holds no program: there is no {file}", help=_HELP) from None
     except ValueError as error:
-        raise NnscalerError("not_a_program", f"{file} is not JSON: {error}", help=help) from None
-    missing = [entry for entry in _ENTRIES if entry not in manifest]
+        raise NnscalerError("not_a_program", f"{file} is not JSON: {error}", help=_HELP) from None
+    missing = [entry for entry in _ENTRIES if not isinstance(manifest, dict) or entry not in manifest]
     if missing:
-        raise NnscalerError("not_a_program", f"{file} lacks {', '.join(missing)}", help=help)
-    changes: list[str] = []
-    for role in manifest["roles"]:
-        role_file = path / role["file"]
-        if not role_file.is_file():
-            raise NnscalerError("not_a_program", f"{path} lacks {role['file']}", help=help)
-        content = role_file.read_bytes()
-        _check_text(role_file, content)
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != role["sha256"]:
-            changes.append(f"{role_file} was changed after it was generated")
+        raise NnscalerError("not_a_program", f"{file} lacks {', '.join(missing)}", help=_HELP)
+    if manifest["format"] != FORMAT:
+        message = f"{file} has format {manifest['format']}, and this nnscaler reads format {FORMAT}"
+        raise NnscalerError("not_a_program", message, help=_HELP)
+    try:
+        changes = [change for role in manifest["roles"] if (change := _changed(path, role)) is not None]
+    except (KeyError, TypeError) as error:
+        message = f"{file}: the roles are no list of files with their ranks and hashes: {error!r}"
+        raise NnscalerError("not_a_program", message, help=_HELP) from None
     return ProgramDirectory(path, manifest, tuple(changes))
+
+
+def _changed(path: Path, role: Mapping[str, Any]) -> str | None:
+    file = path / role["file"]
+    if not file.is_file():
+        raise NnscalerError("not_a_program", f"{path} lacks {role['file']}", help=_HELP)
+    content = file.read_bytes()
+    _check_text(file, content)
+    digest = hashlib.sha256(content).hexdigest()
+    return None if digest == role["sha256"] else f"{file} was changed after it was generated"
 
 
 def _check_text(file: Path, content: bytes) -> None:

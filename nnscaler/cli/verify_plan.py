@@ -80,6 +80,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         "--program", type=Path, metavar="DIR", help="verify this program, written by `nnscaler compile`, as it is"
     )
     group.add_argument(
+        "--own-weights",
+        action="store_true",
+        help="with --program: its weights were replaced on purpose, and need not be those that it was compiled with",
+    )
+    group.add_argument(
         "--level",
         choices=("all", "static", "run"),
         default="all",
@@ -116,6 +121,9 @@ def verify(options: argparse.Namespace) -> Report:
     """Verifies what the options say. Raises NnscalerError for what could not be run."""
     if not Path(options.model.partition("::")[0]).is_file():
         raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help="MODEL is a Python file")
+    if options.own_weights and options.program is None:
+        message = "--own-weights is about the weights in a program's folder, and none is given"
+        raise NnscalerError("usage", message, help="name the folder: --program DIR")
     check_temporary()
     ranks = _ranks(options)
     with contextlib.ExitStack() as stack:
@@ -169,6 +177,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
         depth="quick" if options.quick else "deep" if options.deep else "default",
         level=options.level,
         program=options.program,
+        own_weights=options.own_weights,
         model=model.description(),
         reproduce=lambda found: reproduce_line(options, ranks, backend, found),
         server=server,

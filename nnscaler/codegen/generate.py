@@ -12,6 +12,7 @@ from nnscaler.codegen.origins import Origin, operator_files, written_origins
 from nnscaler.codegen.program import FORMAT, sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
+from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage
 from nnscaler.ir.signature import Signature
@@ -74,6 +75,21 @@ def manifest(
         "micro_batches": plan.micro_batches,
         "schedule": schedule.name,
         "roles": roles,
+        **listed(graph),
+        "tensors": {str(p.stage.index): _variables(p) for p in communicated.stages},
+        "communication": [
+            {"axis": axis, "collective": kind, "calls": calls, "elements": sent}
+            for (axis, kind), (calls, sent) in sorted(communicated.volumes.items())
+        ],
+        "matmul_flops_divided": matmul_flops_divided(communicated, signatures),
+        "unannotated": sorted(missing),
+        "operator_files": operator_files(origins),
+    }
+
+
+def listed(graph: Graph) -> dict[str, list[dict[str, Any]]]:
+    """The model's inputs, parameters and buffers, as a manifest lists them."""
+    return {
         "inputs": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("input")],
         "parameters": [
             {
@@ -86,14 +102,6 @@ def manifest(
             for t in graph.with_role("parameter")
         ],
         "buffers": [{"fqn": t.fqns[0], "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("buffer")],
-        "tensors": {str(p.stage.index): _variables(p) for p in communicated.stages},
-        "communication": [
-            {"axis": axis, "collective": kind, "calls": calls, "elements": sent}
-            for (axis, kind), (calls, sent) in sorted(communicated.volumes.items())
-        ],
-        "matmul_flops_divided": matmul_flops_divided(communicated, signatures),
-        "unannotated": sorted(missing),
-        "operator_files": operator_files(origins),
     }
 
 

@@ -15,12 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
 import torch
 
-from nnscaler.runtime.checkpoint import load_checkpoint, save_checkpoint
+from nnscaler.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.distributed import torch_communicator
 from nnscaler.runtime.executor import RankExecutor
@@ -39,11 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_ranks(program, place)
         _check_options(options)
         backend, device = _choose_device(options.device, place)
+        start = _start(program, place, options)
     except ProgramError as error:
         print(f"error: {error}", file=sys.stderr)
         return COULD_NOT_RUN
     try:
-        _train(program, place, backend, device, options)
+        _train(program, start, place, backend, device, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ProgramError as error:
@@ -77,6 +79,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="start backward from S and divide it out of the gradients, for float16; a step whose gradients are not "
         "finite is skipped (default 1)",
+    )
+    parser.add_argument(
+        "--own-weights", action="store_true", help="start from the weights in state.pt although they were replaced"
     )
     parser.add_argument("--load", metavar="DIR", help="start from a checkpoint, of this program or of another plan's")
     parser.add_argument("--save", metavar="DIR", help="write a checkpoint after the last step (with sgd)")
@@ -112,7 +117,12 @@ def _choose_device(choice: str, place: Place) -> tuple[str, torch.device]:
 
 
 def _train(
-    program: ProgramDirectory, place: Place, backend: str, device: torch.device, options: argparse.Namespace
+    program: ProgramDirectory,
+    start: Checkpoint,
+    place: Place,
+    backend: str,
+    device: torch.device,
+    options: argparse.Namespace,
 ) -> None:
     stages = program.stages()
     if place.rank == 0:
@@ -123,7 +133,7 @@ def _train(
         communicator = torch_communicator(
             backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
         )
-    executor = _executor(program, place, communicator, device, options)
+    executor = _executor(program, start, place, communicator, device, options)
     batch = program.inputs()
     optimizer = _optimizer(options, executor)
     source = rank_with_loss(stages)
@@ -145,26 +155,39 @@ def _train(
         leave()
 
 
+def _start(program: ProgramDirectory, place: Place, options: argparse.Namespace) -> Checkpoint:
+    """The tensors that training starts from: the program's, and those of a checkpoint in their places.
+
+    Raises ProgramError where there is no checkpoint or it is another model's, and where the program's tensors are not
+    those that it was compiled with. The ranks of a machine share the reading.
+    """
+    state = program.state()
+    loaded = Checkpoint(0, {}) if options.load is None else load_checkpoint(options.load)
+    unknown = sorted(set(loaded.state) - set(state))
+    if unknown:
+        raise ProgramError(f"{options.load} is a checkpoint of another model: {program.path} has no `{unknown[0]}`")
+    own, part, of = options.own_weights, place.local_rank, place.local_world_size
+    program.check_state(state, own_weights=own, without=loaded.state, part=part, of=of)
+    return replace(loaded, state={**state, **loaded.state})
+
+
 def _executor(
     program: ProgramDirectory,
+    start: Checkpoint,
     place: Place,
     communicator: Communicator,
     device: torch.device,
     options: argparse.Namespace,
 ) -> RankExecutor:
-    state, step = program.state(), 0
-    if options.load is not None:
-        checkpoint = load_checkpoint(options.load)
-        state, step = {**state, **checkpoint.state}, checkpoint.step
     return RankExecutor(
         program.role(place.rank),
         place.rank,
         communicator,
-        state,
+        start.state,
         precision=options.dtype,
         device=device,
         seed=options.seed,
-        first_step=step,
+        first_step=start.step,
         loss_scale=options.loss_scale,
         shapes=program.shapes,
     )
@@ -196,7 +219,8 @@ def _headline(program: ProgramDirectory, backend: str, device: torch.device, opt
     plan = ", ".join(part for part in (axes, manifest["schedule"], batches) if part)
     precision = options.dtype or "the model's dtypes"
     ranks = "1 rank" if program.ranks == 1 else f"{program.ranks} ranks over {backend}"
-    return f"{name} on {ranks} ({plan}): {options.optimizer}, lr {options.lr}, {precision}, {device.type}"
+    weights = ", own weights" if options.own_weights else ""
+    return f"{name} on {ranks} ({plan}): {options.optimizer}, lr {options.lr}, {precision}, {device.type}{weights}"
 
 
 def _optimizer(options: argparse.Namespace, executor: RankExecutor) -> torch.optim.Optimizer | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,8 @@ from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.shards import unravel
 
 FORMAT = 1  # of the manifests that this runtime understands
+_CONSTANT = "_constants."  # of the names of tensors that the model's code makes
+_AGAIN = "compile the model again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,37 @@ class ProgramDirectory:
         """The logical tensors of the model by name; their pages are read when they are used. Raises ProgramError."""
         return self._tensors("state.pt", "the model was compiled without values (on the meta device)")
 
+    def check_state(
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        own_weights: bool = False,
+        without: Collection[str] = (),
+        part: int = 0,
+        of: int = 1,
+    ) -> None:
+        """Compares tensors with what the program was compiled with.
+
+        `own_weights`: parameters and buffers may have other values; constants belong to the program. `without`: names
+        that something else takes the place of. `part`, `of`: only so many of the names, so that ranks share the work.
+        Raises ProgramError, which names the tensor.
+        """
+        recorded, file = self.manifest.get("state"), self.path / "state.pt"
+        if recorded is None:
+            raise ProgramError(f"{self.path} has no record of its tensors, as older versions wrote it: {_AGAIN}")
+        for name in sorted(set(recorded) - set(without))[part::of]:
+            if name not in state:
+                raise ProgramError(f"{file} lacks `{name}`: {_AGAIN}")
+            right, constant = recorded[name], name.startswith(_CONSTANT)
+            found = _entry(state[name], right["sha256"] is not None and (constant or not own_weights))
+            if found == {**right, "sha256": found["sha256"] and right["sha256"]}:
+                continue
+            if (found["dtype"], found["shape"]) != (right["dtype"], right["shape"]):
+                kinds = [f"{entry['dtype']}{entry['shape']}" for entry in (found, right)]
+                raise ProgramError(f"`{name}` in {file} is {kinds[0]}, and the program's is {kinds[1]}")
+            way = "it belongs to the model's code" if constant else "weights replaced on purpose need --own-weights"
+            raise ProgramError(f"`{name}` in {file} is not what the program was compiled with: {_AGAIN}; {way}")
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the global batch that the program is for, by input; none where the manifest does not say."""
@@ -61,8 +96,7 @@ class ProgramDirectory:
         file = self.path / name
         if not file.is_file():
             raise ProgramError(f"{file} does not exist: {reason}")
-        tensors: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
-        return tensors
+        return read_tensors(file)
 
 
 def read_program(path: str | Path) -> ProgramDirectory:
@@ -77,6 +111,38 @@ def read_program(path: str | Path) -> ProgramDirectory:
     if manifest.get("format") != FORMAT:
         raise ProgramError(f"{directory} has format {manifest.get('format')}; this runtime reads format {FORMAT}")
     return ProgramDirectory(directory, manifest)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Tensors by name; their pages are read when they are used. Raises ProgramError for a file that has none."""
+    try:
+        found = torch.load(file, mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise ProgramError(f"{file} does not exist") from None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProgramError(f"{file} cannot be read, it may be cut short: {reason}") from None
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ProgramError(f"{file} holds something else than tensors by name")
+    return found
+
+
+def describe_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The dtype, the shape and the hash of each tensor, as a manifest has them under "state"; tensors without data (on
+    the meta device) have no hash."""
+    known: dict[int, dict[str, Any]] = {}
+    for tensor in state.values():  # a tied parameter has several names and is read once
+        if id(tensor) not in known:
+            known[id(tensor)] = _entry(tensor, not tensor.is_meta)
+    return {name: known[id(tensor)] for name, tensor in state.items()}
+
+
+def _entry(tensor: Tensor, hashed: bool) -> dict[str, Any]:
+    dtype, digest = str(tensor.dtype).removeprefix("torch."), None
+    if hashed:
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest = sha256(values.view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
+    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": digest}
 
 
 def groups_of(stages: list[type[Stage]]) -> list[tuple[int, ...]]:

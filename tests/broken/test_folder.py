@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.text_parser import parse_graph
 from tests.broken.planting import Edit, Original
+from verify import Report
 from verify.finding import Finding
+from verify.static import check_program
 
 
 def first_read(original: Original, program: Path) -> Finding:
@@ -22,3 +34,154 @@ def test_copies_in_another_order_on_one_stage(staged: Original, tmp_path: Path) 
     assert found.code == "gradient_norm_differs"
     assert "`words.weight` lists its copies as ((2, 3), (0, 1))" in found.message
     assert "clipping scales by a wrong norm" in str(found.cause)
+
+
+def verified(original: Original, program: Path, **options: object) -> Report:
+    return original.verify(program, level="static", **options)
+
+
+@pytest.fixture
+def folder(normed: Original, tmp_path: Path) -> Path:
+    """The model with batch norm: parameters, buffers and a constant."""
+    return normed.broken(tmp_path, [])
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    state = torch.load(folder / "state.pt", weights_only=True)
+    edit(state)
+    torch.save(state, folder / "state.pt")
+
+
+def swap(first: str, second: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda state: state.update({first: state[second].clone(), second: state[first].clone()})
+
+
+CASES = [
+    # what, edit, the first message, a part of its cause, whether --own-weights allows it
+    (
+        "two parameters swapped",
+        swap("norm.weight", "norm.bias"),
+        "the parameter `norm.bias` in state.pt is not the one that the program was compiled with",
+        "it holds the values that `norm.weight` was compiled with",
+        True,
+    ),
+    (
+        "two buffers swapped",
+        swap("norm.running_mean", "norm.running_var"),
+        "the buffer `norm.running_mean` in state.pt is not the one that the program was compiled with",
+        "it holds the values that `norm.running_var` was compiled with",
+        True,
+    ),
+    (
+        "one number of a constant",
+        lambda state: state["_constants.0"].mul_(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.001])),
+        "the constant `_constants.0` in state.pt is not the one that the program was compiled with",
+        "its values were changed after the program was compiled",
+        False,
+    ),
+    ("a missing tensor", lambda state: state.pop("first.bias"), "state.pt lacks `first.bias`", "cannot start", False),
+    (
+        "a tensor too many",
+        lambda state: state.update(more=torch.ones(2)),
+        "state.pt has a tensor `more`, and the model has none of that name",
+        "nothing reads it",
+        True,
+    ),
+    (
+        "another shape",
+        lambda state: state.update(spare=torch.ones(4)),
+        "`spare` in state.pt is float32[4], and the model's is float32[3]",
+        "",
+        False,
+    ),
+    (
+        "another dtype",
+        lambda state: state.update(spare=torch.ones(3).double()),
+        "`spare` in state.pt is float64[3], and the model's is float32[3]",
+        "",
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message", "cause", "allowed"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_a_tensor_of_the_folder_is_another(
+    edit: Callable[[dict[str, Tensor]], object],
+    message: str,
+    cause: str,
+    allowed: bool,
+    normed: Original,
+    folder: Path,
+) -> None:
+    change(folder, edit)
+    report = verified(normed, folder)
+    assert report.exit_code == 1
+    assert report.findings[0].code == "state_differs"
+    assert report.findings[0].message == message
+    assert cause in (report.findings[0].cause or "")
+    assert verified(normed, folder, own_weights=True).exit_code == (0 if allowed else 1)
+
+
+def test_a_run_that_proves_nothing_reads_the_state_too(normed: Original, folder: Path) -> None:
+    """And the run itself has the model's constants, so that a wrong one has this finding alone."""
+    change(folder, CASES[2][1])
+    report = normed.verify(folder)
+    assert [f.code for f in report.findings] == ["state_differs"]
+
+
+def test_buffers_and_constants_are_those_of_the_model_as_it_is_now(normed: Original) -> None:
+    """The folder is as it was compiled; the model's file was changed after that."""
+
+    def changed() -> nn.Module:
+        model = normed.factory()
+        model.get_buffer("scale").mul_(2.0)
+        return model
+
+    report = verified(replace(normed, factory=changed), normed.folder)
+    assert report.exit_code == 1
+    assert report.findings[0].message == "the buffer `scale` of the program is not the one that the model has now"
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing", "no tensors"])
+def test_a_state_that_cannot_be_read_is_an_error(damage: str, normed: Original, folder: Path) -> None:
+    file = folder / "state.pt"
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:200])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        torch.save([1, 2], file)
+    with pytest.raises(NnscalerError) as caught:
+        verified(normed, folder)
+    assert caught.value.code == "not_a_program"
+    assert str(file) in caught.value.message
+
+
+def role(manifest: dict[str, Any]) -> Any:
+    return manifest["roles"][0]
+
+
+ENTRIES = [
+    ("ranks", lambda manifest: manifest.update(ranks=3)),
+    ("roles", lambda manifest: role(manifest).update(ranks=[0])),
+    ("roles", lambda manifest: manifest["roles"].append(dict(role(manifest), ranks=[2]))),
+    ("micro_batches", lambda manifest: manifest.update(micro_batches=2)),
+    ("inputs", lambda manifest: manifest["inputs"].pop()),
+    ("inputs", lambda manifest: manifest["inputs"][1].update(dtype="int32")),
+    ("parameters", lambda manifest: manifest["parameters"][0]["fqns"].append("head.weight")),
+    ("buffers", lambda manifest: manifest["buffers"].pop()),
+]
+
+
+@pytest.mark.parametrize(("entry", "edit"), ENTRIES, ids=[f"{i}: {e[0]}" for i, e in enumerate(ENTRIES)])
+def test_a_manifest_that_says_something_else(
+    entry: str, edit: Callable[[dict[str, Any]], object], normed: Original, folder: Path
+) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    graph = parse_graph((normed.folder / "graph.txt").read_text(encoding="utf-8"))
+    sources = {"role_0.py": (folder / "role_0.py").read_text(encoding="utf-8")}
+    assert check_program(sources, graph, manifest=json.loads((folder / "manifest.json").read_text())).proved
+    found = [f for o in check_program(sources, graph, manifest=manifest).outcomes for f in o.findings]
+    assert [f.code for f in found] == ["record_differs"]
+    assert found[0].message.startswith(f"manifest.json has {entry} ")

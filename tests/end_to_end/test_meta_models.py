@@ -30,7 +30,9 @@ def test_a_meta_model_gives_the_program_of_the_model_with_data(example: ModuleTy
     inputs = {name: tensor.to("meta") for name, tensor in example.tiny_inputs().items()}
     meta = parallelize(empty, inputs, **plan)
     assert dict(meta.sources) == dict(real.sources)
-    assert meta.manifest == real.manifest
+    hashed = {name: {**entry, "sha256": None} for name, entry in real.manifest["state"].items()}
+    assert {name: {**entry, "sha256": None} for name, entry in meta.manifest["state"].items()} == hashed
+    assert {**meta.manifest, "state": {}} == {**real.manifest, "state": {}}
     assert all(tensor.is_meta for tensor in meta.state.values() if tensor.numel() > 100)
 
 

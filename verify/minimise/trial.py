@@ -40,7 +40,8 @@ class PlanTrial:
         with tempfile.TemporaryDirectory(prefix="nnscaler-minimise-") as folder:
             compiled = compile_traced(self.traced, ranks=plan.ranks, plan=plan, model={"name": "model"})
             program = open_program(compiled.save(Path(folder) / "program"))
-            state = {**torch.load(self.task.state, weights_only=True), **_constants(program)}
+            constants = {n: t for n, t in self.traced.state.items() if n.startswith("_constants.")}
+            state = {**torch.load(self.task.state, weights_only=True), **constants}
             save_tensors(state, Path(folder) / "state.pt")
             task = Task(
                 str(program.path),
@@ -73,7 +74,3 @@ class PlanTrial:
             if difference(found.value, right, scale).relative > BOUND:
                 return True
         return False
-
-
-def _constants(program: ProgramDirectory) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in program.state().items() if name.startswith("_constants.")}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
@@ -28,6 +29,7 @@ from verify.static.messages import arrivals, check_sends
 from verify.static.operations import Typer
 from verify.static.ranks import check_ranks
 from verify.static.reader import read_role
+from verify.static.record import MANIFEST, check_manifest
 from verify.static.schedule import check_schedule
 from verify.static.stage import Noted, Reading, read_stage
 from verify.static.stored import check_stored, stored_tensors
@@ -73,8 +75,11 @@ class StaticResult:
         return all(outcome.check.verdict.passes for outcome in self.outcomes)
 
 
-def check_program(sources: Mapping[str, str], graph: Graph, folder: str = "") -> StaticResult:
-    """Checks the roles' texts (file name -> text) against the graph. `folder`: where the files lie, for findings."""
+def check_program(
+    sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Mapping[str, Any] | None = None
+) -> StaticResult:
+    """Checks the roles' texts (file name -> text) against the graph, and what the runtime reads of the manifest against
+    both. `folder`: where the files lie, for findings."""
     started = time.perf_counter()
     finder = Finder(graph, folder, sources)
     roles: list[RoleText] = []
@@ -91,7 +96,13 @@ def check_program(sources: Mapping[str, str], graph: Graph, folder: str = "") ->
     read = Outcome(_check("text of the role programs", len(sources), finder), finder.take())
     if not roles:
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
-    return replace(_interpret(roles, graph, finder, read), seconds=time.perf_counter() - started)
+    outcomes = [read]
+    if manifest is not None:
+        count, wrong = check_manifest(manifest, roles, graph)
+        for mistake in wrong:
+            finder.add(MANIFEST, 0, mistake)
+        outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))
+    return replace(_interpret(roles, graph, finder, outcomes), seconds=time.perf_counter() - started)
 
 
 def _read(file: str, text: str) -> RoleText:
@@ -104,9 +115,9 @@ def _read(file: str, text: str) -> RoleText:
         raise unreadable from error
 
 
-def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, read: Outcome) -> StaticResult:
+def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: Sequence[Outcome]) -> StaticResult:
     stages = {stage.index: stage for role in roles for stage in role.stages}
-    outcomes = [read]
+    outcomes = [*before]
 
     def conclude(name: str, count: int, noted: Sequence[Noted]) -> None:
         for entry in noted:

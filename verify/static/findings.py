@@ -31,13 +31,13 @@ class Finder:
             return
         lines = self._sources.get(file, [])
         text = lines[number - 1].strip().partition("  # ")[0] if 0 < number <= len(lines) else ""
-        place = SourceLocation(str(Path(self._folder) / file), number, text)
+        place = SourceLocation(str(Path(self._folder) / file), max(number, 1), text)
         where, module = None, ""
         if mistake.tensor is not None:
             where = self._places.of_tensor(mistake.tensor) or self._places.of_stored().get(mistake.tensor)
             producer = self._graph.producers.get(mistake.tensor)
             module = producer.module if producer is not None else ""
-        facts = {"program": f"{file}:{number}"}
+        facts = {"program": f"{file}:{number}" if number else file}
         if mistake.tensor is not None:
             facts["tensor"] = mistake.tensor
         if module:

@@ -23,6 +23,7 @@ COMPILE = """
 import hashlib, torch, nnscaler
 from nnscaler.runtime.loader import load_user_module
 gpt = load_user_module({file!r})
+torch.manual_seed(0)
 model = gpt.GPT(gpt.GPTConfig(layers=2))
 program = nnscaler.parallelize(model, gpt.sample_inputs(), ranks=8, plan="dp=2,tp=2,pp=2", micro_batches=2)
 texts = [*program.sources.values(), program.plan.to_json(), repr(program.manifest)]
