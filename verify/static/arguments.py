@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
-import torch
-
-from op_registry.call import Call, DType, TensorArgument
+from op_registry.call import Call, DType, TensorArgument, iterate_tensors
 from op_registry.expression import Expression
+from op_registry.localize import Shape
 
 from nnscaler.codegen.operators import needs_device
+from verify.static.forms import NoCall, arguments_of, parameters_of, with_sizes, wrapped
 from verify.static.held import Axes
+from verify.static.random_numbers import without_place
 from verify.static.text import Line, Mark, Variable
 
 
@@ -28,45 +28,40 @@ def variables(value: Any) -> Iterator[Variable]:
             yield from variables(item)
 
 
-@cache
-def _only_overload(packet: str) -> bool:
-    namespace, _, name = packet.partition(".")
-    found = getattr(getattr(torch.ops, namespace), name, None)
-    return found is not None and [o for o in found.overloads() if not o.endswith("out")] == ["default"]
+def difference(
+    expected: Call, line: Line, order: Sequence[int], shapes: Sequence[Shape | None], sizes: Mapping[str, int]
+) -> str:
+    """How the arguments differ from those of one shard's call; empty where they do not.
 
-
-def calls(function: str, operator: str, user: Mapping[str, str]) -> bool:
-    """Whether the text `function` names the operator."""
-    namespace, _, rest = function.partition(".")
-    if namespace == "ops":
-        return operator == f"nnscaler.{rest}"
-    if namespace == "user":
-        return user.get(rest) == operator
-    if namespace != "aten":
-        return False
-    return operator == function or (operator == f"{function}.default" and _only_overload(function))
-
-
-def difference(expected: Call, line: Line, args: Sequence[Any], sizes: Mapping[str, int]) -> str:
-    """How the arguments differ from those of one shard's call; empty where they do not. Tensors are compared by the
-    order in which they stand. `args`: the positional arguments without those that stand for the run; `sizes`: of the
-    axes, over which numbers have to be equal on every rank."""
-    given = list(variables((tuple(args), dict(line.kwargs))))
-    order = iter(range(len(given)))
-    if len(args) != len(expected.args):
-        return f"{len(args)} arguments stand where the model's line has {len(expected.args)}"
-    for position, (wanted, found) in enumerate(zip(expected.args, args, strict=True)):
-        if not _same(wanted, found, order, sizes):
-            return f"argument {position} is {_text(found)}, and one shard's is {_text(wanted)}"
-    named = dict(line.kwargs)
-    if (named.pop("device", None) is Mark.DEVICE) != needs_device(expected.operator) or "device" in expected.kwargs:
+    `line` is in canonical form. Tensors are compared by `order`, the numbers of those that the line reads. `shapes`: of
+    the outputs. `sizes`: of the axes, over which numbers have to be equal on every rank.
+    """
+    found = without_place(line)
+    try:
+        wanted = arguments_of(expected.operator, expected.args, expected.kwargs)
+    except NoCall as error:
+        return f"one shard's call cannot be made: {error}"
+    if (found.pop("device", None) is Mark.DEVICE) != needs_device(expected.operator) or "device" in wanted:
         return "`device=self.device` is for operators that make tensors from nothing, and for all of them"
-    if set(named) != set(expected.kwargs):
-        return f"keyword arguments are {sorted(named)}, and the model's line has {sorted(expected.kwargs)}"
-    for name, found in named.items():
-        if not _same(expected.kwargs[name], found, order, sizes):
-            return f"`{name}` is {_text(found)}, and one shard's is {_text(expected.kwargs[name])}"
+    first = next(iterate_tensors(wanted), None)
+    dims = 0 if first is None else first.ndim
+    if shapes and shapes[0] is not None:
+        wanted, found = (with_sizes(expected.operator, a, shapes[0]) for a in (wanted, found))
+    wanted, found = (wrapped(expected.operator, a, dims) for a in (wanted, found))
+    numbers = iter(order)
+    for name in dict.fromkeys((*wanted, *found)):
+        if name not in found:
+            return f"`{name}` is not given, and one shard's is {_text(wanted[name])}"
+        if name not in wanted:
+            return f"`{name}` is {_text(found[name])}, and one shard's is {_default(expected.operator, name)}"
+        if not _same(wanted[name], found[name], numbers, sizes):
+            return f"`{name}` is {_text(found[name])}, and one shard's is {_text(wanted[name])}"
     return ""
+
+
+def _default(operator: str, name: str) -> str:
+    parameter = next((p for p in parameters_of(operator) or () if p.name == name), None)
+    return "not given" if parameter is None else _text(parameter.default)
 
 
 def _same(wanted: Any, found: Any, order: Iterator[int], sizes: Mapping[str, int]) -> bool:

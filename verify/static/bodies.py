@@ -1,18 +1,24 @@
-"""Reads `prepare` and `forward` of a stage: assignments, regions, recomputed functions, and what is returned."""
+"""Reads `prepare` and `forward` of a stage: assignments, regions, recomputed functions, and what is returned.
+
+An expression inside of another becomes a line of its own, whose target has a name that no program can write.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nnscaler.ir.operation import Region
+from verify.static.forms import python_operator
 from verify.static.shadowing import RESERVED
-from verify.static.text import ALIAS, Body, Line, Problem, Recomputed, Statement, Variable
+from verify.static.text import ALIAS, ITEM, Body, Line, Problem, Recomputed, Statement, Variable
 from verify.static.values import Unreadable, read_value
 
 _NO_GRAD = "torch.no_grad()"
 _AUTOCAST = "torch.autocast"
+_CALLED = ("aten.", "comm.", "ops.", "user.")
 
 
 def read_body(function: ast.FunctionDef, source: Sequence[str]) -> Body:
@@ -27,16 +33,18 @@ def read_body(function: ast.FunctionDef, source: Sequence[str]) -> Body:
         raise Unreadable(last, f"`{function.name}` does not end with `return {{...}}`")
     if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]  # the docstring
-    statements = tuple(reader.statements(body, Region()))
+    statements = [*reader.statements(body, Region())]
     returned: dict[str, Variable] = {}
     for key, value in zip(last.value.keys, last.value.values, strict=True):
-        name, variable = (None if key is None else read_value(key)), read_value(value)
+        before, variable = reader.value(value, last, Region())
+        statements += before
+        name = None if key is None else read_value(key)
         if not isinstance(name, str) or not isinstance(variable, Variable):
             raise Unreadable(last, f"`{ast.unparse(last)}` returns something else than variables by name")
         if name in returned:
             raise Unreadable(last, f"{name!r} is returned twice")
         returned[name] = variable
-    return Body(function.lineno, tuple(arguments[:-1]), statements, returned)
+    return Body(function.lineno, tuple(arguments[:-1]), tuple(statements), returned)
 
 
 def _arguments(function: ast.FunctionDef) -> list[str]:
@@ -68,39 +76,115 @@ class _Reader:
         functions: dict[str, ast.FunctionDef] = {}
         for node in nodes:
             try:
-                if isinstance(node, ast.FunctionDef):
-                    functions[node.name] = node
-                elif isinstance(node, ast.With):
-                    yield from self.statements(node.body, _region(node, region))
-                elif isinstance(node, ast.Assign):
-                    yield self._assignment(node, region, functions)
-                elif not isinstance(node, ast.Pass):
-                    raise Unreadable(node, f"`{_first_line(node)}` is no statement that a rank program has")
+                match node:
+                    case ast.FunctionDef():
+                        functions[node.name] = node
+                    case ast.With():
+                        yield from self.statements(node.body, _region(node, region))
+                    case ast.Assign():
+                        yield from self._assignment(node, region, functions)
+                    case ast.Pass() | ast.Expr(value=ast.Constant()):
+                        pass
+                    case _:
+                        raise Unreadable(node, f"`{_first_line(node)}` is no statement that a rank program has")
             except Unreadable as error:
-                yield Problem(error.line or node.lineno, str(error))
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+                yield Problem(error.line or node.lineno, str(error), tuple(n.id for n in stored))
 
-    def _assignment(self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]) -> Statement:
-        targets = _targets(node)
-        sequence = isinstance(node.targets[0], ast.Tuple)
-        call = node.value
-        if isinstance(call, ast.Name | ast.Attribute) and not sequence:
-            given = read_value(call)
-            if isinstance(given, Variable):  # another name for the same tensor: what an edit may leave
-                return Line(node.lineno, self.source[node.lineno - 1].strip(), targets, ALIAS, (given,), {}, region)
-        if not isinstance(call, ast.Call):
+    def _assignment(
+        self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]
+    ) -> Iterator[Statement]:
+        """The lines of `a = f(g(x))`, and of `a = b = f(x)`."""
+        first, *others = node.targets
+        targets, sequence, call = _targets(first, node), isinstance(first, ast.Tuple), node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "recompute":
+            if region != Region() or others:
+                raise Unreadable(node, "`recompute` is called inside of a region, or for several targets")
+            yield self._recomputed(node, call, targets, functions)
+            return
+        if isinstance(call, ast.Tuple) and sequence and len(call.elts) == len(targets):
+            raise Unreadable(node, f"`{_first_line(node)}` assigns several values in one line")
+        before, value = self._computed(call, node, region)
+        if value is None:
             raise Unreadable(node, f"`{_first_line(node)}` assigns without calling an operator or a conversion")
-        function = _dotted(call.func)
-        if function == "recompute":
-            if region != Region():
-                raise Unreadable(node, "`recompute` is called inside of a region")
-            return self._recomputed(node, call, targets, functions)
-        args = tuple(read_value(a) for a in call.args)
-        kwargs = {k.arg: read_value(k.value) for k in call.keywords if k.arg}
-        if len(kwargs) < len(call.keywords):
-            raise Unreadable(node, f"`{_first_line(node)}` unpacks keyword arguments")
-        whole = self.source[node.lineno - 1].strip()
-        text, _, hint = whole.partition("  # ")
-        return Line(node.lineno, text, targets, function, args, kwargs, region, hint.strip(), sequence)
+        yield from before
+        yield replace(value, targets=targets, hint=self._hint(node), sequence=sequence)
+        for other in others:
+            if sequence or isinstance(other, ast.Tuple):
+                raise Unreadable(node, "several results are assigned to several targets")
+            yield self._line(node, ALIAS, (Variable(targets[0]),), {}, region, _targets(other, node))
+
+    def value(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Any]:
+        """The value of an expression, and the lines that make the tensors in it."""
+        try:
+            return [], read_value(node)
+        except Unreadable:
+            if isinstance(node, ast.List | ast.Tuple):
+                parts = [self.value(item, statement, region) for item in node.elts]
+                lines = [line for before, _ in parts for line in before]
+                items = [value for _, value in parts]
+                return lines, items if isinstance(node, ast.List) else tuple(items)
+            before, made = self._computed(node, statement, region)
+            if made is None:
+                raise
+            name = f"{ast.unparse(node)} at {node.lineno}:{node.col_offset}"
+            return [*before, replace(made, targets=(name,))], Variable(name)
+
+    def _computed(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Line | None]:
+        """The line of an expression that makes a tensor, without a target, and the lines before it; None for any other
+        expression."""
+        match node:
+            case ast.Call():
+                function = _dotted(node.func)
+                if not function.startswith(_CALLED):
+                    read_value(node)  # says what is wrong with it
+                before, args = self._values(node.args, statement, region)
+                names = [k.arg for k in node.keywords]
+                if None in names or len(set(names)) < len(names):
+                    raise Unreadable(node, f"`{_first_line(statement)}` unpacks keyword arguments, or names one twice")
+                more, named = self._values([k.value for k in node.keywords], statement, region)
+                kwargs = {name: value for name, value in zip(names, named, strict=True) if name}
+                return [*before, *more], self._line(statement, function, tuple(args), kwargs, region)
+            case ast.BinOp(left=left, right=right) | ast.Compare(left=left, ops=[_], comparators=[right]):
+                before, operands = self._values([left, right], statement, region)
+            case ast.UnaryOp(operand=operand):
+                before, operands = self._values([operand], statement, region)
+            case ast.Subscript(value=of, slice=ast.Constant() | ast.UnaryOp() as place) if not isinstance(
+                of, ast.Tuple
+            ):
+                before, (sequence,) = self._values([of], statement, region)
+                place = read_value(place)
+                if type(place) is not int or not isinstance(sequence, Variable):
+                    return [], None
+                return before, self._line(statement, ITEM, (sequence, place), {}, region)
+            case ast.Name() | ast.Attribute():
+                given = read_value(node)
+                return [], self._line(statement, ALIAS, (given,), {}, region) if isinstance(given, Variable) else None
+            case _:
+                return [], None
+        found = python_operator(node, operands)
+        return before, None if found is None else self._line(statement, *found, {}, region)
+
+    def _values(self, nodes: Sequence[ast.expr], statement: ast.stmt, region: Region) -> tuple[list[Line], list[Any]]:
+        found = [self.value(node, statement, region) for node in nodes]
+        return [line for before, _ in found for line in before], [value for _, value in found]
+
+    def _line(
+        self,
+        node: ast.stmt,
+        function: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        region: Region,
+        targets: tuple[str, ...] = (),
+    ) -> Line:
+        text = self.source[node.lineno - 1].strip().partition("  # ")[0]
+        return Line(node.lineno, text, targets, function, args, kwargs, region)
+
+    def _hint(self, node: ast.stmt) -> str:
+        """What the comment says, which stands at the end of the statement."""
+        last = self.source[(node.end_lineno or node.lineno) - 1]
+        return last.encode()[node.end_col_offset or 0 :].decode().partition("# ")[2].strip()
 
     def _recomputed(
         self, node: ast.Assign, call: ast.Call, targets: tuple[str, ...], functions: dict[str, ast.FunctionDef]
@@ -146,10 +230,7 @@ def _region(node: ast.With, region: Region) -> Region:
     return region
 
 
-def _targets(node: ast.Assign) -> tuple[str, ...]:
-    if len(node.targets) != 1:
-        raise Unreadable(node, "one value is assigned to several targets")
-    target = node.targets[0]
+def _targets(target: ast.expr, node: ast.Assign) -> tuple[str, ...]:
     names = target.elts if isinstance(target, ast.Tuple) else [target]
     if not all(isinstance(n, ast.Name) for n in names):
         raise Unreadable(node, f"`{ast.unparse(target)}` is no variable")

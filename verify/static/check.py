@@ -31,11 +31,12 @@ from verify.static.ranks import check_ranks
 from verify.static.reader import read_role
 from verify.static.record import MANIFEST, check_manifest
 from verify.static.schedule import check_schedule
-from verify.static.stage import Noted, Reading, read_stage
+from verify.static.stage import read_stage
 from verify.static.stored import check_stored, stored_tensors
 from verify.static.text import RoleText
 from verify.static.uniform import uniform_dims
 from verify.static.values import Unreadable
+from verify.static.walk import Noted, Reading
 from verify.verdict import Verdict
 
 PROVED = Verdict.PROVED_BOUNDED  # for every value, at the sizes of the text

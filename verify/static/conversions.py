@@ -31,9 +31,7 @@ from verify.static.uniform import NO_DIMS, Dims, same_piece
 _BY_FUNCTION: Mapping[str, tuple[type, type, Row]] = {
     row.function: (before, after, row) for (before, after), row in ROWS.items()
 }
-_CUT = ("dim", "outer", "sections", "sizes")
 _TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
-_EXCHANGE = ("from_dim", "to_dim", "from_outer", "to_outer", "from_sizes", "to_sizes")
 
 
 def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
@@ -42,9 +40,9 @@ def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: 
     if name not in _BY_FUNCTION:
         raise Mistake("program_unreadable", f"`{line.function}` is no row of the communication table")
     before, after, row = _BY_FUNCTION[name]
-    axis, rest = _axis(line, axes)
+    axis = _axis(line, axes)
     parts, have = axes.sizes[axis], held.layout[axis]
-    given = _given(line, rest, before, after)
+    given = _given(line)
     _check_direction(line, row, axes.names[axis], parts, tensor)
     if parts == 1:
         _check_alone(line, given, tensor)
@@ -66,25 +64,20 @@ def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: 
     return Held(held.tensor, normal(layout, axes.sizes, tensor.needs_grad))
 
 
-def _axis(line: Line, axes: Axes) -> tuple[int, tuple[Any, ...]]:
-    if len(line.args) < 2 or not isinstance(line.args[1], Variable) or not line.args[1].stored:
+def _axis(line: Line, axes: Axes) -> int:
+    axis = line.kwargs.get("axis")
+    if not isinstance(axis, Variable) or not axis.stored:
         raise Mistake("program_unreadable", f"`{line.text}` names no axis")
-    name = line.args[1].name
-    if name not in axes.names:
-        raise Mistake(
-            "communication_mismatch", f"`{line.text}` communicates over {name!r}, and the axes are {list(axes.names)}"
-        )
-    return axes.names.index(name), line.args[2:]
+    if axis.name not in axes.names:
+        message = f"`{line.text}` communicates over {axis.name!r}, and the axes are {list(axes.names)}"
+        raise Mistake("communication_mismatch", message)
+    return axes.names.index(axis.name)
 
 
-def _given(line: Line, rest: tuple[Any, ...], before: type, after: type) -> dict[str, Any]:
+def _given(line: Line) -> dict[str, Any]:
     """The arguments after the axis, by name, with their defaults."""
-    cuts = (before, after).count(Sharded)
-    names = ((), _CUT, _EXCHANGE)[cuts] if (before, after) != (Partial, Invariant) else ("reduction",)
     defaults = {"outer": 1, "from_outer": 1, "to_outer": 1, "reduction": "sum", **dict.fromkeys(_TUPLES, ())}
-    if len(rest) > len(names) or set(line.kwargs) - set(names[len(rest) :]):
-        raise Mistake("program_unreadable", f"`{line.text}` has arguments that the row does not take")
-    given = {**defaults, **dict(zip(names, rest, strict=False)), **line.kwargs}
+    given = {**defaults, **{name: value for name, value in line.kwargs.items() if name not in ("x", "axis")}}
     for name in _TUPLES:
         if not isinstance(given[name], tuple) or not all(type(size) is int for size in given[name]):
             raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no tuple of whole numbers")

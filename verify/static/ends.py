@@ -8,9 +8,10 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, PARTIAL
 from verify.static.causes import disagreement
 from verify.static.held import Held, Mistake, normal
-from verify.static.stage import Noted, Reading, leaf_layout
+from verify.static.stage import leaf_layout
 from verify.static.stored import stored_tensors
 from verify.static.text import StageText
+from verify.static.walk import Noted, Reading
 
 
 def check_ends(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted]]:

@@ -9,9 +9,9 @@ from nnscaler.ir.layout import shape_of_rank
 from verify.static.arguments import same_shape, shape_text
 from verify.static.exchange import exchanged
 from verify.static.held import Held, Mistake, axes_of
-from verify.static.stage import Noted, Reading
 from verify.static.text import ExchangeText, MessageText, StageText
 from verify.static.uniform import NO_DIMS, Dims
+from verify.static.walk import Noted, Reading
 
 Message = MessageText | ExchangeText
 

@@ -9,13 +9,14 @@ Repeated layers are typed once: a typing depends on the call, on the operands' l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any
 
-from op_registry.call import Call
-from op_registry.localize import localise
+from op_registry.call import Call, iterate_tensors
+from op_registry.localize import Shape, localise
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.layout_text import layout_text
@@ -27,12 +28,13 @@ from nnscaler.ir.mesh import Axis
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
-from verify.static.arguments import calls, difference, variables
+from verify.static.arguments import difference, variables
 from verify.static.causes import disagreement
 from verify.static.choices import every_split, legal_choices, matches, told_by, whole_choices
+from verify.static.forms import NoCall, arguments_of, forms, operator_of
 from verify.static.held import Axes, Held, Mistake, normal
 from verify.static.hints import as_told
-from verify.static.random_numbers import draws_numbers, explain_draw
+from verify.static.random_numbers import draws_numbers, explain_draw, place_of_draw, without_place
 from verify.static.text import Line, Mark, Variable
 from verify.static.uniform import NO_DIMS, Dims
 
@@ -49,11 +51,12 @@ class Typing:
 
 @dataclass(frozen=True)
 class Typed:
-    """A line with its operation and its typing."""
+    """A line with its operation and its typing. `sequence`: it returns a list or a tuple."""
 
     operation: Operation
     signature: Signature
     typing: Typing
+    sequence: bool = False
 
 
 Key = tuple[object, ...]
@@ -70,25 +73,41 @@ class Typer:
     classes: dict[Key, tuple[Typed, Axes, int]] = field(default_factory=dict)
     _memo: dict[Key, Typing | None] = field(default_factory=dict)
     _by_inputs: dict[tuple[str, ...], list[Operation]] = field(default_factory=dict)
+    _orders: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by signature
 
     def __post_init__(self) -> None:
         for op in self.graph.operations:
-            self._by_inputs.setdefault(op.inputs, []).append(op)
+            self._by_inputs.setdefault(tuple(op.inputs[i] for i in self._order(op)), []).append(op)
 
-    def type_line(self, line: Line, operands: Sequence[Held], axes: Axes) -> Typed:
-        """Raises Mistake when the line is no operation of the model on these shards."""
-        names = tuple(held.tensor for held in operands)
-        candidates = sorted(self._by_inputs.get(names, ()), key=lambda op: not _named(op, line))
-        layouts = tuple(held.layout for held in operands)
-        for op in candidates:
-            typing = self._typing(op, line, layouts, axes)
-            if typing is not None:
-                return self._counted(op, typing, axes)
-        raise self._explain(line, operands, candidates, axes)
+    def _order(self, op: Operation) -> tuple[int, ...]:
+        """The operation's tensors, by their numbers, in the order of the canonical form."""
+        signature = self.signatures[op.name]
+        if id(signature) not in self._orders:
+            call, order = signature.call, tuple(range(signature.inputs))
+            with suppress(NoCall):
+                order = tuple(t.index for t in iterate_tensors(arguments_of(call.operator, call.args, call.kwargs)))
+            self._orders[id(signature)] = order
+        return self._orders[id(signature)]
+
+    def type_line(self, line: Line, held: Mapping[Variable, Held], axes: Axes) -> Typed:
+        """`line`: in canonical form. Raises Mistake when it is no operation of the model on these shards."""
+        wrong: list[tuple[Line, list[Held], list[Operation]]] = []
+        for form in forms(line):
+            operands = [held[v] for v in variables(form.kwargs)]
+            names = tuple(h.tensor for h in operands)
+            candidates = sorted(self._by_inputs.get(names, ()), key=lambda op: not _named(op, line))
+            for op in candidates:
+                typing = self._typing(op, form, _by_number(operands, self._order(op)), axes)
+                if typing is not None:
+                    return self._counted(op, typing, axes)
+            wrong.append((form, operands, candidates))
+        form, operands, candidates = max(wrong, key=lambda w: any(_named(op, line) for op in w[2]))
+        raise self._explain(form, operands, candidates, axes)
 
     def _counted(self, op: Operation, typing: Typing, axes: Axes) -> Typed:
         signature = self.signatures[op.name]
-        typed = Typed(op, signature, typing)
+        sequence = returns_sequence(signature.call.operator, len(op.outputs))
+        typed = Typed(op, signature, typing, sequence)
         key: Key = (id(signature), typing.choices, axes.pairs)
         first, _, count = self.classes.get(key, (typed, axes, 0))
         self.classes[key] = (first, axes, count + 1)
@@ -101,29 +120,14 @@ class Typer:
         grads = tuple(self.graph.tensors[name].needs_grad for name in op.inputs)
         made = tuple(None if name is None else self.graph.tensors[name].needs_grad for name in op.outputs)
         uniform = tuple(self.uniform.get(name, NO_DIMS) for name in op.inputs)
-        drawn = (line.args[-2:] if draws_numbers(line.function) else None, line.sequence)
-        arguments = repr((self._plain_arguments(line), line.kwargs)) if not operands_only(line) else ""
+        drawn = place_of_draw(line) if draws_numbers(line.function) else ()
+        called = repr((_plain_arguments(line), drawn, line.sequence, len(line.targets)))
         known = (id(signature), layouts, grads, made, uniform, axes.pairs)
-        key: Key = (*known, line.function, arguments, line.hint, repr(drawn))
+        key: Key = (*known, line.function, called, line.hint)
         if key not in self._memo:
             self._memo[key] = next(self._typings(op, line, layouts, axes), None)
         typing = self._memo[key]
-        return None if typing is None or len(line.targets) != len(op.outputs) else typing
-
-    def _plain_arguments(self, line: Line) -> tuple[Any, ...]:
-        """Arguments with tensors as their numbers, so that repeated layers have one key. A number among the arguments
-        is not a tensor's."""
-        numbers = {v: i for i, v in reversed(list(enumerate(variables((line.args, dict(line.kwargs))))))}
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return [plain(v) for v in value]
-            return ("tensor", numbers[value]) if isinstance(value, Variable) else repr(value)
-
-        return tuple(plain(a) for a in self._arguments(line)), tuple(sorted(line.kwargs))
-
-    def _arguments(self, line: Line) -> tuple[Any, ...]:
-        return line.args[:-4] if draws_numbers(line.function) else line.args
+        return None if typing is None or not _taken_apart(line, op) else typing
 
     def _typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
         """Legal typings, the one that the line's comment tells first."""
@@ -173,11 +177,15 @@ class Typer:
             None if name is None else normal([s[i] for s in states], axes.sizes, self.graph.tensors[name].needs_grad)
             for i, name in enumerate(op.outputs)
         ]
-        expected = self._expected(op, choices, outputs, axes)
-        if not calls(line.function, expected.operator, self.user):
+        shapes = [
+            None if n is None or y is None else shape_of_rank(y, axes.pairs, self.graph.tensors[n].shape)
+            for n, y in zip(op.outputs, outputs, strict=True)
+        ]
+        expected = self._expected(op, choices, shapes, axes)
+        if operator_of(line.function, self.user) != expected.operator:
             message = f"`{line.function}` is called where one shard's call is `{expected.operator}`"
             raise Mistake("operation_differs", message, tensor=op.outputs[0])
-        told = _unpacked(expected, line) or difference(expected, line, self._arguments(line), dict(axes.pairs))
+        told = _unpacked(expected, line) or difference(expected, line, self._order(op), shapes, dict(axes.pairs))
         if told:
             raise Mistake("operation_differs", told, tensor=op.outputs[0])
         if draws_numbers(line.function):
@@ -189,17 +197,11 @@ class Typer:
                 raise Mistake("random_numbers_differ", told, cause, op.outputs[0])
         return Typing(choices, tuple(outputs))
 
-    def _expected(self, op: Operation, choices: Sequence[Choice], outputs: Sequence[Layout | None], axes: Axes) -> Call:
-        """The call that one shard makes."""
+    def _expected(self, op: Operation, choices: Sequence[Choice], shapes: Sequence[Shape | None], axes: Axes) -> Call:
+        """The call that one shard makes, whose outputs have these shapes."""
         signature = self.signatures[op.name]
         if signature.spec is None or signature.bound is None:
             return signature.call
-        shapes = [
-            None
-            if name is None or layout is None
-            else shape_of_rank(layout, axes.pairs, self.graph.tensors[name].shape)
-            for name, layout in zip(op.outputs, outputs, strict=True)
-        ]
         try:
             return localise(signature.spec, signature.call, shards_of(signature, choices, axes.pairs), shapes)
         except Refusal as error:
@@ -208,13 +210,12 @@ class Typer:
     # -- what is wrong with a line that is no operation on these shards -----------------------------------------------
 
     def _explain(self, line: Line, operands: Sequence[Held], candidates: Sequence[Operation], axes: Axes) -> Mistake:
-        layouts = [held.layout for held in operands]
         for op in candidates:
             if line.region != op.region:
                 return _region_differs(line, op)
-            if not _random_fits(op, line) or len(line.targets) != len(op.outputs):
+            if not _random_fits(op, line) or not _taken_apart(line, op):
                 continue
-            found = self._best(op, line, layouts, axes)
+            found = self._best(op, line, _by_number(operands, self._order(op)), axes)
             if found.code != "operation_differs" or _named(op, line) or len(candidates) == 1:
                 return found
         meant = next((op for op in self.graph.operations if _named(op, line)), None)
@@ -305,15 +306,33 @@ class Typer:
 
 
 def _unpacked(expected: Call, line: Line) -> str:
-    """Whether a result that is a sequence is unpacked, and one that is a tensor is not."""
-    if line.sequence == returns_sequence(expected.operator, len(line.targets)):
-        return ""
-    return f"its result is {'a tensor' if line.sequence else 'a sequence'}, and the left side takes it for another"
+    """Whether a tensor is taken apart."""
+    if line.sequence and not returns_sequence(expected.operator, len(line.targets)):
+        return "its result is a tensor, and the left side takes it apart"
+    return ""
 
 
-def operands_only(line: Line) -> bool:
-    """Whether a line has no argument besides tensors that each stand once: then its arguments need no key."""
-    return not line.kwargs and all(isinstance(a, Variable) for a in line.args) and len(line.args) == len(set(line.args))
+def _taken_apart(line: Line, op: Operation) -> bool:
+    """Whether the line has a target for every result, or one for all of them."""
+    return len(line.targets) == (len(op.outputs) if line.sequence else 1)
+
+
+def _by_number(operands: Sequence[Held], order: Sequence[int]) -> tuple[Layout, ...]:
+    """The layouts of operands that stand in this order, by their numbers."""
+    return tuple(held.layout for _, held in sorted(zip(order, operands, strict=True), key=lambda entry: entry[0]))
+
+
+def _plain_arguments(line: Line) -> dict[str, Any]:
+    """Arguments with tensors as their numbers, so that repeated layers have one key. A number among the arguments is
+    not a tensor's."""
+    numbers = {v: i for i, v in reversed(list(enumerate(variables(line.kwargs))))}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return ("tensor", numbers[value]) if isinstance(value, Variable) else repr(value)
+
+    return {name: plain(value) for name, value in without_place(line).items()}
 
 
 def _outers(axes: Axes, axis: int) -> tuple[int, ...]:
@@ -330,9 +349,10 @@ def _named(op: Operation, line: Line) -> bool:
 
 
 def _random_fits(op: Operation, line: Line) -> bool:
-    return not draws_numbers(line.function) or (
-        len(line.args) >= 4 and line.args[-4] is Mark.STAGE and line.args[-3] in (op.name, f"{op.name}_of_step")
-    )
+    if not draws_numbers(line.function):
+        return True
+    stage, name, *_ = place_of_draw(line)
+    return stage is Mark.STAGE and name in (op.name, f"{op.name}_of_step")
 
 
 def _told(typing: Typing, shapes: Sequence[tuple[int, ...] | None], axes: Sequence[Axis]) -> str:

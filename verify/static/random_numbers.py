@@ -4,6 +4,7 @@ has to state the layout that its result really has."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.mesh import MICRO
@@ -23,15 +24,28 @@ _DRAWING = frozenset(
     )
 )
 
+_PLACE = ("stage", "name", "states", "logical_shape")
+
 
 def draws_numbers(function: str) -> bool:
     return function in _DRAWING
 
 
+def place_of_draw(line: Line) -> tuple[Any, ...]:
+    """Stage, name, layout and shape of the whole, as a line in canonical form gives them; None for what it does not."""
+    return tuple(line.kwargs.get(name) for name in _PLACE)
+
+
+def without_place(line: Line) -> dict[str, Any]:
+    """The arguments that say what is computed, not where its random numbers lie."""
+    left_out = _PLACE if draws_numbers(line.function) else ()
+    return {name: value for name, value in line.kwargs.items() if name not in left_out}
+
+
 def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: Sequence[int]) -> str:
     """Why the line's draws are not those of its elements; empty where they are."""
-    stage, name, states, told = line.args[-4:]
-    if stage is not Mark.STAGE or not isinstance(states, dict):
+    stage, name, states, told = place_of_draw(line)
+    if stage is not Mark.STAGE or not isinstance(states, dict) or not isinstance(told, list | tuple):
         return f"`{line.text}` does not say where its numbers lie"
     if name not in (op.name, f"{op.name}_of_step"):
         return f"`{line.text}` draws the numbers of `{name}`, and is `{op.name}`"

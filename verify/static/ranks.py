@@ -8,8 +8,8 @@ from math import prod
 
 from nnscaler.ir.mesh import MICRO
 from verify.static.held import Mistake
-from verify.static.stage import Noted
 from verify.static.text import RoleText
+from verify.static.walk import Noted
 
 
 def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:

@@ -1,51 +1,19 @@
-"""Interprets one stage over what its variables hold: stored tensors, inputs and messages in, lines, results out."""
+"""Interprets one stage over what its variables hold: stored tensors, inputs and messages in, results out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.tensor import LogicalTensor
-from verify.static.arguments import variables
-from verify.static.conversions import convert
 from verify.static.held import Axes, Held, Mistake, axes_of, normal
 from verify.static.operations import Typer
 from verify.static.shadowing import shadowing
-from verify.static.text import ALIAS, Body, InputText, Line, Problem, Recomputed, StageText, StoredText, Variable
-from verify.static.uniform import NO_DIMS
-
-Scope = dict[Variable, Held | None]  # None: something was wrong before, so that nothing can be said
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """A mistake, and the line of the text where it is."""
-
-    stage: StageText
-    number: int
-    mistake: Mistake
-
-
-@dataclass
-class Reading:
-    """What is found out about one stage."""
-
-    stage: StageText
-    axes: Axes
-    mistakes: list[Noted] = field(default_factory=list)
-    computed: int = 0
-    converted: int = 0
-    drawn: dict[str, set[str]] = field(default_factory=dict)  # operation -> names it draws numbers under
-    read: set[str] = field(default_factory=set)  # stored variables that some line reads
-    rows: set[str] = field(default_factory=set)  # functions of the conversion table
-    returned: dict[str, Held | None] = field(default_factory=dict)
-    made: dict[str, Held] = field(default_factory=dict)
-
-    def note(self, number: int, mistake: Mistake) -> None:
-        self.mistakes.append(Noted(self.stage, number, mistake))
+from verify.static.text import Body, InputText, StageText, StoredText, Variable
+from verify.static.walk import Reading, Scope, Walk
 
 
 def read_stage(
@@ -66,29 +34,30 @@ def read_stage(
         scope = base | _fed(reading, stage.prepare_inputs, graph, in_time=False)
         scope = _arguments(reading, stage.prepare, scope)
         whole = replace(reading, axes=axes_of(stage.axes, 1))  # `prepare` sees all micro-batches as one
-        _walk(whole, stage.prepare.statements, scope, graph, typer)
+        walk = Walk(whole, graph, typer, scope)
+        walk.statements(stage.prepare.statements)
+        prepared = {n: _prepared(walk, stage.prepare.number, v) for n, v in stage.prepare.returned.items()}
         reading.computed, reading.converted = whole.computed, whole.converted
-        prepared = {n: _prepared(reading, v, scope, graph) for n, v in stage.prepare.returned.items()}
     scope = base | _fed(reading, stage.inputs, graph, in_time=True)
     scope |= {Variable(name): held for name, held in received.items()}
     scope |= {Variable(name): held for name, held in prepared.items() if name not in stage.updates}
     scope = _arguments(reading, stage.forward, scope)
-    _walk(reading, stage.forward.statements, scope, graph, typer)
+    walk = Walk(reading, graph, typer, scope)
+    walk.statements(stage.forward.statements)
     _check_names(reading, stage)
     reading.returned = {n: h for n, h in prepared.items() if n in stage.updates}
     for name, variable in stage.forward.returned.items():
-        reading.returned[name] = _look_up(reading, stage.forward.number, variable, scope)
+        reading.returned[name] = walk.read(stage.forward.number, variable)
     return reading
 
 
-def _prepared(reading: Reading, variable: Variable, scope: Scope, graph: Graph) -> Held | None:
+def _prepared(walk: Walk, number: int, variable: Variable) -> Held | None:
     """A result of `prepare`, which records no gradients."""
-    assert reading.stage.prepare is not None
-    held = _look_up(reading, reading.stage.prepare.number, variable, scope)
-    if held is not None and graph.tensors[held.tensor].needs_grad:
+    held = walk.read(number, variable)
+    if held is not None and walk.graph.tensors[held.tensor].needs_grad:
         message = f"`{held.tensor}` is computed in `prepare`, which records no gradients, and needs one"
         mistake = Mistake("layouts_disagree", message, "the gradient is cut off there", held.tensor)
-        reading.note(reading.stage.prepare.number, mistake)
+        walk.reading.note(number, mistake)
     return held
 
 
@@ -177,68 +146,3 @@ def _check_names(reading: Reading, stage: StageText) -> None:
     for name in set(prepared).intersection(stage.forward.returned):
         message = f"`{name}` is returned by `prepare` and by `forward`"
         reading.note(stage.forward.number, Mistake("program_unreadable", message))
-
-
-def _look_up(reading: Reading, number: int, variable: Variable, scope: Scope) -> Held | None:
-    if variable not in scope:
-        reading.note(number, Mistake("program_unreadable", f"`{variable.name}` is read before it is made"))
-        return None
-    if variable.stored:
-        reading.read.add(variable.name)
-    return scope[variable]
-
-
-def _walk(
-    reading: Reading, statements: Sequence[Line | Recomputed | Problem], scope: Scope, graph: Graph, typer: Typer
-) -> None:
-    for statement in statements:
-        if isinstance(statement, Problem):
-            reading.note(statement.line, Mistake("program_unreadable", statement.why))
-        elif isinstance(statement, Line):
-            _line(reading, statement, scope, graph, typer)
-        else:
-            inner: Scope = {v: held for v, held in scope.items() if v.stored}
-            for name, given in statement.bound:
-                inner[Variable(name)] = _look_up(reading, statement.number, given, scope)
-            _walk(reading, statement.lines, inner, graph, typer)
-            for target, result in zip(statement.targets, statement.results, strict=True):
-                scope[Variable(target)] = _look_up(reading, statement.number, result, inner)
-
-
-def _line(reading: Reading, line: Line, scope: Scope, graph: Graph, typer: Typer) -> None:
-    used = list(variables((line.args, dict(line.kwargs))))
-    if line.is_conversion:
-        used = used[:1]
-    operands = [_look_up(reading, line.number, v, scope) for v in used]
-    for target in line.targets:
-        if target != "_":
-            scope[Variable(target)] = None
-    held = [h for h in operands if h is not None]
-    if len(held) < len(operands):
-        return
-    try:
-        results: list[Held | None]
-        if line.function == ALIAS:
-            results = [*held]
-        elif line.is_conversion:
-            if not held or len(line.targets) != 1:
-                raise Mistake("program_unreadable", f"`{line.text}` converts nothing into one variable")
-            tensor = graph.tensors[held[0].tensor]
-            results = [convert(line, held[0], reading.axes, tensor, typer.uniform.get(tensor.name, NO_DIMS))]
-            reading.converted += 1
-            reading.rows.add(line.function.removeprefix("comm."))
-        else:
-            typed = typer.type_line(line, held, reading.axes)
-            made = zip(typed.operation.outputs, typed.typing.outputs, strict=True)
-            results = [None if n is None or layout is None else Held(n, layout) for n, layout in made]
-            reading.computed += 1
-            if line.function.startswith("ops.") and len(line.args) >= 4 and isinstance(line.args[-3], str):
-                reading.drawn.setdefault(typed.operation.name, set()).add(line.args[-3])
-    except Mistake as mistake:
-        reading.note(line.number, mistake)
-        return
-    for target, result in zip(line.targets, results, strict=True):
-        if target != "_":
-            scope[Variable(target)] = result
-            if result is not None:
-                reading.made[target] = result

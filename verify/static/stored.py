@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.tensor import LogicalTensor
 from verify.static.held import Mistake
-from verify.static.stage import Noted, Reading
 from verify.static.text import StoredText
+from verify.static.walk import Noted, Reading
 
 _KINDS = {"parameter": ("parameter", "frozen"), "buffer": ("buffer",), "constant": ("constant",)}
 

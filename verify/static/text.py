@@ -13,6 +13,7 @@ from nnscaler.ir.layout import State
 from nnscaler.ir.operation import Region
 
 ALIAS = "="  # the function of a line that only names a tensor anew
+ITEM = "[]"  # the function of a line that takes one of the results of another: (variable, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,11 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A place of the text that is outside of the grammar of rank programs."""
+    """A place of the text that is outside of the grammar of rank programs. `targets`: what it would have assigned."""
 
     line: int
     why: str
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

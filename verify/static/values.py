@@ -48,6 +48,8 @@ def read_value(node: ast.expr) -> Any:
             return _arithmetic(node, operator.add, read_value(left), read_value(right))
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _arithmetic(node, operator.mul, read_value(left), read_value(right))
+        case ast.BinOp(left=left, op=ast.Sub() | ast.Div() as op, right=right):
+            return _of_numbers(node, op, read_value(left), read_value(right))
         case ast.Subscript(value=ast.Tuple() as table, slice=place):
             return _entry(node, read_value(table), read_value(place))
         case ast.IfExp() | ast.Compare() | ast.BoolOp():
@@ -107,6 +109,14 @@ def _is_state(state: Any) -> bool:
         return False
     whole = all(type(n) is int and n >= 0 for n in (state.dim, state.outer, *state.sections, *state.sizes))
     return whole and state.outer >= 1 and not (state.sections and (state.outer > 1 or state.sizes))
+
+
+def _of_numbers(node: ast.expr, op: ast.operator, left: Any, right: Any) -> int | float:
+    """A difference or a quotient of two plain numbers."""
+    if type(left) in (int, float) and type(right) in (int, float) and (isinstance(op, ast.Sub) or right != 0):
+        difference: int | float = left - right if isinstance(op, ast.Sub) else left / right
+        return difference
+    raise Unreadable(node, f"`{ast.unparse(node)}` is arithmetic that a rank program does not have")
 
 
 def _arithmetic(node: ast.expr, function: Any, left: Any, right: Any) -> Any:
