@@ -1,4 +1,4 @@
-"""The user's model file: `build_model()` (or another factory) and `sample_inputs()`.
+"""The user's model file, or module: `build_model()` (or another factory) and `sample_inputs()`.
 
 The user's code runs here, so its errors are reported as the user's: with the line of the file, without our frames.
 """
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError, SourceLocation
+from nnscaler.targets import find_target, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,16 +62,13 @@ class ModelFile:
 
 
 def load_model_file(target: str, seed: int, loss: str | None = None) -> ModelFile:
-    """Imports `model.py` or `model.py::factory` and makes its sample batch; torch is seeded before each call.
-    `loss`: `file.py::function`, for a model that returns no loss.
+    """Import `model.py`, `model.py::factory` or `package.module:factory` and make its sample batch; torch is seeded
+    before each call. `loss`: such a target of a function, for a model that returns no loss.
 
     Raises NnscalerError: `no_such_file`, `model_import_failed`, `model_incomplete` (with a template), `model_raised`.
     """
-    file, _, factory = target.partition("::")
+    path, factory = find_target(target)
     factory = factory or "build_model"
-    path = Path(file)
-    if not path.is_file():
-        raise NnscalerError("no_such_file", f"there is no file {file!r}", help="nnscaler verify-plan path/to/model.py")
     module = import_user_file(path)
     build = _function(module, path, factory)
     sample = _function(module, path, "sample_inputs")
@@ -101,14 +99,14 @@ def traced(model: ModelFile, console: Console, specialise: bool = False) -> Trac
 
 
 def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
-    """The function of `file.py::function`. Raises NnscalerError `no_such_file`, `usage` and those of its import."""
+    """Return the function of `file.py::function` or `package.module:function`.
+
+    Raises NnscalerError `no_such_file`, `usage` and those of its import.
+    """
     from nnscaler.tracing.user_loss import check_loss_function
 
-    file, _, name = target.partition("::")
-    if not Path(file).is_file():
-        help_text = "--loss-fn path/to/file.py::function"
-        raise NnscalerError("no_such_file", f"there is no file {file!r}", help=help_text)
-    found: Any = getattr(import_user_file(Path(file)), name or "loss", None)
+    file, name = find_target(target, "--loss-fn path/to/file.py::function")
+    found: Any = getattr(import_user_file(file), name or "loss", None)
     check_loss_function(found, f"{file}::{name or 'loss'}")
     return found  # type: ignore[no-any-return]
 
@@ -137,18 +135,34 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
 def import_user_file(path: Path) -> ModuleType:
     """The module. Raises NnscalerError `model_import_failed` with the user's own line."""
     from nnscaler.runtime.loader import load_user_module
+    from nnscaler.runtime.user_imports import claim_surroundings
 
+    file = path.resolve()
     try:
         return load_user_module(str(path))
     except NnscalerError:
         raise
     except SystemExit as stop:
-        raise NnscalerError(
-            "model_import_failed", f"{path} calls sys.exit({stop.code!r}) when imported", help=_GUARD_MAIN
-        ) from None
+        place = user_frame(stop, file.parent)
+        message = f"{path} calls sys.exit({stop.code!r}) when imported"
+        raise NnscalerError("model_import_failed", message, place, _of_arguments(stop, place) or _GUARD_MAIN) from None
     except Exception as error:
-        place = user_frame(error, path.resolve().parent) or SourceLocation(str(path), 1)
-        raise NnscalerError("model_import_failed", f"cannot import {path.name}: {_say(error)}", place) from error
+        place = user_frame(error, file.parent) or SourceLocation(str(path), 1)
+        help_text = _of_arguments(error, place)
+        if isinstance(error, ModuleNotFoundError):
+            tried = ", ".join(shown(folder) for folder in claim_surroundings(file))
+            help_text = f"looked for it in {tried}, and among the installed packages"
+        message = f"cannot import {path.name}: {_say(error)}"
+        raise NnscalerError("model_import_failed", message, place, help_text) from error
+
+
+def _of_arguments(error: BaseException, place: SourceLocation | None) -> str | None:
+    """A hint for code that reads the command line, which is nnscaler's: it is shown one without arguments."""
+    frames = traceback.extract_tb(error.__traceback__)
+    parses = any(Path(frame.filename).name in ("argparse.py", "optparse.py", "getopt.py") for frame in frames)
+    if not parses and "argv" not in (place.text if place is not None else ""):
+        return None
+    return f"the command line is nnscaler's, and this code sees none: give every argument a default, or {_GUARD_MAIN}"
 
 
 _META = """build it without data, on the meta device, for plans and proofs:
@@ -182,18 +196,22 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
 def _called(function: Callable[[], Any], path: Path, seed: int, what: str) -> Any:
     import torch
 
+    from nnscaler.runtime.loader import without_arguments
+
     torch.manual_seed(seed)
     try:
-        return function()
+        with without_arguments(str(path)):
+            return function()
     except NnscalerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = user_frame(error, path.resolve().parent)
         if isinstance(error, MemoryError) or re.search("(can't|cannot) allocate memory|out of memory", str(error)):
             help = _SMALLER_BATCH if what.startswith("sample_inputs") else _META
             message = f"{what} of {path.name} runs out of memory: {_say(error)}"
             raise NnscalerError("out_of_memory", message, place, help) from error
-        raise NnscalerError("model_raised", f"{what} of {path.name} raises {_say(error)}", place) from error
+        message = f"{what} of {path.name} raises {_say(error)}"
+        raise NnscalerError("model_raised", message, place, _of_arguments(error, place)) from error
 
 
 def _say(error: BaseException) -> str:

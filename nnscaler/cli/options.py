@@ -14,7 +14,7 @@ PLAN_HELP = (
 )
 MODEL_HELP = (
     "a Python file with build_model() -> nn.Module and sample_inputs() -> dict or tuple (one global batch); "
-    "forward returns a scalar loss. file.py::factory takes another factory"
+    "forward returns a scalar loss. file.py::factory takes another factory, package.module:factory one in a package"
 )
 SPECIALISE_HELP = "where the model branches on the values of its data, take the branch that the sample batch takes"
 

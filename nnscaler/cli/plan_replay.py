@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nnscaler.cli.plan_cost import SEARCH
 from nnscaler.cli.plan_source import is_words
 from nnscaler.errors import NnscalerError
+from nnscaler.targets import find_target
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -40,7 +41,7 @@ def make_token(options: argparse.Namespace, ranks: int, backend: str, found: Pla
     from verify.environment import environment
     from verify.plan_token import PlanToken, Source
 
-    file, _, factory = options.model.partition("::")
+    file, factory = find_target(options.model)
     plan: str | None = options.plan
     document, policy = None, None
     if found is not None:

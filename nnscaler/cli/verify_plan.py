@@ -18,6 +18,7 @@ from nnscaler.cli.options import (
 )
 from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, write_text
+from nnscaler.targets import find_target
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -119,8 +120,7 @@ def run(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> Report:
     """Verifies what the options say. Raises NnscalerError for what could not be run."""
-    if not Path(options.model.partition("::")[0]).is_file():
-        raise NnscalerError("no_such_file", f"there is no file {options.model!r}", help="MODEL is a Python file")
+    find_target(options.model)
     if options.own_weights and options.program is None:
         message = "--own-weights is about the weights in a program's folder, and none is given"
         raise NnscalerError("usage", message, help="name the folder: --program DIR")

@@ -3,7 +3,8 @@
 A user's file may be called anything and stand beside files called anything (`verify.py`, `ir.py`, `types.py`). It is
 loaded as `_nnscaler_user_<folder>.<file>`; its folder goes to the end of `sys.path`, so that it never shadows what
 others import. Where a file of the folder has a name that means something else to the rest of the process, imports
-*written in files of that folder* get the folder's file instead (`user_imports`).
+*written in files of that folder* get the folder's file instead (`user_imports`). A file in a package is loaded as the
+package's module.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType, ModuleType
 
 from nnscaler.runtime.communicator import ProgramError
-from nnscaler.runtime.user_imports import claim_folder, package_of, spec_of
+from nnscaler.runtime.user_imports import claim_surroundings, package_module, package_of, spec_of
 
 Transform = Callable[[str, str], CodeType]
 
@@ -52,7 +54,8 @@ def load_role(path: str | Path, *, transform: Transform | None = None) -> Module
 
 
 def load_user_module(path: str | Path) -> ModuleType:
-    """The module of a user's file, executed once per process.
+    """The module of a user's file, executed once per process. It sees a command line without arguments: nnscaler's are
+    not for it.
 
     Raises UserFileError when the file is missing or imports relatively to a package that it is not in; what its code
     raises is passed on.
@@ -60,11 +63,29 @@ def load_user_module(path: str | Path) -> ModuleType:
     file = Path(path).resolve()
     if not file.is_file():
         raise UserFileError(f"file {_shown(path)} does not exist")
-    claim_folder(file.parent)
-    name = f"{package_of(file.parent)}.{_identifier(file.stem)}"
+    claim_surroundings(file)
+    in_package = package_module(file)
+    name = in_package or f"{package_of(file.parent)}.{_identifier(file.stem)}"
     loaded = sys.modules.get(name)
     if loaded is not None:
         return loaded
+    importlib.invalidate_caches()
+    with without_arguments(str(file)):
+        return importlib.import_module(in_package) if in_package is not None else _load_alone(file, name, path)
+
+
+@contextmanager
+def without_arguments(program: str) -> Iterator[None]:
+    """While open, `sys.argv` is that of a program that is called without arguments."""
+    before = sys.argv
+    sys.argv = [program]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _load_alone(file: Path, name: str, path: str | Path) -> ModuleType:
     spec = spec_of(name, file)
     if spec is None or spec.loader is None:
         raise UserFileError(f"{_shown(path)} is not a Python file: its name must end in .py")
@@ -75,7 +96,7 @@ def load_user_module(path: str | Path) -> ModuleType:
     except BaseException as error:
         sys.modules.pop(name, None)
         if isinstance(error, ImportError) and "relative import" in str(error):
-            message = f"{_shown(path)}: {error}; a model file is loaded by itself: import its siblings by name"
+            message = f"{_shown(path)}: {error}; its folder is no package (no __init__.py): import its siblings by name"
             raise UserFileError(message) from error
         raise
     return module

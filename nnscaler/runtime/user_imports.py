@@ -4,6 +4,10 @@
 looks the import function up in the builtins of the *importing* module. So where a folder has such a name, modules from
 that folder are executed with builtins of their own, in which `import x` first looks for the folder's x. Nothing is
 changed for any other module. A folder without such a name is left to Python's ordinary import.
+
+A file in a package (its folder has an `__init__.py`) is the package's module, so that `from ..layers import Block` and
+`from package.layers import Block` give one class. The folder of its outermost package, that of the nearest
+`pyproject.toml` and the `src` in it are on `sys.path`, last.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -21,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 _PREFIX = "_nnscaler_user_"
+_RELATIVE = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 _KEPT = frozenset(sys.builtin_module_names) | {"__future__", "__main__"}
 
 
@@ -36,12 +42,85 @@ def claim_folder(folder: Path) -> None:
         package = ModuleType(name)
         package.__path__ = [str(folder)]
         sys.modules[name] = package
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    _append(folder)
     if name not in {finder.package for finder in sys.meta_path if isinstance(finder, _FolderFinder)}:
         own = own_names(folder)
         if own:
             sys.meta_path.insert(0, _FolderFinder(name, own))
+
+
+def module_name(file: Path) -> tuple[Path, str]:
+    """Return the folder from which a file is imported, and the dotted name that it has there."""
+    names = [] if file.name == "__init__.py" else [file.stem]
+    folder = file.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder.parent != folder:
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return (folder, ".".join(names)) if names else (file.parent, file.stem)
+
+
+def project_folders(start: Path) -> tuple[Path, ...]:
+    """Return the folder of the nearest `pyproject.toml` from `start` upwards, and the `src` in it."""
+    for folder in (start, *start.parents):
+        if (folder / "pyproject.toml").is_file():
+            return tuple(f for f in (folder, folder / "src") if f.is_dir())
+    return ()
+
+
+def claim_surroundings(file: Path) -> tuple[Path, ...]:
+    """Make what a user's file may import importable: its siblings, its package, its project. Gives the folders."""
+    folders = tuple(dict.fromkeys((file.parent, module_name(file)[0], *project_folders(file.parent))))
+    for folder in folders:
+        claim_folder(folder) if folder == file.parent else _append(folder)
+    return folders
+
+
+def find_module(name: str, start: Path) -> tuple[Path | None, tuple[Path, ...]]:
+    """Return the file of the module with this dotted name, and the folders in which it was looked for.
+
+    These are `start`, the `src` in it and the project around it; then come installed packages. Nothing is imported.
+    """
+    folders = tuple(dict.fromkeys(f for f in (start, start / "src", *project_folders(start)) if f.is_dir()))
+    top, *parts = name.split(".")
+    places = [folder / top for folder in folders]
+    try:
+        installed = PathFinder.find_spec(top)
+    except (ImportError, ValueError):
+        installed = None
+    if installed is not None:
+        places += [Path(place) for place in installed.submodule_search_locations or ()]
+        places += [Path(installed.origin).with_suffix("")] if installed.origin and not parts else []
+    for place in places:
+        path = place.joinpath(*parts)
+        for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
+            if file.is_file():
+                return file, folders
+    return None, folders
+
+
+def package_module(file: Path) -> str | None:
+    """Return the name under which a file is imported as the module of its package; None for one that stands alone.
+
+    A package whose name means something else to the process is imported privately, and so are its modules. A file alone
+    among names that mean something else, which imports nothing relatively, is no module of a package either: it means
+    its siblings by those names.
+    """
+    root, name = module_name(file)
+    top = name.partition(".")[0]
+    if file.suffix != ".py" or (root == file.parent and file.name != "__init__.py"):
+        return None
+    if own_names(file.parent) and not _RELATIVE.search(file.read_text(encoding="utf-8", errors="replace")):
+        return None
+    path = root / top
+    if not _means_something_else(top, path):
+        return name
+    claim_folder(root)
+    return f"{package_of(root)}.{name}"
+
+
+def _append(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def own_names(folder: Path) -> frozenset[str]:

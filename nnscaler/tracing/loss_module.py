@@ -14,7 +14,7 @@ from nnscaler.tracing.sample_inputs import SampleInputs
 
 PREFIX = "model"  # the name of the user's module inside `LossModule`
 
-_TEMPLATE = """return the loss from forward, as the output itself, as its `.loss`, or first in a tuple:
+_TEMPLATE = """return the loss from forward, as the output itself, as its `.loss`, or as the only scalar in a tuple:
 
     class WithLoss(torch.nn.Module):
         def __init__(self, model):
@@ -51,24 +51,54 @@ class LossModule(nn.Module):
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar loss in a module's output. Raises NnscalerError "no_loss" when there is none."""
+    """Return the scalar loss in a module's output: itself, its `loss`, or in a tuple the only scalar with a gradient.
+
+    Raises NnscalerError "no_loss" where there is none, or more than one that it may be.
+    """
     found = output
-    if not isinstance(output, Tensor):
-        if isinstance(output, Mapping) and "loss" in output:
-            found = output["loss"]
-        elif isinstance(getattr(output, "loss", None), Tensor):
-            found = output.loss
-        elif isinstance(output, tuple | list) and output:
-            found = output[0]
-    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+    if isinstance(output, Mapping):
+        found = output.get("loss", output)
+    elif isinstance(getattr(output, "loss", None), Tensor):
+        found = output.loss
+    elif isinstance(output, tuple | list):
+        found = _only_scalar(output)
+    if _is_scalar(found):
         return found if found.ndim == 0 else found.reshape(())
     raise NnscalerError("no_loss", f"the model returns {_describe(found)}, not a scalar loss", help=_TEMPLATE)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _only_scalar(output: tuple[Any, ...] | list[Any]) -> Any:
+    """The element that is the loss; the whole where none can be."""
+    scalars = [(place, value) for place, value in enumerate(output) if _is_scalar(value)]
+    trained = [(place, value) for place, value in scalars if value.requires_grad] or scalars
+    plain = [(place, value) for place, value in trained if value.ndim == 0] or trained
+    if len(plain) > 1:
+        places = " and ".join(str(place) for place, _ in plain)
+        message = f"the model returns {_describe(output)}, and any of the scalars at {places} may be the loss"
+        help_text = "return the loss by name, in a dict or a dataclass with `loss`, or detach what is only shown"
+        raise NnscalerError("no_loss", message, help=f"{help_text}; or {_TEMPLATE}")
+    return plain[0][1] if plain else output
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(repr, value)) or 'nothing'}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {', '.join(map(_brief, value)) or 'nothing'}"
     return f"a {type(value).__name__}"
+
+
+def _brief(value: Any) -> str:
+    """`float32[4, 4]`, or a type's name."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
 
 
 def mode_note(module: nn.Module) -> str | None:

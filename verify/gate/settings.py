@@ -25,6 +25,7 @@ from nnscaler.config import (
 )
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.auto import parse_auto
+from nnscaler.targets import find_target
 from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
@@ -223,7 +224,7 @@ def _plan(
     timeout = entry.get("timeout") or model.get("timeout") or values["plan-timeout"].value
     return PlanItem(
         entry.get("name") or plan_name(model["model"], told),
-        from_here(folder, model["model"]),
+        _model(folder, model["model"]),
         options,
         entry.get("seed", values["seed"].value),
         timeout,
@@ -255,6 +256,15 @@ def _sources(
 
 def _is_file(kind: SourceKind, text: str) -> bool:
     return kind == "file" or text.partition("::")[0].endswith(".py")
+
+
+def _model(folder: Path, text: str) -> str:
+    """Return the file and factory that the settings mean. That there is none the item itself says, when it runs."""
+    try:
+        file, factory = find_target(text, folder=folder)
+    except NnscalerError:
+        return from_here(folder, text) if text.partition("::")[0].endswith(".py") else text
+    return from_here(folder, f"{file}::{factory}" if factory else str(file))
 
 
 def from_here(folder: Path, text: str) -> str:
