@@ -56,6 +56,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "shard_raises": "The operator raises an error on a shard that the annotation makes legal.",
         "annotation_does_not_fit": "The operator does not take, or does not return, the shapes of its annotation.",
         "strides_matter": "The operator gives another result for the same values laid out otherwise in memory.",
+        "claim_not_tested": "The annotation claims something that no inputs of the operator exercise.",
         "mutant_survived": "A deliberately wrong variant of the result passes as well: the inputs show too little.",
         "gradient_is_not_derivative": "The operator's own backward is not the derivative of its forward.",
         "input_mutated": "The operator changes a tensor that it is given.",

@@ -19,6 +19,7 @@ from verify.finding import Finding
 from verify.op_checks.enumerate import Unusable
 from verify.op_checks.findings import unusable
 from verify.op_checks.options import OpOptions
+from verify.op_checks.runner import Runner
 from verify.op_checks.target import find_record
 from verify.op_checks.verification import Reproduce, Verification
 from verify.report import Check, Report
@@ -45,14 +46,16 @@ def verify_spec(
     options: OpOptions | None = None,
     reproduce: Reproduce | None = None,
     progress: Callable[[str], None] | None = None,
+    runner: Runner | None = None,
 ) -> Report:
     """As `verify_op`, for an operator's record, in this process.
 
-    `reproduce`: gives the line that findings show. `progress` is told what runs, before it runs.
+    `reproduce`: gives the line that findings show. `progress` is told what runs, before it runs. `runner`: runs the
+    operator on other samples than its own.
     """
     started = time.perf_counter()
     options = options or OpOptions()
-    verification = Verification(spec, options, progress, reproduce)
+    verification = Verification(spec, options, progress, reproduce, runner)
     checks: list[Check] = verification.checks
     findings: list[Finding] = verification.findings
     try:

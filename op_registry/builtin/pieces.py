@@ -7,6 +7,7 @@ Unequal ones are a concatenation `a [b0 b1 b2]`, whose parts are split together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 
 from op_registry.builtin._dims import Dims, annotate, letters, linear_in, linear_in_all, local, parts, tensor, whole
 from op_registry.call import Call, TensorArgument
@@ -95,7 +96,8 @@ def _run(size: int, step: int) -> Iterator[int]:
 def _split(call: Call) -> AnnotationResult:
     dim, wanted = _split_sizes(call)
     names = letters(tensor(call, 0, "self").ndim)
-    if 0 in wanted:  # an empty piece has nothing of the others' identifier
+    # an empty piece has nothing of the others' identifier; unequal ones without a common divisor cannot be cut together
+    if 0 in wanted or (len(set(wanted)) > 1 and gcd(*wanted) == 1):
         return annotate([_with(names, dim, f"{names[dim]}^")], [_with(names, dim, str(s)) for s in wanted])
     pieces, total, sizes = joined(names[dim], wanted)
     return annotate([_with(names, dim, total)], [_with(names, dim, p) for p in pieces]), sizes

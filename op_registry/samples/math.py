@@ -148,7 +148,7 @@ _ATTENTION: tuple[Sample, ...] = (
     S(_SDPA, F(18, 4), F(24, 4), F(24, 30), splits="l v"),
     S(_SDPA, F(4, 6, 12, 3), F(1, 6, 18, 3), F(1, 6, 18, 8), splits="a b l v"),
     S(_SDPA, F(18, 24, 6, 4), F(18, 6, 12, 4), F(18, 6, 12, 30), enable_gqa=True, splits="a g h l v"),
-    S(_SDPA, F(4, 24, 6, 3), F(4, 12, 9, 3), F(4, 12, 9, 8), None, 0.0, True, enable_gqa=True, splits="a g h q v"),
+    S(_SDPA, F(4, 24, 6, 3), F(4, 6, 9, 3), F(4, 6, 9, 8), None, 0.0, True, enable_gqa=True, splits="a g h q v"),
     S(_SDPA, F(4, 24, 6, 3), F(4, 6, 12, 3), F(4, 6, 12, 8), F(1, 24, 6, 12), enable_gqa=True, splits="a g h l v"),
     S(_SDPA, F(4, 24, 6, 3), F(4, 6, 12, 3), F(4, 6, 12, 8), F(4, 1, 6, 12), enable_gqa=True, splits="a g h l v"),
     S(_SDPA, F(4, 6, 12, 3), F(4, 6, 18, 3), F(4, 6, 18, 8), enable_gqa=True, splits="a b l v"),

@@ -47,6 +47,14 @@ def test_verify_op_names_the_identifier(wrong: Wrong) -> None:
     assert wrong.right in str(finding.help) or wrong.code != "annotation_wrong"
 
 
+def test_a_frozen_dim_that_is_unfrozen_is_tested_although_no_sample_lists_it() -> None:
+    spec = default_registry().lookup("aten.roll.default")
+    assert spec is not None and callable(spec.annotation)
+    annotation = spec.annotation
+    report = verify.verify_op("aten.roll", annotation=lambda call: str(annotation(call)).replace("^", ""))
+    assert_refuted(report, "annotation_wrong", "a")
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: w.name)
 def test_verify_op_accepts_what_it_should_have_been(wrong: Wrong) -> None:
     plain = wrong.plain

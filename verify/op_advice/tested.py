@@ -11,6 +11,7 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError, NnscalerError
 from verify.op_advice.question import Question
 from verify.op_checks.check import check_target
+from verify.op_checks.claims import Claimed, claims_of, untested
 from verify.op_checks.concrete import with_tensors
 from verify.op_checks.enumerate import Enumerator, Unusable, bases
 from verify.op_checks.options import DRAWS, OpOptions
@@ -52,8 +53,9 @@ def report_on(spec: OperatorSpec, options: OpOptions | None = None) -> Report:
 
 def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | None = None) -> bool:
     """Whether splits of these identifiers (`*`: of all its dims) pass, on every sample that has them; False where
-    one of them was not compared at all."""
+    something that is claimed of one of them was not compared at all."""
     outcomes: dict[str, Outcome] = {}
+    claimed: list[Claimed] = []
     runner = Runner(spec, replace(options or OpOptions(), prove=False))
     wanted = set(names)
     try:
@@ -64,8 +66,11 @@ def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | N
                 if wanted & {"*" if n.startswith("*") else n for n in bound.tied.get(leader, (leader,))}:
                     outcome = outcomes.setdefault(leader, Outcome())
                     check_target(Enumerator(runner, base), leader, outcome)
+                    claimed += claims_of(base.signature, [leader], runner.options.safeguards)
                     if outcome.failures:
                         return False
     except (Unusable, AnnotationError, NnscalerError):
         return False
-    return bool(outcomes) and all(o.count and not o.survived(DRAWS) for o in outcomes.values())
+    exercised = {claim for outcome in outcomes.values() for claim in outcome.exercised}
+    shown = all(o.count and not o.survived(DRAWS) for o in outcomes.values())
+    return bool(outcomes) and shown and not untested(claimed, exercised)

@@ -13,6 +13,8 @@ from verify.op_checks.runner import Runner, WholeRaised
 from verify.report import Check
 from verify.verdict import Verdict
 
+SHOWN = 3  # untested claims in a check's detail
+
 
 def check_target(enumerator: Enumerator, target: Target, outcome: Outcome | None = None) -> Outcome:
     """Every case of one identifier or linear set; stops at the first failure."""
@@ -22,11 +24,12 @@ def check_target(enumerator: Enumerator, target: Target, outcome: Outcome | None
 
 
 def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = None) -> Outcome:
-    """Adds the cases' results to an outcome; stops at the first failure, and where the budget of cases is spent."""
+    """Adds the cases' results to an outcome; stops at the first failure, and where the budget of one claim is spent."""
     outcome = outcome or Outcome()
     budget = runner.options.cases
+    before = outcome.cases
     for case in cases:
-        if budget is not None and outcome.cases >= budget:
+        if budget is not None and outcome.cases - before >= budget:
             break
         try:
             outcome.add(runner.run(case))
@@ -44,7 +47,7 @@ def as_check(name: str, outcome: Outcome, seconds: float, strength: Strength = T
     details: list[str] = []
     if refuted:
         verdict = Verdict.REFUTED
-    elif not outcome.count or outcome.survived(DRAWS):
+    elif not outcome.count or outcome.untested or outcome.survived(DRAWS):
         verdict = Verdict.INCONCLUSIVE
     else:
         verdict = strength.verdict
@@ -55,5 +58,6 @@ def as_check(name: str, outcome: Outcome, seconds: float, strength: Strength = T
         if strength.blocker:
             details.append(f"not proved for all sizes: {strength.blocker}")
     elif not refuted:
-        details += outcome.survived(DRAWS) or list(outcome.skipped)
+        details += outcome.survived(DRAWS) or [f"not tested: {claim}" for claim in outcome.untested[:SHOWN]]
+        details = details or list(outcome.skipped)
     return Check(name, verdict, outcome.count, refuted, seconds, "; ".join(details))

@@ -1,8 +1,9 @@
 """Which cases an operator is tested on: enumerated from the annotation and a seed.
 
-Each identifier that may be split, alone: 2, 3 and 4 parts, contiguous and strided, even and uneven, on three kinds of
-draws; shards of one element and other dims of size 1; float32 and bfloat16. Each set of operands in which the operator
-is linear, on partial sums. Then pairs of these on a mesh of two axes, and one identifier over both.
+Each identifier that may be split, alone: 2, 3 and 4 parts (or the smallest number that divides its size), contiguous
+and strided, even and uneven, section by section, on three kinds of draws; shards of one element and other dims of
+size 1; float32 and bfloat16. Each set of operands in which the operator is linear, on partial sums. Then pairs of these
+on a mesh of two axes, and one identifier over both.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.op_checks.cases import Case, Inputs
+from verify.op_checks.claims import Claimed, Target, form_of
 from verify.op_checks.draw import SECOND_SIZE, SPLIT_SIZE, Style, choose_sizes
 from verify.op_checks.first_inputs import Unusable, first_inputs, first_line
 from verify.op_checks.options import DRAWS, Kind, OpOptions
 from verify.op_checks.runner import Prepared, Runner, WholeRaised
 
-Target = str | frozenset[int]  # an identifier, or a set of operands that hold partial sums
 FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
-OUTERS = (1, 2)
 PAIRS = 15
 LOW = ("float32", "bfloat16")
 NESTED = (3, 2)
@@ -50,13 +50,13 @@ class Base:
         return tuple(found)
 
 
-def leaders_of(signature: Signature, claimed: frozenset[str] | None = None) -> tuple[str, ...]:
-    """Identifiers that may be split, one of each set that is split together. `claimed`: those that a sample's own sizes
-    allow to split, where its sizes are not ours to choose."""
+def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:
+    """Identifiers that the annotation says may be split, one of each set that is split together. `ones`: also those of
+    size 1, which this call cannot show."""
     bound = signature.bound
     assert bound is not None
     names = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.tied.get(n, (n,))[0] == n]
-    return tuple(n for n in names if bound.sizes[n] != 1 and (claimed is None or n in claimed))
+    return tuple(n for n in names if ones or bound.sizes[n] != 1)
 
 
 def bases(runner: Runner) -> list[Base]:
@@ -72,12 +72,19 @@ def bases(runner: Runner) -> list[Base]:
 
 
 def _raise_unusable(runner: Runner) -> None:
-    try:
-        runner.prepare(Inputs(0, (), "given", runner.options.seed))
-    except WholeRaised as raised:
-        message = f"on its sample inputs `{runner.spec.name}` raises {first_line(raised.error)}"
-        raise Unusable("uninformative", message) from None
+    raised = why_unused(runner, 0)
+    if raised:
+        raise Unusable("uninformative", f"on its sample inputs `{runner.spec.name}` raises {raised}")
     raise Unusable("uninformative", f"`{runner.spec.name}` gives NaN, infinity or only zeros on its sample inputs")
+
+
+def why_unused(runner: Runner, sample: int) -> str:
+    """What the operator raises on a sample call; empty if it runs."""
+    try:
+        runner.prepare(Inputs(sample, (), "given", runner.options.seed))
+    except WholeRaised as raised:
+        return first_line(raised.error)
+    return ""
 
 
 def _sample_base(runner: Runner, index: int) -> Base | None:
@@ -87,8 +94,7 @@ def _sample_base(runner: Runner, index: int) -> Base | None:
             signature = runner.prepare(inputs).signature
         except WholeRaised:
             continue
-        claimed = runner.rows[index].splits if runner.rows else None
-        return Base(inputs, signature, leaders_of(signature, claimed), signature.linear)
+        return Base(inputs, signature, leaders_of(signature), signature.linear)
     return None
 
 
@@ -156,21 +162,56 @@ class Enumerator:
         sizes = self.sizes_for([target])
         draws = self.draws(sizes)
         for inputs in draws:
-            for choice in self.choices(target):
-                for parts in self.guards.parts:
-                    yield Case(inputs, (choice,), (parts,))
-            if isinstance(target, str) and self.guards.uneven:
-                for parts in self.guards.parts:
-                    yield Case(inputs, (Split(target),), (parts,), uneven=True)
+            yield from self.forms(target, inputs)
         if isinstance(target, str) and self.guards.small:
             yield from self.small(target)
         if self.guards.dtypes and draws:
             yield from self.low(target, draws)
 
-    def choices(self, target: Target) -> tuple[Choice, ...]:
+    def forms(self, target: Target, inputs: Inputs) -> Iterator[Case]:
+        """Every way of splitting these inputs in a few numbers of shards."""
+        for parts in self.parts(target, inputs.sizes):
+            for choice in self.choices(target, parts, inputs.sizes):
+                yield Case(inputs, (choice,), (parts,))
+            if isinstance(target, str) and self.guards.uneven:
+                yield Case(inputs, (Split(target),), (parts,), uneven=True)
+
+    def resized(self, claim: Claimed) -> Iterator[Case]:
+        """Cases of one claim that no sample's own sizes exercise: the same call with sizes that divide, if it runs."""
+        bound = self.base.signature.bound
+        if self.drawn or not isinstance(claim.target, str) or bound is None:
+            return
+        together = bound.tied.get(claim.target, (claim.target,))
+        for size in (SPLIT_SIZE, 2 * SPLIT_SIZE):
+            for inputs in self.draws(tuple((name, size * (1 + i)) for i, name in enumerate(together)), 1):
+                yield from (case for case in self.forms(claim.target, inputs) if form_of(case) == claim.form)
+
+    def size(self, target: str, sizes: tuple[tuple[str, int], ...]) -> int:
+        assert self.base.signature.bound is not None
+        return dict(sizes).get(target, self.base.signature.bound.sizes[target])
+
+    def parts(self, target: Target, sizes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+        """Numbers of shards; beside the usual ones the smallest that divides, where none of those does."""
+        usual = self.guards.parts
+        if not isinstance(target, str) or any(self.size(target, sizes) % parts == 0 for parts in usual):
+            return usual
+        size = self.size(target, sizes)
+        return (*usual, *(p for p in range(max(usual) + 1, size + 1) if size % p == 0))[: len(usual) + 1]
+
+    def choices(self, target: Target, parts: int, sizes: tuple[tuple[str, int], ...]) -> tuple[Choice, ...]:
+        """What is split so: contiguous blocks first, then strided ones and sections of unequal sizes."""
         if not isinstance(target, str):
             return (RunPartial(target),)
-        return tuple(Split(target, outer) for outer in (OUTERS if self.guards.outers else (1,)))
+        found: list[Choice] = [Split(target)]
+        size = self.size(target, sizes)
+        if self.guards.outers:
+            every = self.parts(target, sizes)
+            outers = (o for o in range(2, size) if any(size % (o * p) == 0 for p in every))
+            found.append(Split(target, next(outers, 2)))
+        if self.guards.sections and size % parts == 0 and size >= 2 * parts:
+            first = parts * max(size // parts // 3, 1)
+            found.append(Split(target, sections=(first, size - first)))
+        return tuple(found)
 
     def small(self, target: str) -> Iterator[Case]:
         """Shards of one element; then every other identifier of size 1."""
@@ -202,7 +243,10 @@ class Enumerator:
             except (WholeRaised, AnnotationError):
                 continue
             for parts in self.guards.parts[:2]:
-                yield Case(other, self.choices(target)[:1], (parts,))
+                yield Case(other, (self.plain(target),), (parts,))
+
+    def plain(self, target: Target) -> Choice:
+        return Split(target) if isinstance(target, str) else RunPartial(target)
 
     def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], Case]]:
         """Two targets on a mesh of two axes, and one identifier over both of them."""
@@ -219,8 +263,7 @@ class Enumerator:
                 if same and isinstance(first, str):
                     yield pair, Case(inputs, (Split(first, 2), Split(first)), (3, 2))
                     continue
-                choices = (self.choices(first)[0], self.choices(second)[0])
-                yield pair, Case(inputs, choices, NESTED)
+                yield pair, Case(inputs, (self.plain(first), self.plain(second)), NESTED)
 
 
 def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[Runner, Case]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.finding import Finding
+from verify.op_checks.claims import Claimed
 from verify.op_checks.enumerate import Unusable
 from verify.op_checks.runner import CaseResult
+
+SHOWN = 4  # claims and reasons in a finding
 
 
 def wrong_split(spec: OperatorSpec, result: CaseResult, help: str | None) -> Finding:
@@ -109,6 +112,26 @@ def unusable(spec: OperatorSpec, problem: Unusable) -> Finding:
     elif problem.code in ("annotation_does_not_fit", "uninformative"):
         help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs on which the operator runs"
     return Finding(problem.code, str(problem), spec.where, help=help)
+
+
+def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[str]) -> Finding:
+    """Claims that no inputs exercise; a split of a dim whose size does not divide shows nothing."""
+    first = claims[0]
+    what = f"`{first.target}`" if isinstance(first.target, str) else f"partial sums in inputs {sorted(first.target)}"
+    message = f"no inputs of `{spec.name}` test all of what `{first.text}` says of {what}"
+    facts: dict[str, list[str]] = {}
+    for claim in claims[:SHOWN]:
+        facts.setdefault(f"not tested under `{claim.text}`", []).append(str(claim))
+    shown = {key: "; ".join(values) for key, values in facts.items()}
+    if len(claims) > SHOWN:
+        shown["and"] = f"{len(claims) - SHOWN} more"
+    help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs that do"
+    if isinstance(first.target, str):
+        help = (
+            f"give a sample in which `{first.target}` is 12 (sample_inputs=): it divides by 2, 3 and 4, and into"
+            f" strided and unequal shards; or freeze it: `{first.target}^`"
+        )
+    return Finding("claim_not_tested", message, spec.where, shown, cause="; ".join(reasons[:SHOWN]) or None, help=help)
 
 
 def survived(spec: OperatorSpec, target: str, variants: list[str]) -> Finding:

@@ -22,6 +22,7 @@ class Safeguards:
     pairs              two identifiers (or linear sets) split on a mesh of two axes
     uneven             shards of unequal sizes, where the operator's call is not rewritten
     outers             strided shards
+    sections           shards of each section of a dim
     values             kinds of draws
     distinct_sizes     a size of its own for every identifier
     dtypes             float32 and bfloat16 beside float64
@@ -40,6 +41,7 @@ class Safeguards:
     pairs: bool = True
     uneven: bool = True
     outers: bool = True
+    sections: bool = True
     values: tuple[Kind, ...] = KINDS
     distinct_sizes: bool = True
     dtypes: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verify.op_checks.claims import Claimed, exercised_by
 from verify.op_checks.runner import CaseResult
 
 
@@ -11,7 +12,8 @@ from verify.op_checks.runner import CaseResult
 class Outcome:
     """`count` tensors were compared in `cases` cases, `exact` of them bitwise equal. `skipped` has the reasons of
     partitions that are not legal. `variants`: (tensor, wrong variant) -> whether it was killed, whether it
-    may be void, and the seeds of the draws."""
+    may be void, and the seeds of the draws. `exercised`: the claims that some case compared; `untested`: those that
+    the annotation makes and no case did."""
 
     cases: int = 0
     count: int = 0
@@ -20,6 +22,8 @@ class Outcome:
     skipped: dict[str, None] = field(default_factory=dict)
     half_line: bool = False  # only positive inputs show anything
     variants: dict[tuple[str, str], tuple[bool, bool, frozenset[int]]] = field(default_factory=dict)
+    exercised: set[Claimed] = field(default_factory=set)
+    untested: tuple[Claimed, ...] = ()
 
     def add(self, result: CaseResult) -> None:
         """Takes one result in."""
@@ -29,6 +33,9 @@ class Outcome:
         self.cases += 1
         if result.compared is not None:
             self.count += result.compared.count
+            claim = exercised_by(result.case, result.signature)
+            if claim is not None and result.compared.count:
+                self.exercised.add(claim)
             self.exact += result.compared.exact
             if not result.failed:
                 for v in result.compared.variants:

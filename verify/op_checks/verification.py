@@ -14,10 +14,11 @@ from verify.op_advice.widen import repair
 from verify.op_checks.audit import audit
 from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
+from verify.op_checks.claims import Claimed, claims_of, untested
 from verify.op_checks.derivative import check_derivative
 from verify.op_checks.derived import derived_linear, wider
-from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases
-from verify.op_checks.findings import refuted_by_proof, survived, unusable, wrong_linear, wrong_split
+from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
+from verify.op_checks.findings import not_tested, refuted_by_proof, survived, unusable, wrong_linear, wrong_split
 from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
@@ -66,10 +67,11 @@ class Verification:
         options: OpOptions,
         progress: Callable[[str], None] | None = None,
         reproduce: Reproduce | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.spec = spec
         self.options = options
-        self.runner = Runner(spec, options, progress)
+        self.runner = runner or Runner(spec, options, progress)
         self.progress = progress
         self.reproduce = reproduce
         self.checks: list[Check] = []
@@ -89,11 +91,11 @@ class Verification:
         seconds = time.perf_counter() - started
         detail = "fits its annotation"
         fits = Check("whole operator", Verdict.TESTED_EXACT, len(found), 0, seconds, detail, supporting=True)
-        self.checks.append(fits)
+        self.checks.append(self.unused(found) or fits)
         for position, name in found[0].inputs.whole_numbers:
             drawn = f"integers below `{name}`" if name else "booleans"
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
-        if not any(b.leaders or b.linear for b in found):
+        if not any(leaders_of(b.signature, ones=True) or b.linear for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
         self.audit(found)
         if any(f.code in _NOTHING_TO_COMPARE for f in self.findings):
@@ -111,6 +113,16 @@ class Verification:
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
+
+    def unused(self, found: list[Base]) -> Check | None:
+        """Sample calls on which the operator raises, as a check that is open: what they were to show is not tested."""
+        used = {base.inputs.sample for base in found}
+        missing = [i for i in range(self.runner.samples) if i not in used]
+        if not missing:
+            return None
+        message = f"on sample call {missing[0]} `{self.spec.name}` raises {why_unused(self.runner, missing[0])}"
+        self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
+        return Check("whole operator", Verdict.INCONCLUSIVE, len(found), 0, detail=message)
 
     def advise(self, found: list[Base]) -> None:
         """What a user's operator could do and does not claim."""
@@ -206,11 +218,13 @@ class Verification:
         for name, kind, group in _identifiers(found):
             started = time.perf_counter()
             outcome = Outcome()
-            for _, base in group:
+            shown = [(index, base) for index, base in group if name in base.leaders]
+            for _, base in shown:
                 check_target(Enumerator(self.runner, base), name, outcome)
                 if outcome.failures:
                     break
-            needs: list[tuple[int, Target]] = [(index, name) for index, _ in group]
+            needs: list[tuple[int, Target]] = [(index, name) for index, _ in shown]
+            outcome.untested = self.retried(outcome, name, [base for _, base in group])
             self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started, needs)
             if outcome.failures and self.options.fail_fast:
                 return
@@ -226,7 +240,24 @@ class Verification:
                 if not outcome.failures:
                     check_target(Enumerator(self.runner, base), slots, outcome)
         needs: list[tuple[int, Target]] = [(i, slots) for i, base in enumerate(found) for slots in base.linear]
+        outcome.untested = self.untested(outcome, [(base, slots) for base in found for slots in base.linear])
         self.conclude("partial sums pass through", "partial sums", outcome, started, needs)
+
+    def retried(self, outcome: Outcome, name: str, group: list[Base]) -> tuple[Claimed, ...]:
+        """What is claimed of a split of `name` and shown by no sample, whatever sizes it is given."""
+        for claim in self.untested(outcome, [(base, name) for base in group]):
+            for base in group:
+                if claim not in outcome.exercised and not outcome.failures:
+                    run_cases(self.runner, Enumerator(self.runner, base).resized(claim), outcome)
+        return self.untested(outcome, [(base, name) for base in group])
+
+    def untested(self, outcome: Outcome, targets: list[tuple[Base, Target]]) -> tuple[Claimed, ...]:
+        """What is claimed of these targets, and no case has shown. Nothing is said of it where one failed."""
+        if outcome.failures:
+            return ()
+        guards = self.options.safeguards
+        claimed = [claim for base, target in targets for claim in claims_of(base.signature, [target], guards)]
+        return untested(claimed, outcome.exercised)
 
     def pairs(self, found: list[Base]) -> None:
         """Two targets at once. Only what holds alone is tried."""
@@ -259,8 +290,8 @@ class Verification:
         if outcome.half_line:
             note = f"`{self.spec.name}` gives NaN or infinity on some inputs: what passed holds on positive inputs"
             self.notes[note] = None
-        if not outcome.count and outcome.skipped:
-            self.notes[f"{target} was not tested: {'; '.join(outcome.skipped)}"] = None
+        if outcome.untested and (outcome.count or outcome.skipped or not needs):
+            self.findings.append(not_tested(self.spec, outcome.untested, tuple(outcome.skipped)))
         elif not outcome.count and not any(f.code == "uninformative" for f in self.findings):
             message = f"`{self.spec.name}` gives NaN, infinity or only zeros on all inputs tried"
             self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
@@ -282,12 +313,12 @@ class Verification:
 
 
 def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:
-    """Identifiers with their kind, and the sample calls in which they may be split so."""
+    """Identifiers with their kind, and the sample calls whose annotation says that they may be split so."""
     groups: dict[tuple[str, str], list[tuple[int, Base]]] = {}
     for index, base in enumerate(found):
         bound = base.signature.bound
         assert bound is not None
-        for name in base.leaders:
+        for name in leaders_of(base.signature, ones=True):
             mark = bound.marks.get(name, "")
             reduction = bound.reductions.get(name, "sum")
             kind = "spatial" if not mark else "reduction" if reduction == "sum" else f"reduction ({reduction})"

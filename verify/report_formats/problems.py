@@ -27,6 +27,7 @@ UNDECIDED = frozenset(
         "reference_not_finite",
         "timed_out",
         "operator_timed_out",
+        "claim_not_tested",
         "mutant_survived",
         "uninformative",
         "random_operator",

@@ -117,9 +117,9 @@ def _asked(
     safeguards: Safeguards,
 ) -> AskedClaim:
     answer = ask(subject, signature, identifier, safeguards)
-    true = answer.found == "passes" and truly_holds(subject, signature, claim, identifier)
+    true = answer.found == "passes" and truly_holds(subject, signature, identifier)
     found = AskedClaim(subject, signature, claim, identifier, text, answer, true)
-    if answer.found == "values" and not confirmed(subject, signature, claim, identifier, answer):
+    if answer.found == "values" and not confirmed(subject, signature, identifier, answer):
         table.disputed.append(found)
     return found
 

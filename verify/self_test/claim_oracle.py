@@ -25,7 +25,7 @@ from verify.op_checks.partition import AXES, Partition, ShardRaised, compare_par
 from verify.op_checks.preflight import tried_on_meta
 from verify.op_checks.random_calls import random_arguments
 from verify.op_checks.runner import Prepared
-from verify.self_test.claims import PARTS, Claim, claims_of
+from verify.self_test.claims import PARTS
 from verify.self_test.second_opinion import holds
 from verify.self_test.subjects import Subject
 
@@ -125,7 +125,7 @@ def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) ->
     return True
 
 
-def truly_holds(subject: Subject, signature: Signature, claim: Claim, identifier: str) -> bool:
+def truly_holds(subject: Subject, signature: Signature, identifier: str) -> bool:
     """The second opinion on a claim that passes."""
     decided = False
     for seed in range(OPINION_SEEDS):
@@ -135,22 +135,16 @@ def truly_holds(subject: Subject, signature: Signature, claim: Claim, identifier
         for parts in OPINION_PARTS:
             if explain_illegal_choice(signature, Split(identifier), parts) is not None:
                 continue
-            opinion = holds(other.whole, signature, claim, identifier, parts, seed)
+            opinion = holds(other.whole, signature, Split(identifier), parts, seed)
             if opinion is False:
                 return False
             decided = decided or opinion is True
     return decided
 
 
-def confirmed(subject: Subject, signature: Signature, claim: Claim, identifier: str, answer: Answer) -> bool:
+def confirmed(subject: Subject, signature: Signature, identifier: str, answer: Answer) -> bool:
     """Whether the second opinion also finds a refuted claim false, on the very split that refuted it."""
-    if answer.outer > 1:
-        split = Split(identifier, answer.outer)
-        claim = next(c for c in claims_of(signature) if c == claim)
-        partition = make_partition(signature, [split], [answer.parts])
-        states_in = tuple(states[0] for states in partition.states_in)
-        claim = replace(claim, inputs=states_in, outputs=tuple(states[0] for states in partition.states_out))
     for seed, prepared in enumerate(subject.runs):
-        if holds(prepared.whole, signature, claim, identifier, answer.parts, seed) is not True:
+        if holds(prepared.whole, signature, Split(identifier, answer.outer), answer.parts, seed) is not True:
             return True
     return False

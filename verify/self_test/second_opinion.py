@@ -1,7 +1,7 @@
-"""Whether a claim is true, decided another way than by the oracle under test.
+"""Decide whether a choice is right, another way than the oracle under test does.
 
 A shard is read off an explicit list of positions, every rank runs by itself with its own backward pass, inputs and
-cotangents are real numbers, and partial sums random. 2, 3 and 5 parts, four seeds.
+cotangents are real numbers, and partial sums random.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from torch import Tensor
 from op_registry.localize import localise
 from op_registry.spec import Refusal
 
-from nnscaler.ir.derive import shards_of
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
-from nnscaler.ir.placement import Split
+from nnscaler.ir.derive import input_states, output_states, shards_of
+from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State, shape_of_rank
+from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import function_of, outputs_of, with_tensors
 from verify.op_checks.partition import make_partition
 from verify.op_checks.random_calls import random_arguments
 from verify.op_checks.whole import Whole
-from verify.self_test.claims import Claim
 
 AXIS = "shards"
 BOUND = 1e-9  # relative to the largest value: rounding in float64 is far below, a wrong claim far above
@@ -35,16 +34,27 @@ Values = Sequence[Tensor | None]
 class _Question:
     whole: Whole
     signature: Signature
-    claim: Claim
-    identifier: str
+    choice: Choice
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
     parts: int
     generator: torch.Generator
 
 
-def holds(whole: Whole, signature: Signature, claim: Claim, identifier: str, parts: int, seed: int) -> bool | None:
-    """Whether the claim holds on this run of the whole; None where the operator's hook cannot make this split."""
+def holds(
+    whole: Whole,
+    signature: Signature,
+    choice: Choice,
+    parts: int,
+    seed: int,
+    inputs: tuple[State, ...] | None = None,
+) -> bool | None:
+    """Whether the choice is right on this run of the whole; None where the operator's hook cannot make it. `inputs`:
+    states to give the operands instead of those that follow from the annotation."""
     generator = torch.Generator().manual_seed(seed)
-    question = _Question(whole, signature, claim, identifier, parts, generator)
+    given = input_states(signature, choice) if inputs is None else inputs
+    outputs = output_states(signature, choice, len(signature.call.outputs))
+    question = _Question(whole, signature, choice, given, outputs, parts, generator)
     try:
         return _decide(question)
     except Refusal:
@@ -56,6 +66,12 @@ def holds(whole: Whole, signature: Signature, claim: Claim, identifier: str, par
 def positions(size: int, state: Sharded, parts: int, rank: int) -> Tensor:
     """The entries of a dim that a rank holds, in order."""
     kept: list[int] = []
+    if state.sizes:
+        block, before = size // state.outer, sum(state.sizes[:rank])
+        if block != sum(state.sizes) or block * state.outer != size:
+            raise ValueError(f"{size} is not {state.outer} x {state.sizes}")
+        kept = [e for e in range(size) if before <= e % block < before + state.sizes[rank]]
+        return torch.tensor(kept, dtype=torch.long)
     start = 0
     for length in state.sections or (size,):
         inner = length // (state.outer * parts)
@@ -73,7 +89,7 @@ def _shard(tensor: Tensor, state: State, parts: int, rank: int) -> Tensor:
 
 
 def _terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError("partial sums of integers")
     terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
     return [*terms, tensor - sum(terms, torch.zeros_like(tensor))]
@@ -85,15 +101,15 @@ def _decide(q: _Question) -> bool:
         _terms(t, q.parts, q.generator)
         if isinstance(state, Partial)
         else [_shard(t, state, q.parts, r) for r in range(q.parts)]
-        for t, state in zip(tensors, q.claim.inputs, strict=True)
+        for t, state in zip(tensors, q.inputs, strict=True)
     ]
     spec = q.signature.spec
     assert spec is not None
-    split = Split(q.identifier)
-    shards = shards_of(q.signature, [split], [(AXIS, q.parts)])
+    axes = [(AXIS, q.parts)]
+    shards = shards_of(q.signature, [q.choice], axes)
     shapes = [
-        None if o is None else tuple(_shard(o, s, q.parts, 0).shape)
-        for o, s in zip(q.whole.outputs, q.claim.outputs, strict=True)
+        None if o is None else shape_of_rank((s,), axes, tuple(o.shape))
+        for o, s in zip(q.whole.outputs, q.outputs, strict=True)
     ]
     call = localise(spec, q.signature.call, shards, shapes)
     function: Callable[..., Any] = function_of(call.operator, spec)
@@ -103,7 +119,7 @@ def _decide(q: _Question) -> bool:
         leaves = [_leaf(q, i, column[rank]) for i, column in enumerate(columns)]
         args, kwargs = with_tensors(call, leaves, {AXIS: rank})
         if spec.random:
-            kwargs = {**kwargs, **random_arguments(make_partition(q.signature, [split], [q.parts]), (rank,))}
+            kwargs = {**kwargs, **random_arguments(make_partition(q.signature, [q.choice], [q.parts]), (rank,))}
         found = outputs_of(function(*args, **kwargs))
         outputs.append([None if o is None else o.detach() for o in found])
         gradients.append(_gradients(q, found, leaves, rank))
@@ -119,7 +135,7 @@ def _leaf(q: _Question, index: int, value: Tensor) -> Tensor:
 def _gradients(q: _Question, found: Values, leaves: Sequence[Tensor], rank: int) -> Values:
     """Cotangents lie as outputs do; of a partial sum, every rank gets the whole one."""
     ends, seeds = [], []
-    for output, cotangent, state in zip(found, q.whole.cotangents, q.claim.outputs, strict=True):
+    for output, cotangent, state in zip(found, q.whole.cotangents, q.outputs, strict=True):
         if output is not None and cotangent is not None and output.requires_grad:
             ends.append(output)
             seeds.append(_shard(cotangent, state, q.parts, rank))
@@ -131,7 +147,7 @@ def _gradients(q: _Question, found: Values, leaves: Sequence[Tensor], rank: int)
 
 
 def _outputs_agree(q: _Question, outputs: Sequence[Values]) -> bool:
-    for index, (expected, state) in enumerate(zip(q.whole.outputs, q.claim.outputs, strict=True)):
+    for index, (expected, state) in enumerate(zip(q.whole.outputs, q.outputs, strict=True)):
         if expected is None:
             continue
         pieces = [part[index] for part in outputs]
@@ -146,9 +162,9 @@ def _outputs_agree(q: _Question, outputs: Sequence[Values]) -> bool:
 
 def _gradients_agree(q: _Question, gradients: Sequence[Values]) -> bool:
     """The gradient of a copy is a partial sum, of a partial sum a copy."""
-    if any(isinstance(s, Partial) and s.reduction != "sum" for s in q.claim.outputs):
+    if any(isinstance(s, Partial) and s.reduction != "sum" for s in q.outputs):
         return True
-    for index, state in enumerate(q.claim.inputs):
+    for index, state in enumerate(q.inputs):
         expected = q.whole.gradients[index]
         pieces = [part[index] for part in gradients]
         if expected is None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
+from nnscaler.ir.placement import Split
 from verify.op_checks.cases import Inputs
 from verify.op_checks.options import OpOptions, Safeguards
 from verify.op_checks.runner import Runner
@@ -81,13 +82,11 @@ def test_the_second_opinion_agrees_on_true_and_false_claims() -> None:
     subject = _subject("a b^ -> a", lambda x: x.sum(1), a=6, b=12)
     signature = bind_mutant(subject, "a b+ -> a")
     assert not isinstance(signature, str)
-    claims = {name: claim for claim, name in claims_of(signature).items()}
-    assert truly_holds(subject, signature, claims["b"], "b")
+    assert truly_holds(subject, signature, "b")
     largest = bind_mutant(subject, "a b+max -> a")
     assert not isinstance(largest, str)
-    claims = {name: claim for claim, name in claims_of(largest).items()}
-    assert not truly_holds(subject, largest, claims["b"], "b")
-    assert confirmed(subject, largest, claims["b"], "b", Answer("values", 2))
+    assert not truly_holds(subject, largest, "b")
+    assert confirmed(subject, largest, "b", Answer("values", 2))
 
 
 @pytest.mark.parametrize("outer", [1, 2])
@@ -106,9 +105,9 @@ def test_partial_inputs_are_terms_and_their_gradients_copies() -> None:
     claims = {name: claim for claim, name in claims_of(subject.signature).items()}
     whole = subject.runs[1].whole
     assert claims["k"].inputs[2] == PARTIAL
-    assert holds(whole, subject.signature, claims["k"], "k", 3, 0)
-    copied = Claim((*claims["k"].inputs[:2], REPLICATED), claims["k"].outputs, 12)
-    assert not holds(whole, subject.signature, copied, "k", 3, 0)
+    assert holds(whole, subject.signature, Split("k"), 3, 0)
+    copied = (*claims["k"].inputs[:2], REPLICATED)
+    assert not holds(whole, subject.signature, Split("k"), 3, 0, copied)
 
 
 def _table(subject: Subject) -> AnnotationTable:

@@ -1,0 +1,144 @@
+"""What an annotation claims is tested, whatever the samples list; what no sample exercises is INCONCLUSIVE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from op_registry.call import Call
+from op_registry.registry import default_registry
+from op_registry.spec import OperatorSpec
+
+from nnscaler.ir.placement import RunPartial, Split
+from verify.op_checks.cases import Case, Inputs
+from verify.op_checks.claims import SAID, claims_of, exercised_by
+from verify.op_checks.options import OpOptions, Safeguards
+from verify.op_checks.runner import Runner
+from verify.operators import verify_spec
+from verify.report import Report
+from verify.self_test.mutant import spec_of
+from verify.verdict import Verdict
+
+OPTIONS = OpOptions(prove=False, explain=False)
+
+
+def _unfrozen(name: str) -> OperatorSpec:
+    """A built-in operator whose annotation has lost its `^`."""
+    spec = default_registry().lookup(name)
+    assert spec is not None
+    annotation = spec.annotation
+
+    def unfrozen(call: Call) -> Any:
+        found = annotation(call) if callable(annotation) else annotation
+        text, sizes = (found, {}) if isinstance(found, str) else found
+        return text.replace("^", ""), sizes
+
+    return replace(spec, annotation=unfrozen)
+
+
+@pytest.mark.parametrize(
+    "name", ["aten.roll.default", "aten.softmax.int", "aten.cumsum.default", "aten.flip.default", "aten.tril.default"]
+)
+def test_an_identifier_is_split_whatever_the_samples_list(name: str) -> None:
+    report = verify_spec(_unfrozen(name), replace(OPTIONS, fail_fast=True))
+    assert report.verdict is Verdict.REFUTED
+    assert {f.code for f in report.findings} <= {"annotation_wrong", "shard_raises"}
+
+
+def _report(annotation: str, function: Callable[..., Tensor], *samples: Any, **options: Any) -> Report:
+    spec = spec_of("an operator", annotation, function)
+    given = replace(spec, sample_inputs=lambda: list(samples))
+    return verify_spec(given, replace(OPTIONS, **options))
+
+
+def _only_of(size: int) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        """Runs on all shards of rows, and as a whole on `size` columns only."""
+        if x.shape[1] > size:
+            raise ValueError("too many columns")
+        return x * 2
+
+    return function
+
+
+def test_a_size_of_one_leaves_the_claim_open() -> None:
+    report = _report("a b -> a b", _only_of(1), (torch.randn(6, 1),))
+    assert report.verdict is Verdict.INCONCLUSIVE
+    (finding,) = report.findings
+    assert finding.code == "claim_not_tested"
+    assert finding.message == "no inputs of `an operator` test all of what `a b -> a b` says of `b`"
+    said = finding.counter_example["not tested under `a b -> a b`"]
+    assert said == "; ".join(f"`b` in {SAID[form]}" for form in ("contiguous", "strided", "unequal", "sections"))
+    assert finding.help is not None and "a sample in which `b` is 12" in finding.help and "`b^`" in finding.help
+    open_ = [check for check in report.checks if not check.verdict.passes]
+    assert [check.name for check in open_] == ["split `b` (spatial)"]
+
+
+@pytest.mark.parametrize(
+    ("size", "left"), [(2, {"strided", "unequal"}), (3, {"strided"}), (5, {"strided"}), (6, set())]
+)
+def test_sizes_that_show_a_part_of_the_claims(size: int, left: set[str]) -> None:
+    report = _report("a b -> a b", _only_of(size), (torch.randn(6, size),))
+    found = "; ".join(finding.counter_example["not tested under `a b -> a b`"] for finding in report.findings)
+    missing = {form for form, said in SAID.items() if f"`b` in {said}" in found}
+    assert missing - {"sections"} == left
+    assert ("sections" in missing) == (size in (2, 3, 5))
+    assert report.verdict is (Verdict.INCONCLUSIVE if size < 6 else Verdict.TESTED_EXACT)
+
+
+def test_other_sizes_are_tried_where_the_sample_s_own_do_not_divide() -> None:
+    assert _report("a b -> a b", lambda x: x * 2, (torch.randn(1, 5),)).verdict is Verdict.TESTED_EXACT
+    wrong = _report("a b -> a b", lambda x: x.flip(1), (torch.randn(6, 1),))
+    assert wrong.verdict is Verdict.REFUTED
+
+
+def test_a_second_sample_exercises_what_the_first_does_not() -> None:
+    assert _report("a b -> a b", _only_of(6), (torch.randn(6, 1),), (torch.randn(4, 6),)).verdict.passes
+
+
+def test_a_sample_on_which_the_operator_raises_is_said() -> None:
+    report = _report("a b -> a b", _only_of(12), (torch.randn(6, 12),), (torch.randn(6, 18),))
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert report.findings[0].message == "on sample call 1 `an operator` raises ValueError: too many columns"
+
+
+def test_a_budget_of_one_case_leaves_no_claim_out() -> None:
+    report = _report("a b -> a b", lambda x: x * 2, (torch.randn(6, 12),), cases=1)
+    assert report.verdict.passes
+    assert [check.detail for check in report.checks if check.name.startswith("split")] == ["4 cases"] * 2
+
+
+def test_what_is_claimed_is_read_off_the_annotation() -> None:
+    spec = spec_of("an operator", "(a b) [c d] e^ -> (a b) [c d] e^", lambda x, a, c: x * 2)
+    runner = Runner(replace(spec, linear=(frozenset({0}),)), OPTIONS)
+    sizes = (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1))
+    signature = runner.prepare(Inputs(None, sizes, "normal")).signature
+    targets = ["a", "c", frozenset({0})]
+    found = {(claim.target, claim.form) for claim in claims_of(signature, targets, Safeguards())}
+    assert found == {("a", f) for f in ("contiguous", "strided", "unequal")} | {
+        ("c", "contiguous"),
+        (frozenset({0}), "partial"),
+    }
+    without = Safeguards(outers=False, uneven=False, sections=False)
+    assert {claim.form for claim in claims_of(signature, ["a"], without)} == {"contiguous"}
+
+
+def test_which_claim_a_case_is_about() -> None:
+    runner = Runner(spec_of("an operator", "a b -> a b", lambda x: x * 2), OPTIONS)
+    inputs = Inputs(None, (("a", 12), ("b", 5)), "normal")
+    signature = runner.prepare(inputs).signature
+
+    def form(*choices: Any, uneven: bool = False, dtype: str = "float64") -> str | None:
+        case = Case(replace(inputs, dtype=dtype), choices, (2,) * len(choices), uneven)
+        claim = exercised_by(case, signature)
+        return None if claim is None else claim.form
+
+    assert form(Split("a")) == "contiguous" and form(Split("a", 2)) == "strided"
+    assert form(Split("a"), uneven=True) == "unequal" and form(Split("a", sections=(4, 8))) == "sections"
+    assert form(RunPartial(frozenset({0}))) == "partial"
+    assert form(Split("a"), Split("b")) is None and form(Split("a"), dtype="bfloat16") is None

@@ -1,0 +1,97 @@
+"""What an annotation claims, read off its text whatever the sizes of a call are, and which case exercises which claim.
+
+An identifier that may be split may be split into contiguous blocks, and, where the rules allow them, into strided
+blocks, shards of unequal sizes, and section by section. Each of these is a claim of its own: a sample whose sizes do
+not divide says nothing about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.signature import Signature
+from verify.op_checks.cases import Case
+from verify.op_checks.options import Safeguards
+
+Target = str | frozenset[int]  # an identifier, or a set of operands that hold partial sums
+Form = Literal["contiguous", "strided", "unequal", "sections", "partial"]
+SAID: dict[Form, str] = {
+    "contiguous": "contiguous blocks",
+    "strided": "strided blocks (`outer`)",
+    "unequal": "shards of unequal sizes",
+    "sections": "shards of each section",
+    "partial": "partial sums",
+}
+_SIZES = re.compile(r"\b(?!1\b)\d+\b")
+_SIZE, _UNEQUAL, _SECTIONS = 24, (13, 11), (8, 16)  # of every identifier, to ask the rules whether a form is allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """`text`: the annotation. A built-in operator has one for each kind of call; literal sizes other than 1 do not make
+    another kind, since they are not split."""
+
+    kind: str
+    target: Target
+    form: Form
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        what = f"`{self.target}`" if isinstance(self.target, str) else f"inputs {sorted(self.target)}"
+        return f"{what} in {SAID[self.form]}"
+
+
+def claims_of(signature: Signature, targets: Iterable[Target], guards: Safeguards) -> tuple[Claimed, ...]:
+    """Every claim about these targets that the safeguards want tested."""
+    bound = signature.bound
+    assert bound is not None
+    return tuple(_claim(bound.text, target, form) for target in targets for form in _forms(signature, target, guards))
+
+
+def _claim(text: str, target: Target, form: Form) -> Claimed:
+    return Claimed(_SIZES.sub("#", text), target, form, text)
+
+
+def _forms(signature: Signature, target: Target, guards: Safeguards) -> Iterator[Form]:
+    if not isinstance(target, str):
+        yield "partial"
+        return
+    assert signature.bound is not None
+    sized = replace(signature.bound, sizes=dict.fromkeys(signature.bound.sizes, _SIZE))
+    asked = Signature(signature.call, signature.spec, sized, signature.linear)
+    wanted: list[tuple[Form, Choice]] = [("contiguous", Split(target))]
+    wanted += [("strided", Split(target, 2))] if guards.outers else []
+    wanted += [("unequal", Split(target, sizes=_UNEQUAL))] if guards.uneven else []
+    wanted += [("sections", Split(target, sections=_SECTIONS))] if guards.sections else []
+    yield from (form for form, choice in wanted if explain_illegal_choice(asked, choice, 2) is None)
+
+
+def untested(claimed: Iterable[Claimed], exercised: Collection[Claimed]) -> tuple[Claimed, ...]:
+    """The claims that nothing exercised, each once."""
+    return tuple(dict.fromkeys(claim for claim in claimed if claim not in exercised))
+
+
+def exercised_by(case: Case, signature: Signature) -> Claimed | None:
+    """The claim that a case of one axis in float64 is about."""
+    bound = signature.bound
+    if len(case.choices) != 1 or case.inputs.dtype != "float64" or bound is None:
+        return None
+    choice = case.choices[0]
+    if isinstance(choice, Split):
+        return _claim(bound.text, choice.identifier, form_of(case))
+    return _claim(bound.text, choice.slots, "partial") if isinstance(choice, RunPartial) else None
+
+
+def form_of(case: Case) -> Form:
+    """How a case of one axis splits."""
+    choice = case.choices[0]
+    if not isinstance(choice, Split):
+        return "partial"
+    if case.uneven:
+        return "unequal"
+    return "sections" if choice.sections else "strided" if choice.outer > 1 else "contiguous"
