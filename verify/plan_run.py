@@ -51,7 +51,7 @@ from verify.static.record import Stored, check_state
 from verify.trials import plan_trials
 from verify.verdict import Verdict
 
-MINIMISE_SECONDS = 20.0
+MINIMISE_SECONDS = 20.0  # of processor time
 
 __all__ = ["BACKENDS", "DTYPES", "Beside", "PlanRequest", "Prepared", "run_and_compare", "verify_request"]
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 BACKENDS = ("simulator", "gloo", "nccl")
 PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
+TIMEOUT_HELP = (
+    "seconds the program may run, and of processor time its proof may take; waiting while the machine is busy with "
+    "something else does not count (default: 300)"
+)
 EPILOG = """examples:
   nnscaler verify-plan gpt.py --ranks 8                          search the fastest plan for this machine
   nnscaler verify-plan gpt.py --ranks 8 --cluster h100x8 --memory 40GB   the plan for another one
@@ -74,9 +78,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         default="float64",
         help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
     )
-    group.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S", help="seconds the program may run (default: 300)"
-    )
+    group.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help=TIMEOUT_HELP)
     group.add_argument(
         "--program", type=Path, metavar="DIR", help="verify this program, written by `nnscaler compile`, as it is"
     )

@@ -40,9 +40,9 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from nnscaler.runtime.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
 )
-_START_LIMIT = 120.0  # seconds for the fork server to import torch
-_KILL_LIMIT = 10.0
-_CAUSE_LIMIT = 2.0  # seconds to wait for the failure behind a lost connection
+_START_LIMIT = 120.0  # seconds for the fork server to import torch, by a FairClock
+_CAUSE_LIMIT = 2.0  # seconds to wait for the failure behind a lost connection, by a FairClock
+_KILL_LIMIT = 60.0  # seconds, on the wall, for the end of what was killed
 
 _ACTIVITY: Mapping[Activity, RankState] = {
     Activity.STARTING: "starting",
@@ -104,7 +104,9 @@ class ForkServer:
     def wait_until_ready(self) -> None:
         """Raises LaunchError when the server does not start."""
         if not self._is_ready:
-            self._is_ready = any(e["event"] == "ready" for e in self.events(_START_LIMIT))
+            clock = FairClock(self._process.pid)
+            while not self._is_ready and clock.seconds() < _START_LIMIT:
+                self._is_ready = any(e["event"] == "ready" for e in self.events(1.0))
             if not self._is_ready:
                 raise LaunchError(f"the fork server did not start within {_START_LIMIT:.0f} s\n{log_tail(self._log)}")
 
@@ -245,8 +247,8 @@ class _Watch:
 
     def _wait_for_cause(self) -> None:
         """A rank whose peer is gone may be heard of before that peer."""
-        limit = time.monotonic() + _CAUSE_LIMIT
-        while time.monotonic() < limit and len(self._exits) < len(self._logs):
+        clock = FairClock(self._server.process_id)
+        while clock.seconds() < _CAUSE_LIMIT and len(self._exits) < len(self._logs):
             failures = [self._ended(rank) for rank, (code, _) in self._exits.items() if code != 0]
             if any(f is not None and not f.secondary for f in failures):
                 self._listen(0.05)  # ranks that failed at the same time

@@ -15,7 +15,7 @@ import pytest
 
 from tests.broken.planting import Edit, Original
 
-LIMIT = 60.0
+LIMIT = 240.0  # seconds for what takes one on an idle machine: what fails here hangs
 SLEEPS = Edit("        tanh = ", "        __import__('time').sleep(600); tanh = ")
 
 

@@ -81,4 +81,4 @@ def test_neither_import_nor_lookup_needs_torch() -> None:
         "import sys, op_registry; assert op_registry.default_registry().lookup('aten.linear.default');"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -65,15 +65,15 @@ def find_operators(sources: Sequence[OpSource], folder: Path, clock: Clock) -> t
     failed: list[Result] = []
     for source in sources:
         task: Task[tuple[OpItem, ...]] = _listing(source, folder)
-        limit = min(source.timeout, clock.left())
-        if limit < LEAST:
+        left = clock.left()
+        if left < LEAST:
             failed.append(not_run(source.name, "verify-op", source.seed, "budget"))
             continue
-        for event in _events([task], 1, limit):
+        for event in _events([task], 1, source.timeout, left):
             if isinstance(event, Done):
                 items += event.result
             else:
-                failed.append(_lost(source.name, "verify-op", source.seed, event, cut=limit < source.timeout))
+                failed.append(_lost(source.name, "verify-op", source.seed, event, cut=clock.left() <= 0))
     return without_repeats(items), failed
 
 
@@ -106,17 +106,15 @@ def _run_batch(batch: Sequence[Unit], clock: Clock, perform: Perform) -> Runs:
     left = clock.left()
     if left < LEAST:
         return
-    own = batch[0].item.timeout + GRACE
-    limit = min(own, left)
     tasks = [_performing(unit, perform) for unit in batch]
-    with closing(_events(tasks, len(batch), limit)) as events:
+    with closing(_events(tasks, len(batch), batch[0].item.timeout + GRACE, left)) as events:
         for event in events:
             unit = batch[event.index]
             if isinstance(event, Done):
                 report, cached = event.result
                 report = replace(report, seconds=event.seconds)
                 yield unit, Result(unit.item.name, report, cached=cached)
-            elif isinstance(event, TimedOut) and limit < own:
+            elif isinstance(event, TimedOut) and clock.left() <= 0:
                 continue  # the budget ended it: what is not there was not run
             else:
                 yield unit, _lost(unit.item.name, tool_of(unit.item), unit.item.seed, event, cut=False)
@@ -126,9 +124,9 @@ def _performing(unit: Unit, perform: Perform) -> Task[tuple[Report, bool]]:
     return lambda note: perform(unit.item, unit.phase, note)
 
 
-def _events(tasks: Sequence[Task[T]], workers: int, limit: float) -> Generator[Event[T], None, None]:
-    """In child processes where there can be some."""
-    yield from run_forked(tasks, workers, limit) if why_not_fork() is None else run_here(tasks)
+def _events(tasks: Sequence[Task[T]], workers: int, limit: float, left: float) -> Generator[Event[T], None, None]:
+    """In child processes where there can be some. `left`: of the budget, which is time on the wall."""
+    yield from run_forked(tasks, workers, limit, wall=left) if why_not_fork() is None else run_here(tasks)
 
 
 def complete(items: Sequence[Item], results: dict[str, Result], why: str) -> list[Result]:

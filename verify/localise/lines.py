@@ -16,7 +16,8 @@ from verify.localise.teacher import Teacher
 
 
 def culprit_of(replay: Replay, same: Sequence[Wrong], deadline: float) -> Culprit:
-    """What is wrong with one statement. Changes of it are tried until `deadline`."""
+    """What is wrong with one statement. Changes of it are tried until `deadline`, of
+    `time.process_time`."""
     teacher, first = replay.run.teacher, same[0]
     statement = first.statement
     cause = cause_of(replay, first, deadline)
@@ -98,7 +99,7 @@ def _first_repair(replay: Replay, statement: Statement, deadline: float) -> Rewr
     if statement.compound:
         return None
     for rewrite in rewrites(replay.run.teacher, statement):
-        if time.perf_counter() > deadline:
+        if time.process_time() > deadline:
             return None
         if replay.repairs(statement, rewrite.statement):
             return rewrite

@@ -29,7 +29,7 @@ from verify.rank_program import Task
 
 RUNS = 5  # so many times the time of one run are given to all of them
 STEPS = 2  # the second shows what is left over from the first
-REPAIR_SECONDS = 3.0  # for the changes that are tried on one line
+REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one line
 
 
 def localise(task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float) -> Finding | None:
@@ -113,5 +113,5 @@ def _statements(replay: Replay, wrong: Sequence[Wrong]) -> list[Culprit]:
     found: list[Culprit] = []
     for same in by_number.values():
         seconds = REPAIR_SECONDS if len(found) < SHOWN else 0.0
-        found.append(culprit_of(replay, same, time.perf_counter() + seconds))
+        found.append(culprit_of(replay, same, time.process_time() + seconds))
     return found

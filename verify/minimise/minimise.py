@@ -6,6 +6,7 @@ pairs (operation, axis) that do not run whole. It makes sense only for a program
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.transform.plan import Plan
 from verify.minimise.shrink import Unit, keeping, smaller, units_of
 
-SECONDS = 30.0
+SECONDS = 30.0  # of processor time
 NAMED = 6  # operations that the text names
 
 
@@ -39,11 +40,12 @@ def minimise_plan(plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool],
 def minimise(
     plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS
 ) -> Minimal | None:
-    """The smallest plan found in `seconds` for which `still_fails` holds; None if it does not hold for `plan`.
+    """The smallest plan found in `seconds` of processor time, of this process and of the children that it has waited
+    for, for which `still_fails` holds; None if it does not hold for `plan`.
 
     `still_fails` may raise NnscalerError for a plan that is not legal, which then counts as one that does not fail.
     """
-    search = _Search(still_fails, time.perf_counter() + seconds)
+    search = _Search(still_fails, _worked() + seconds)
     if not search.fails(plan):
         return None
     smallest = _fewer_axes(plan, search)
@@ -68,7 +70,7 @@ class _Search:
 
     def fails(self, plan: Plan) -> bool:
         if plan not in self.known:
-            if self.trials and time.perf_counter() > self.deadline:
+            if self.trials and _worked() > self.deadline:
                 self.over = True
                 return False
             self.trials += 1
@@ -77,6 +79,11 @@ class _Search:
             except NnscalerError:  # not legal
                 self.known[plan] = False
         return self.known[plan]
+
+
+def _worked() -> float:
+    children = os.times()
+    return time.process_time() + children.children_user + children.children_system
 
 
 def _fewer_axes(plan: Plan, search: _Search) -> Plan:

@@ -8,6 +8,7 @@ parent and child share, written before it is done, so that it survives the child
 from __future__ import annotations
 
 import faulthandler
+import math
 import mmap
 import multiprocessing
 import os
@@ -114,11 +115,16 @@ def run_here(tasks: Sequence[Task[Result]]) -> Iterator[Event[Result]]:
 
 
 def run_forked(
-    tasks: Sequence[Task[Result]], workers: int, timeout: float, started: Note | None = None
+    tasks: Sequence[Task[Result]],
+    workers: int,
+    timeout: float,
+    started: Note | None = None,
+    wall: float = math.inf,
 ) -> Iterator[Event[Result]]:
     """Every task's event, in the order in which they come, from up to `workers` children.
 
-    `timeout`: seconds for one task. `started` is told "3" when task 3 starts. Closing the iterator ends all children.
+    `timeout`: seconds for one task, by a FairClock; `wall`: by the clock on the wall, for those who have no
+    more patience. `started` is told "3" when task 3 starts. Closing the iterator ends all children.
     """
     pool: list[_Worker[Result]] = []
     waiting = iter(range(len(tasks)))
@@ -136,7 +142,7 @@ def run_forked(
                     started(str(index))
             wait([worker.connection for worker in pool if worker.index is not None], _TICK)
             for worker in [w for w in pool if w.index is not None]:
-                event = worker.look(timeout)
+                event = worker.look(timeout, wall)
                 if event is None:
                     continue
                 left -= 1
@@ -183,7 +189,7 @@ class _Worker(Generic[Result]):
         length = int.from_bytes(self.memory[:4], "little")
         return self.memory[4 : 4 + length].decode("utf-8", "replace")
 
-    def look(self, timeout: float) -> Event[Result] | None:
+    def look(self, timeout: float, wall: float) -> Event[Result] | None:
         """What has become of its task; None while it runs."""
         index = self.index
         assert index is not None
@@ -196,7 +202,7 @@ class _Worker(Generic[Result]):
         except (EOFError, OSError):
             status = self.end(patience=1.0)  # a pipe closes before its process is gone
             return Died(index, status, *self.last)
-        if self.clock is not None and self.clock.seconds() > timeout:
+        if seconds > wall or (self.clock is not None and self.clock.seconds() > timeout):
             before = os.fstat(self.trace.fileno()).st_size
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGABRT)  # it, and what it has forked, write their stacks

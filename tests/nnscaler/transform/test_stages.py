@@ -278,6 +278,6 @@ def test_every_tensor_flows_to_the_same_or_a_later_stage(layers: int, stages: in
 
 def test_fast_enough_for_many_layers() -> None:
     b, graph = chain(64, per_layer=23)
-    start = time.perf_counter()
+    start = time.process_time()
     partition_stages(graph, 8, b.cost)
-    assert time.perf_counter() - start < 1  # 0.03 s on a quiet core
+    assert time.process_time() - start < 1  # 0.03 s on a quiet core
