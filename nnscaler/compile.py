@@ -26,8 +26,7 @@ from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.runtime.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
-from nnscaler.scheduling.interleaved import interleaved
-from nnscaler.scheduling.registry import get_schedule
+from nnscaler.scheduling.registry import check_schedule, get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import simulate
 from nnscaler.scheduling.timeline_rows import timeline_rows
@@ -166,12 +165,12 @@ def make(
     """The plan that the caller wants, checked against `ranks`."""
     known = dict(signatures(graph, default_registry()))
     if isinstance(plan, Plan):
-        return Planned(_for_ranks(plan, ranks), known, "as given")
+        return Planned(plan.for_ranks(ranks), known, "as given")
     if callable(plan):
         made = plan(graph, ranks)
         if not isinstance(made, Plan):
             raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
-        made = with_checkpoints(_for_ranks(made, ranks), graph)
+        made = with_checkpoints(made.for_ranks(ranks), graph)
         return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
     wanted = searched(plan)
     if wanted is not None:
@@ -202,20 +201,8 @@ def _search(
     replicate: Sequence[str],
 ) -> Planned:
     """The planner's plan. Another schedule than 1F1B takes the place of the one that was searched."""
-    if schedule is not None and get_schedule(schedule) is interleaved:
-        message = "the planner searches plans with one stage per device, and this schedule has several"
-        raise NnscalerError("plan_illegal", f"schedule {schedule!r}: {message}", help="name the plan: --plan dp=2,pp=2")
+    check_schedule(schedule, searched=True)
     start = time.perf_counter()
     found = search_plan(graph, known, ranks, wanted, micro_batches=micro_batches, replicate=replicate)
     plan = found.plan if schedule is None else replace(found.plan, schedule=schedule)
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))
-
-
-def _for_ranks(plan: Plan, ranks: int) -> Plan:
-    if plan.ranks != ranks:
-        raise NnscalerError(
-            "plan_illegal",
-            f"the plan is for {plan.ranks} ranks ({plan.describe()}), and there are {ranks}",
-            help=f"use --ranks {plan.ranks}",
-        )
-    return plan

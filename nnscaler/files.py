@@ -17,6 +17,7 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 
 MARK = "manifest.json"  # a folder with this file is a program
+FORMAT = 1  # of the programs that are written
 PROBE = 1 << 18  # bytes: more than most reports, so that a disk which is nearly full is found out
 # The machine refuses these whoever asks: they say nothing about the program that was running.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})

@@ -105,10 +105,7 @@ def _compile(
     """The trace, the program, and, where a plan was searched, this plan with a note on it."""
     opened = None
     if request.program is not None:
-        opened = open_program(request.program)
-        if opened.ranks != request.ranks:
-            message = f"{request.program} is a program for {opened.ranks} ranks, not {request.ranks}"
-            raise NnscalerError("plan_illegal", message, help=f"use --ranks {opened.ranks}")
+        opened = open_program(request.program).for_ranks(request.ranks)
     started = time.perf_counter()
     traced = trace(model, request.sample_inputs, specialise=request.specialise)
     request.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")

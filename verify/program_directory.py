@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.runtime.communicator import ProgramError
-from nnscaler.runtime.program_directory import FORMAT, read_tensors
+from nnscaler.files import FORMAT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # what `--program` cannot do without
 _ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors", "state")
@@ -32,6 +32,13 @@ class ProgramDirectory:
     @property
     def ranks(self) -> int:
         return int(self.manifest["ranks"])
+
+    def for_ranks(self, ranks: int) -> ProgramDirectory:
+        """Return the program itself. Raises NnscalerError `plan_illegal` where it is for another number of ranks."""
+        if self.ranks != ranks:
+            message = f"{self.path} is a program for {self.ranks} ranks, not {ranks}"
+            raise NnscalerError("plan_illegal", message, help=f"use --ranks {self.ranks}")
+        return self
 
     @property
     def axes(self) -> dict[str, int]:
@@ -84,6 +91,9 @@ class ProgramDirectory:
         file = self.path / "state.pt"
         if not file.is_file() and any(entry["sha256"] is None for entry in self.manifest["state"].values()):
             return None
+        from nnscaler.runtime.communicator import ProgramError
+        from nnscaler.runtime.program_directory import read_tensors  # imports torch, which a manifest does not need
+
         try:
             return read_tensors(file)
         except ProgramError as error:

@@ -55,14 +55,20 @@ def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None
     """
     if output is None:
         return
-    if profile is None:
-        message = "the program has no communication profile: an older version compiled it"
-        raise NnscalerError("not_a_program", message, help="compile it again")
+    profile = known_profile(profile)
     if output.path is None:
         for line in class_lines(profile):
             console.result(line)
         return
     write_text(output.path, json.dumps(profile, indent=1) + "\n")
+
+
+def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The profile, if there is one. Raises NnscalerError `not_a_program`."""
+    if profile is None:
+        message = "the program has no communication profile: an older version compiled it"
+        raise NnscalerError("not_a_program", message, help="compile it again")
+    return profile
 
 
 def total_lines(profile: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.before import check_options
 from nnscaler.cli.comm_profile import add_option, show_profile, total_lines
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity
 
@@ -50,11 +51,12 @@ def run(options: argparse.Namespace) -> int:
     """Compiles, writes, and says what was written."""
     from nnscaler.cli.model_file import load_model_file
     from nnscaler.cli.plan_cost import plan_source
-    from nnscaler.cli.plan_source import ranks_of
+    from nnscaler.cli.plan_source import ranks_asked
 
     console: Console = options.console
+    check_options(options)
     plan = plan_source(options)
-    ranks = options.ranks or ranks_of(options.plan) or getattr(plan, "ranks", None) or 2
+    ranks = ranks_asked(options) or 2
     model = load_model_file(options.model, options.seed, options.loss_fn)
     from nnscaler.compile import parallelize
     from verify.program_directory import open_program

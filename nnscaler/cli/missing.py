@@ -6,7 +6,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.model_file import load_model_file
+from nnscaler.cli.model_file import check_targets, load_model_file
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -17,6 +17,7 @@ def missing_of(
     target: str, seed: int, loss_fn: str | None, specialise: bool, timeout: float, console: Console
 ) -> MissingReport:
     """The report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
+    check_targets(target, loss_fn)
     from nnscaler.tracing import trace
     from verify.missing.report import report_missing
 

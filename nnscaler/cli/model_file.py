@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.console import Console
     from nnscaler.tracing import Traced
 
+LOSS_HELP = "--loss-fn path/to/file.py::function"
 TEMPLATE = """\
 import torch
 
@@ -84,6 +85,13 @@ def load_model_file(target: str, seed: int, loss: str | None = None) -> ModelFil
     return ModelFile(path.resolve(), path.name, factory, made, inputs)
 
 
+def check_targets(model: str, loss: str | None) -> None:
+    """Check that the files exist, before anything is imported. Raises NnscalerError as `find_target`."""
+    find_target(model)
+    if loss is not None:
+        find_target(loss, LOSS_HELP)
+
+
 def traced(model: ModelFile, console: Console, specialise: bool = False) -> Traced:
     """The model traced, with a word about it. `specialise`: takes the branches of the sample batch.
 
@@ -105,7 +113,7 @@ def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
     """
     from nnscaler.tracing.user_loss import check_loss_function
 
-    file, name = find_target(target, "--loss-fn path/to/file.py::function")
+    file, name = find_target(target, LOSS_HELP)
     found: Any = getattr(import_user_file(file), name or "loss", None)
     check_loss_function(found, f"{file}::{name or 'loss'}")
     return found  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.before import check_options
 from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_search_options, add_verbosity, positive
 
 if TYPE_CHECKING:
@@ -76,17 +77,18 @@ def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
     from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
-    from nnscaler.cli.plan_cost import auto_plan
+    from nnscaler.cli.plan_cost import asked_search
     from nnscaler.cli.plan_text import explanation, summary
     from nnscaler.ir.signature import signatures
     from nnscaler.planning.auto import cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
 
     console: Console = options.console
-    # what is wrong in the options is told before the search
-    wanted = auto_plan(options)
-    cost = cost_of(wanted, cluster_of(wanted, options.ranks))
+    check_options(options)
+    wanted = asked_search(options)
+    assert wanted is not None, "there is no --plan"
     plan = None if options.compare is None else other_plan(options.compare, options.ranks)
+    cost = cost_of(wanted, cluster_of(wanted, options.ranks))
     model = load_model_file(options.model, options.seed, options.loss_fn)
     graph = traced(model, console, options.specialise).graph
     known = signatures(graph)

@@ -15,28 +15,30 @@ if TYPE_CHECKING:
 SEARCH = ("cluster", "memory", "constraints", "profile")
 
 
-def auto_plan(options: argparse.Namespace) -> AutoPlan:
-    """What --cluster, --memory, --constraints and --profile say. Raises NnscalerError("plan_illegal")."""
-    return AutoPlan(options.cluster, memory_of(options.memory), options.constraints, options.profile)
-
-
 def plan_source(options: argparse.Namespace) -> PlanSource:
-    """What --plan names, or what is to be searched. Raises NnscalerError: `plan_illegal`; `usage` where a plan is named
-    and options of a search are given as well."""
+    """What --plan names, or what is to be searched. Raises NnscalerError as `asked_search` and `read_plan`."""
     from nnscaler.cli.plan_source import read_plan
 
-    given = [f"--{name}" for name in SEARCH if getattr(options, name) is not None]
-    if given and getattr(options, "program", None) is not None:
-        raise NnscalerError("usage", f"{given[0]} is for the search of a plan, and --program has a plan already")
-    spec: str | None = options.plan
+    return asked_search(options) or read_plan(options.plan)
+
+
+def asked_search(options: argparse.Namespace) -> AutoPlan | None:
+    """What is to be searched; None where a plan is named. Raises NnscalerError: `plan_illegal`; `usage` where a plan is
+    named and options of a search are given as well."""
+    given = [f"--{name}" for name in SEARCH if getattr(options, name, None) is not None]
+    if getattr(options, "program", None) is not None:
+        if given:
+            raise NnscalerError("usage", f"{given[0]} is for the search of a plan, and --program has a plan already")
+        return None
+    spec: str | None = getattr(options, "plan", None)
     named = AutoPlan() if spec is None else parse_auto(spec)
     if named is None:
         if given:
             help = "leave --plan away to search one, or the option to take the plan that is named"
             message = f"{given[0]} is for the search of a plan, and --plan {spec} names one"
             raise NnscalerError("usage", message, help=help)
-        return read_plan(spec)
-    wanted = auto_plan(options)
+        return None
+    wanted = AutoPlan(options.cluster, memory_of(options.memory), options.constraints, options.profile)
     if named.cluster is not None and wanted.cluster is not None:
         raise NnscalerError("usage", f"--plan {spec} and --cluster {wanted.cluster} both name a cluster")
     return replace(wanted, cluster=wanted.cluster or named.cluster)

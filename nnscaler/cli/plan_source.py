@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import argparse
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.auto import parse_auto
+from nnscaler.planning.policies import parse_axes, parse_spec, ranks_in
+from nnscaler.scheduling.registry import get_schedule
 
 if TYPE_CHECKING:
     from nnscaler.compile import PlanSource
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from nnscaler.transform.plan import Plan
 
 FORMS = "dp=2,tp=2 (mesh axes), auto or auto:h100x8 (searched), plan.json (a saved plan), or policy.py::function"
-_AXES = re.compile(r"^\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*$")
 
 
 def read_plan(spec: str | None) -> PlanSource:
@@ -26,14 +26,7 @@ def read_plan(spec: str | None) -> PlanSource:
         return spec
     if "::" in spec:
         return _policy(spec)
-    path = Path(spec)
-    if path.is_dir() and (path / "plan.json").is_file():
-        path = path / "plan.json"
-    if not path.is_file():
-        raise NnscalerError("plan_illegal", f"{spec!r} is neither mesh axes nor a file", help=FORMS)
-    from nnscaler.transform.plan import Plan
-
-    return Plan.from_json(path.read_text(encoding="utf-8"), str(path))
+    return _saved(spec)
 
 
 def is_words(spec: str) -> bool:
@@ -41,20 +34,66 @@ def is_words(spec: str) -> bool:
     return "::" not in spec and ("=" in spec or parse_auto(spec) is not None)
 
 
-def ranks_of(spec: str | None) -> int | None:
-    """How many ranks a specification of axes means; None for anything else."""
-    if spec is None or not _AXES.match(spec):
+def is_axes(spec: str | None) -> bool:
+    """Whether it names mesh axes."""
+    return spec is not None and is_words(spec) and parse_auto(spec) is None
+
+
+def ranks_asked(options: argparse.Namespace) -> int | None:
+    """How many ranks --ranks, --program or --plan say; None where none of them does. Raises NnscalerError."""
+    if options.ranks is not None:
+        return int(options.ranks)
+    if getattr(options, "program", None) is not None:
+        from verify.program_directory import open_program
+
+        return open_program(options.program).ranks
+    spec: str | None = options.plan
+    if spec is None or parse_auto(spec) is not None or "::" in spec:
         return None
-    return prod(int(entry.partition("=")[2]) for entry in spec.split(","))
+    return ranks_in(parse_axes(spec)) if is_axes(spec) else _saved(spec).ranks
+
+
+def _saved(spec: str) -> Plan:
+    from nnscaler.transform.plan import Plan
+
+    path = Path(spec)
+    if path.is_dir() and (path / "plan.json").is_file():
+        path = path / "plan.json"
+    if not path.is_file():
+        raise NnscalerError("plan_illegal", f"{spec!r} is neither mesh axes nor a file", help=FORMS)
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise NnscalerError("plan_illegal", f"{path} cannot be read: {error}", help=FORMS) from None
+
+
+def check_plan(spec: str, ranks: int | None) -> None:
+    """Check what --plan names, as far as that goes without the model: `ranks` None where nothing says how many.
+
+    Raises NnscalerError.
+    """
+    if "::" in spec:
+        _policy_file(spec)
+    elif not is_axes(spec):
+        plan = _saved(spec)
+        get_schedule(plan.schedule)
+        plan.for_ranks(plan.ranks if ranks is None else ranks)
+    elif ranks is not None:
+        parse_spec(spec, ranks)
+
+
+def _policy_file(spec: str) -> Path:
+    file = Path(spec.partition("::")[0])
+    if not file.is_file():
+        raise NnscalerError("plan_illegal", f"there is no file {str(file)!r}", help=FORMS)
+    return file
 
 
 def _policy(spec: str) -> Callable[[Graph, int], Plan]:
     from nnscaler.cli.model_file import import_user_file
 
     file, _, name = spec.partition("::")
-    if not Path(file).is_file():
-        raise NnscalerError("plan_illegal", f"there is no file {file!r}", help=FORMS)
-    policy: Callable[[Graph, int], Plan] | None = getattr(import_user_file(Path(file)), name, None)
+    policy: Callable[[Graph, int], Plan] | None = getattr(import_user_file(_policy_file(spec)), name, None)
     if not callable(policy):
         raise NnscalerError(
             "plan_illegal",

@@ -58,12 +58,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
-    from nnscaler.cli.model_file import load_model_file, traced
+    from nnscaler.cli.model_file import check_targets, load_model_file, traced
     from nnscaler.files import check_temporary
-    from nnscaler.runtime.launcher import ForkServer
 
     console: Console = options.console
     check_temporary()
+    check_targets(options.model, options.loss_fn)
+    from nnscaler.runtime.launcher import ForkServer
+
     model = load_model_file(options.model, options.seed, options.loss_fn)
     console.progress(f"load         {model.name}")
     with contextlib.ExitStack() as stack:

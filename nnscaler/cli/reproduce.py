@@ -47,8 +47,6 @@ def run(options: argparse.Namespace) -> int:
     """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
     from nnscaler.cli.plan_replay import replay_plan
     from nnscaler.cli.show import print_report
-    from verify.op_checks.options import OpOptions
-    from verify.op_run.replay import emit_tests, find_job, replay
     from verify.op_run.token import decode
 
     console: Console = options.console
@@ -59,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
         return replay_plan(options.token, options)
     timeout = options.timeout or 60.0
     token = decode(options.token)
+    from verify.op_checks.options import OpOptions
+    from verify.op_run.replay import emit_tests, find_job, replay
+
     report = replay(token, timeout)
     print_report(report, options.output_format, console)
     if options.emit_test is not None:

@@ -107,13 +107,11 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verifies, prints the reports, and returns the exit code of the worst."""
     from verify.op_checks.options import OpOptions
-    from verify.op_run.many import worst
     from verify.op_run.targets import find_jobs
 
     console: Console = options.console
     check_temporary()
     started = time.perf_counter()
-    settings = _settings(options, console)
     asked = OpOptions(
         seed=options.seed,
         fail_fast=options.fail_fast,
@@ -130,6 +128,9 @@ def run(options: argparse.Namespace) -> int:
         sample_inputs=options.sample_inputs,
         suggest=options.suggest,
     )
+    from verify.op_run.many import worst
+
+    settings = _settings(options, console)
     results = sorted(_results(jobs, asked, settings, console), key=lambda result: result.index)
     if len(results) < len(jobs):
         console.warning(f"{len(jobs) - len(results)} of {len(jobs)} operators were not verified: --fail-fast")

@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nnscaler.cli.before import check_options
 from nnscaler.cli.comm_profile import add_option, show_profile
 from nnscaler.cli.options import (
     MODEL_HELP,
@@ -16,9 +17,7 @@ from nnscaler.cli.options import (
     positive,
     seconds,
 )
-from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary, write_text
-from nnscaler.targets import find_target
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -122,10 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> Report:
     """Verifies what the options say. Raises NnscalerError for what could not be run."""
-    find_target(options.model)
-    if options.own_weights and options.program is None:
-        message = "--own-weights is about the weights in a program's folder, and none is given"
-        raise NnscalerError("usage", message, help="name the folder: --program DIR")
+    check_options(options)
     check_temporary()
     ranks = _ranks(options)
     with contextlib.ExitStack() as stack:
@@ -199,16 +195,10 @@ def default_backend(ranks: int) -> str:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    from nnscaler.cli.plan_source import ranks_of
+    from nnscaler.cli.plan_source import ranks_asked
 
     console: Console = options.console
-    if options.ranks is not None:
-        return int(options.ranks)
-    if options.program is not None:
-        from verify.program_directory import open_program
-
-        return open_program(options.program).ranks
-    implied = ranks_of(options.plan)
+    implied = ranks_asked(options)
     if implied is None:
         console.progress("2 ranks, for --ranks was not given")
     return implied or 2

@@ -9,9 +9,10 @@ import torch
 
 import nnscaler
 from nnscaler.codegen.origins import Origin, operator_files, written_origins
-from nnscaler.codegen.program import FORMAT, sha256
+from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
+from nnscaler.files import FORMAT
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage

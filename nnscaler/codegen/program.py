@@ -17,8 +17,6 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.printer import print_graph
 from nnscaler.transform.plan import Plan
 
-FORMAT = 1
-
 
 @dataclass(frozen=True)
 class Program:

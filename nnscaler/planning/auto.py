@@ -44,11 +44,12 @@ def parse_auto(text: str) -> AutoPlan | None:
 
 def cluster_of(wanted: AutoPlan, ranks: int) -> Cluster:
     """The cluster with so many devices. Raises NnscalerError("cluster_invalid")."""
-    from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.cluster.read import load_cluster
 
     given = wanted.cluster
     if given is None:
+        from nnscaler.planning.cluster.found import found_cluster  # imports torch
+
         return found_cluster(ranks)
     return (load_cluster(given) if isinstance(given, str | Path) else given).scaled(ranks)
 

@@ -24,11 +24,8 @@ AXES = {
 }
 
 
-def parse_spec(text: str, ranks: int) -> dict[str, int]:
-    """`dp=2,tp=2,pp=2,zero=3` as a dict.
-
-    Raises NnscalerError("plan_illegal") unless the product of dp, tp and pp is `ranks`.
-    """
+def parse_axes(text: str) -> dict[str, int]:
+    """`dp=2,tp=2,pp=2,zero=3` as a dict. Raises NnscalerError("plan_illegal")."""
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -46,7 +43,18 @@ def parse_spec(text: str, ranks: int) -> dict[str, int]:
             help=f"zero={ZERO} shards parameters, gradients and optimizer states over the ranks of dp, of which there "
             f"are two or more: dp=2,zero={ZERO}",
         )
-    count = prod(size for name, size in sizes.items() if name != "zero")
+    return sizes
+
+
+def ranks_in(sizes: Mapping[str, int]) -> int:
+    """Return how many ranks the axes mean."""
+    return prod(size for name, size in sizes.items() if name != "zero")
+
+
+def parse_spec(text: str, ranks: int) -> dict[str, int]:
+    """As `parse_axes`. Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is `ranks`."""
+    sizes = parse_axes(text)
+    count = ranks_in(sizes)
     if count != ranks:
         options = ", ".join(",".join(f"{n}={v}" for n, v in s.items()) for s in _factorisations(ranks)[:6])
         raise NnscalerError(

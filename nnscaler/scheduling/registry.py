@@ -27,3 +27,13 @@ def get_schedule(name: str) -> ScheduleFunction:
     near = get_close_matches(name.strip().lower(), SCHEDULES, 1, 0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
     raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}known: {', '.join(SCHEDULES)}")
+
+
+def check_schedule(name: str | None, searched: bool) -> None:
+    """Check a schedule that is asked for. `searched`: beside a plan that is searched, and not named.
+
+    Raises NnscalerError `unknown_schedule`, and `plan_illegal` for what no searched plan can run.
+    """
+    if name is not None and get_schedule(name) is interleaved and searched:
+        message = "the planner searches plans with one stage per device, and this schedule has several"
+        raise NnscalerError("plan_illegal", f"schedule {name!r}: {message}", help="name the plan: --plan dp=2,pp=2")

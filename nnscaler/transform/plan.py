@@ -110,6 +110,13 @@ class Plan:
     def ranks(self) -> int:
         return sum(prod(size for _, size in axes) for axes in self.device_axes)
 
+    def for_ranks(self, ranks: int) -> Plan:
+        """Return the plan itself. Raises NnscalerError("plan_illegal") where it is for another number of ranks."""
+        if self.ranks != ranks:
+            message = f"the plan is for {self.ranks} ranks ({self.describe()}), and there are {ranks}"
+            raise NnscalerError("plan_illegal", message, help=f"use --ranks {self.ranks}")
+        return self
+
     @property
     def devices(self) -> int:
         """Pipeline devices: groups of ranks that run the same role."""

@@ -55,7 +55,7 @@ def sample_inputs():
     return {"x": torch.randn(12, 8), "labels": torch.randint(0, 12, (12,))}
 """
 LAST_LINE = re.compile(
-    r"(?P<word>VERIFIED|REFUTED|INCONCLUSIVE)  (?P<file>\S+) on (?P<ranks>\d+) ranks? \((?P<how>[^)]*)\): "
+    r"(?P<word>VERIFIED|REFUTED|INCONCLUSIVE)  (?P<file>\S+) on (?P<ranks>\d+) ranks? \((?P<how>[^)]*)\), in \w+: "
     r"(?P<checks>\d+) checks?, (?P<refuted>\d+) refuted, \d+\.\d s \(seed (?P<seed>\d+)\)"
 )
 

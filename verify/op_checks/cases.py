@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from nnscaler.ir.placement import Choice
 from verify.op_checks.options import Kind
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Inputs:
 
     def generator(self) -> torch.Generator:
         """A generator at its start: the same draws each time."""
+        import torch  # a token is read without it
+
         return torch.Generator().manual_seed(self.seed)
 
 

@@ -18,11 +18,11 @@ _GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 
 def load_file(file: str | Path) -> ModuleType:
     """The module of a file. Raises NnscalerError `no_such_file` or `import_failed`."""
-    from nnscaler.runtime.loader import load_user_module
-
     path = Path(file)
     if not path.is_file():
         raise NnscalerError("no_such_file", f"there is no file {str(file)!r}", help=_near_file(path))
+    from nnscaler.runtime.loader import load_user_module
+
     return _guarded(lambda: load_user_module(path), str(file), path.resolve().parent)
 
 

@@ -1,7 +1,7 @@
 """Constraints on plans: small predicates that are composed, and that the planner searches within."""
 
 from nnscaler.planning.constraints.constraint import Constraint, all_of
-from nnscaler.planning.constraints.files import read_constraints
+from nnscaler.planning.constraints.files import parse_constraints, read_constraints
 from nnscaler.planning.constraints.kinds import (
     data_parallel,
     forbid,
@@ -27,6 +27,7 @@ __all__ = [
     "on_device",
     "over_all_devices",
     "pipeline",
+    "parse_constraints",
     "read_constraints",
     "replicate",
     "require",

@@ -17,7 +17,7 @@ identifier = "n"
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,23 @@ _KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
+Made = Callable[[Graph, Mapping[str, Signature]], Constraint]
+
+
 def read_constraints(path: Path, graph: Graph, known: Mapping[str, Signature] | None = None) -> Constraint:
-    """What a TOML file says. `known`: the signatures of the graph, where there are some already.
+    """What a TOML file says of a graph. `known`: its signatures, where there are some already.
 
     Raises NnscalerError("plan_illegal") with the entry that is wrong and what is legal.
+    """
+    entries = parse_constraints(path)
+    known = signatures(graph) if known is None else known
+    return all_of(made(graph, known) for made in entries)
+
+
+def parse_constraints(path: Path) -> list[Made]:
+    """Read the entries of a TOML file, each of which makes its constraint of a graph.
+
+    Raises NnscalerError("plan_illegal") for all that is wrong whatever the graph is.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -69,12 +82,10 @@ def read_constraints(path: Path, graph: Graph, known: Mapping[str, Signature] | 
     entries = data.get("constraint")
     if set(data) - {"constraint"} or not isinstance(entries, list):
         raise NnscalerError("plan_illegal", f"{path}: it has {sorted(data)}", help="it has tables of [[constraint]]")
-    known = signatures(graph) if known is None else known
-    places = [f"{path}: constraint {i + 1}" for i in range(len(entries))]
-    return all_of(_constraint(entry, place, graph, known) for entry, place in zip(entries, places, strict=True))
+    return [_constraint(entry, f"{path}: constraint {i}") for i, entry in enumerate(entries, 1)]
 
 
-def _constraint(entry: Any, place: str, graph: Graph, known: Mapping[str, Signature]) -> Constraint:
+def _constraint(entry: Any, place: str) -> Made:
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if not isinstance(kind, str) or kind not in _KEYS:
         near = get_close_matches(str(kind), _KEYS, 1)
@@ -83,28 +94,29 @@ def _constraint(entry: Any, place: str, graph: Graph, known: Mapping[str, Signat
     unknown = sorted(set(entry) - _KEYS[kind])
     if unknown:
         raise NnscalerError("plan_illegal", f"{place} ({kind}) has {unknown}", help=f"known: {sorted(_KEYS[kind])}")
-    if kind in _ALONE:
-        return _ALONE[kind]()
     if kind in _POLICIES:
-        return _POLICIES[kind](graph, known)
-    if kind == "sizes":
-        return sizes(**{k: _number(k, v, place) for k, v in entry.items() if k != "kind"})
+        return _POLICIES[kind]
+    if kind in _ALONE or kind == "sizes":
+        numbers = {k: _number(k, v, place) for k, v in entry.items() if k != "kind"}
+        alone = sizes(**numbers) if kind == "sizes" else _ALONE[kind]()
+        return lambda graph, known: alone
     names = _operations(entry.get("operations"), f"{place} ({kind})")
     if kind == "replicate":
-        return replicate(graph, names)
+        return lambda graph, known: replicate(graph, names)
     if kind == "together":
-        return together(graph, names)
+        return lambda graph, known: together(graph, names)
+    if kind == "over_all_devices":
+        return lambda graph, known: over_all_devices(graph, known, names)
     if kind == "on_device":
         device = entry.get("device")
         if not isinstance(device, int) or isinstance(device, bool):
             raise NnscalerError("plan_illegal", f"{place} ({kind}): device is {device!r}", help="device = 0, or -1")
-        return on_device(graph, names, device)
-    if kind == "over_all_devices":
-        return over_all_devices(graph, known, names)
+        return lambda graph, known: on_device(graph, names, device)
     identifier = entry.get("identifier")
     if not isinstance(identifier, str):
         raise NnscalerError("plan_illegal", f"{place} ({kind}): identifier is {identifier!r}", help='identifier = "n"')
-    return (forbid if kind == "forbid" else require)(graph, names, identifier)
+    made = forbid if kind == "forbid" else require
+    return lambda graph, known: made(graph, names, identifier)
 
 
 def _operations(given: Any, place: str) -> Sequence[str]:

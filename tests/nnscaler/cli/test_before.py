@@ -1,0 +1,149 @@
+"""What can be said of a command line without a model is said before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnscaler.cli.main import main
+from nnscaler.transform.plan import Plan
+
+TRAP = "raise RuntimeError('it was run')\n"
+CLUSTER = '[device]\nmemory = "80GB"\n'
+VERIFY, COMPILE = ["verify-plan", "trap.py"], ["compile", "trap.py", "--out", "build"]
+PLAN = ["plan", "trap.py", "--ranks", "8"]
+# the command line, and what it is told
+CASES: list[tuple[list[str], str]] = [
+    ([*VERIFY, "--ranks", "8", "--plan", "dp=2,tp=2"], "plan 'dp=2,tp=2' is for 4 ranks, and there are 8"),
+    ([*COMPILE, "--ranks", "8", "--plan", "dp=2,tp=2"], "the product of dp, tp and pp must be 8: "),
+    ([*COMPILE, "--plan", "dp=2,zz=2"], "'zz=2' is not one of dp=N, tp=N, pp=N, zero=3"),
+    ([*VERIFY, "--plan", "dp=1,zero=3"], "zero=3 with dp=1"),
+    ([*VERIFY, "--plan", "no_such.json"], "'no_such.json' is neither mesh axes nor a file"),
+    ([*VERIFY, "--plan", "no_such.py::policy"], "there is no file 'no_such.py'"),
+    ([*VERIFY, "--plan", "trap.py"], "trap.py"),
+    ([*VERIFY, "--plan", "binary.json"], "binary.json cannot be read"),
+    ([*VERIFY, "--ranks", "6", "--plan", "plan.json"], "the plan is for 4 ranks (dp=2 tp=2), and there are 6"),
+    ([*VERIFY, "--plan", "odd.json"], "no schedule '1f1bb'"),
+    ([*COMPILE, "--ranks", "2", "--schedule", "gpip"], "no schedule 'gpip'\n  help: did you mean 'gpipe'?"),
+    ([*VERIFY, "--plan", "pp=2", "--schedule", "zigzag"], "no schedule 'zigzag'"),
+    ([*COMPILE, "--ranks", "2", "--schedule", "interleaved"], "the planner searches plans with one stage per device"),
+    ([*VERIFY, "--plan", "tp=2", "--memory", "80GB"], "--memory is for the search of a plan"),
+    ([*VERIFY, "--plan", "auto:h100x8", "--cluster", "cpu"], "both name a cluster"),
+    ([*VERIFY, "--ranks", "2", "--cluster", "h100x9"], "'h100x9' is neither a file nor a cluster that is known"),
+    ([*COMPILE, "--ranks", "2", "--plan", "auto:h100x9"], "'h100x9' is neither a file nor a cluster that is known"),
+    ([*PLAN, "--cluster", "broken.toml"], "broken.toml:"),
+    ([*PLAN, "--memory", "lots"], "--memory lots: "),
+    ([*PLAN, "--constraints", "no_such.toml"], "no_such.toml"),
+    ([*COMPILE, "--ranks", "2", "--constraints", "kinds.toml"], "kinds.toml: constraint 2 has the kind 'requires'"),
+    ([*PLAN, "--constraints", "keys.toml"], "keys.toml: constraint 1 (sizes): tp is 0"),
+    ([*PLAN, "--profile", "no_such.json"], "cannot read no_such.json: No such file"),
+    ([*PLAN, "--profile", "plan.json"], "plan.json"),
+    ([*PLAN, "--compare", "no_such.json"], "--compare no_such.json: "),
+    ([*PLAN, "--compare", "plan.json"], "the plan is for 4 ranks, and there are 8"),
+    (["verify-plan", "no_such.py", "--ranks", "2"], "there is no file 'no_such.py'"),
+    (["compile", "no_such.py::small", "--out", "build"], "there is no file 'no_such.py'"),
+    (["plan", "no_such.py", "--ranks", "2"], "there is no file 'no_such.py'"),
+    (["profile", "no_such.py"], "there is no file 'no_such.py'"),
+    (["profile", "trap.py", "--loss-fn", "no_such.py::loss"], "there is no file 'no_such.py'"),
+    (["list", "ops", "--missing", "no_such.py"], "there is no file 'no_such.py'"),
+    ([*VERIFY, "--loss-fn", "no_such.py::loss"], "there is no file 'no_such.py'"),
+    ([*VERIFY, "--program", "no_such"], "no_such holds no program"),
+    ([*VERIFY, "--program", "program", "--ranks", "3"], "program is a program for 2 ranks, not 3"),
+    ([*VERIFY, "--program", "program", "--plan", "tp=2"], "--plan is for a program that is compiled"),
+    ([*VERIFY, "--program", "program", "--micro-batches", "2"], "--micro-batches is for a program that is compiled"),
+    ([*VERIFY, "--program", "program", "--replicate", "head"], "--replicate is for a program that is compiled"),
+    ([*VERIFY, "--program", "program", "--memory", "1GB"], "--program has a plan already"),
+    ([*VERIFY, "--program", "program", "--comm-profile"], "the program has no communication profile"),
+    ([*VERIFY, "--level", "run", "--certificate", "proof.json"], "--level run proves nothing"),
+    ([*VERIFY, "--output-format", "xml"], "'xml' is none of full, concise, json"),
+    (["verify-op", "no_such.py::f"], "no_such.py"),
+    (["reproduce", "nns1:damaged"], "the token is damaged"),
+    (["reproduce", "nns2:damaged"], "the token is damaged"),
+    (["explain", "no_such_code"], "no_such_code"),
+    (["gate", "--config", "gate.toml"], "did you mean seed?"),
+]
+RUN = """
+import io, json, os, sys
+from contextlib import redirect_stderr
+import nnscaler.planning.constraints, nnscaler.planning.cost.table, nnscaler.planning.policies
+from nnscaler.cli.main import main
+
+for words in json.loads(sys.argv[1]):
+    if os.fork() == 0:  # each case by itself
+        with redirect_stderr(io.StringIO()) as err:
+            code = main(words)
+        print(json.dumps((int(code), err.getvalue(), "torch" in sys.modules)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def fill(folder: Path) -> None:
+    """Files that are wrong in one way each."""
+    (folder / "trap.py").write_text(TRAP)
+    plan = Plan((("dp", 2), ("tp", 2)), ())
+    (folder / "plan.json").write_text(plan.to_json())
+    (folder / "odd.json").write_text(plan.to_json().replace("1f1b", "1f1bb"))
+    (folder / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (folder / "broken.toml").write_text(CLUSTER)
+    (folder / "kinds.toml").write_text('[[constraint]]\nkind = "megatron"\n[[constraint]]\nkind = "requires"\n')
+    (folder / "keys.toml").write_text('[[constraint]]\nkind = "sizes"\ntp = 0\n')
+    (folder / "gate.toml").write_text("[tool.nnscaler.gate]\nsed = 3\n")
+    program = folder / "program"
+    program.mkdir()
+    entries = dict.fromkeys(("format", "micro_batches", "schedule", "inputs", "tensors", "state"), 1)
+    (program / "manifest.json").write_text(json.dumps({**entries, "ranks": 2, "axes": [], "roles": []}))
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, bool]]:
+    """Exit code, message, and whether torch was imported until then: of all cases, in one new process."""
+    folder = tmp_path_factory.mktemp("before")
+    fill(folder)
+    command = [sys.executable, "-c", RUN, json.dumps([words for words, _ in CASES])]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
+    assert not (folder / "build").exists()
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(words) for words, _ in CASES])
+def test_it_is_said_before_torch_is_imported(number: int, said: list[tuple[int, str, bool]]) -> None:
+    code, err, heavy = said[number]
+    assert code == 2, err
+    assert CASES[number][1] in err and "it was run" not in err
+    assert not heavy, "torch was imported"
+
+
+def test_one_takes_less_than_two_seconds_of_the_processor(tmp_path: Path) -> None:
+    fill(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        [sys.executable, "-m", "nnscaler", *CASES[0][0]], cwd=tmp_path, capture_output=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run.returncode == 2
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 2.0
+
+
+def test_what_is_right_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets as far as the model's file."""
+    fill(tmp_path)
+    (tmp_path / "right.toml").write_text('[[constraint]]\nkind = "sizes"\ntp = 2\n')
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        [*VERIFY, "--plan", "plan.json", "--level", "static"],
+        [*VERIFY, "--plan", "dp=2,zero=3", "--level", "static"],  # zero=3 is no axis: two ranks
+        [*VERIFY, "--ranks", "2", "--cluster", "cpu", "--constraints", "right.toml", "--level", "static"],
+        [*COMPILE, "--plan", "pp=2", "--schedule", "Interleaved"],
+        [*COMPILE, "--plan", "trap.py::policy"],
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            told: list[str] = []
+            patch.setattr("nnscaler.cli.console.Console.error", lambda self, text, told=told: told.append(text))
+            assert main([*words]) == 2
+        assert "it was run" in told[0], told
