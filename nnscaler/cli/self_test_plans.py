@@ -35,18 +35,17 @@ def _table(options: argparse.Namespace) -> bool:
 
 
 def _mutants(options: argparse.Namespace) -> bool:
-    from verify.self_test.plans.plans import run_plans_self_test
+    from verify.self_test.plans.plans import NAMES, run_plans_self_test
     from verify.self_test.plans.run import LEVELS
-    from verify.self_test.plans.subjects import MODELS
     from verify.self_test.plans.text import plans_lines
 
     console: Console = options.console
-    models = tuple(options.model or MODELS)
-    if unknown := [name for name in models if name not in MODELS]:
-        raise NnscalerError("usage", f"no mutants are made of {unknown[0]!r}", help=f"models: {', '.join(MODELS)}")
+    models = tuple(options.model or NAMES)
+    if unknown := [name for name in models if name not in NAMES]:
+        raise NnscalerError("usage", f"no mutants are made of {unknown[0]!r}", help=f"models: {', '.join(NAMES)}")
     found = run_plans_self_test(
         console.progress,
-        quick=options.quick or models != MODELS,
+        quick=options.quick or models != NAMES,
         seed=options.seed,
         levels=tuple(level for level in LEVELS if not options.level or level in options.level),
         models=models,

@@ -9,11 +9,12 @@ from verify.self_test.plans import (
     mutants_arguments,
     mutants_communication,
     mutants_declared,
+    mutants_layout,
     mutants_schedule,
     mutants_values,
 )
 from verify.self_test.plans.generation import generation_of
-from verify.self_test.plans.mutant import Mutant, apply_edits, edits_between
+from verify.self_test.plans.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.plans.mutants_annotation import wrong_annotations
 from verify.self_test.plans.mutants_graph import graph_changes
 from verify.self_test.plans.operator import MutationOperator
@@ -26,6 +27,7 @@ TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *mutants_arguments.OPERATORS,
     *mutants_declared.OPERATORS,
     *mutants_schedule.OPERATORS,
+    *mutants_layout.OPERATORS,
 )
 Text = Callable[[], dict[str, str] | None]
 
@@ -41,9 +43,23 @@ def mutants_of(base: Base, seed: int, each: int) -> Iterator[Mutant]:
         yield from _generated(base.subject, "annotation", kind, [w.text for w in wrong], seed, each)
 
 
-def text_mutants(subject: Subject, seed: int, each: int) -> Iterator[Mutant]:
+def provable_mutants(base: Base, seed: int, each: int) -> Iterator[Mutant]:
+    """Those of the families that reading alone has to refute: cuts, copies, constants, and tensors of the folder."""
+    yield from text_mutants(base.subject, seed, each, mutants_layout.OPERATORS)
+    subject = base.subject
+    by_kind: dict[str, list[StateEdit]] = {}
+    for edit in mutants_layout.state_edits(subject):
+        by_kind.setdefault(edit.kind, []).append(edit)
+    for kind, edits in by_kind.items():
+        for edit in _chance(subject, kind, seed).sample(edits, min(each, len(edits))):
+            yield Mutant(subject.model, subject.plan, mutants_layout.STATE, kind, (), {}, state=edit)
+
+
+def text_mutants(
+    subject: Subject, seed: int, each: int, operators: Sequence[MutationOperator] = TEXT_OPERATORS
+) -> Iterator[Mutant]:
     """Those of the text."""
-    for operator in TEXT_OPERATORS:
+    for operator in operators:
         places = operator.places(subject)
         chance = _chance(subject, operator.kind, seed)
         for edits in chance.sample(places, min(each, len(places))):

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from verify.backends import run_simulator
@@ -27,8 +29,10 @@ from verify.randomise import logical_state
 from verify.rank_program import RankResult
 from verify.reference import Settings, run_reference
 from verify.report import Check
+from verify.self_test.plans.mutant import Mutant, StateEdit
 from verify.self_test.plans.subjects import TIMEOUT, Base
 from verify.static import check_program
+from verify.static.record import Stored, check_state
 from verify.tolerance import FLOAT64_BOUND
 from verify.verdict import Verdict
 
@@ -73,6 +77,17 @@ def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
     return Answer(bool(refuted), tuple(dict.fromkeys(f.code for f in findings)), said, seconds, undecided)
 
 
+def read_folder(base: Base, mutant: Mutant) -> Answer:
+    """Level 0 of a program's folder: the text, the manifest, and the tensors that the program starts from."""
+    program, started = base.subject.program, time.perf_counter()
+    outcomes = list(check_program(mutant.sources(program.sources), program.graph, "", program.manifest).outcomes)
+    if mutant.state is not None:
+        state = mutant.state.apply(program.state)
+        stored = Stored(program.manifest["state"], state, program.state)
+        outcomes.append(check_state(stored, program.graph))
+    return answer_of(outcomes, time.perf_counter() - started)
+
+
 class Execution:
     """Runs programs of one model on the simulator, against one reference run of it: in processes that may die, or
     (`apart` false) in this one, where it is one that may."""
@@ -95,14 +110,24 @@ class Execution:
         (path / "manifest.json").write_text(json.dumps(self.base.subject.program.manifest), encoding="utf-8")
         return path
 
-    def judge(self, sources: Mapping[str, str], fault: Fault = nullcontext, localised: bool = False) -> Executed:
+    def judge(
+        self,
+        sources: Mapping[str, str],
+        fault: Fault = nullcontext,
+        localised: bool = False,
+        state: StateEdit | None = None,
+    ) -> Executed:
         """Level 2: runs the program and compares everything that comes out with the model. `fault`: a bug of the
-        runtime, for the time of the run. `localised`: also look where it goes wrong first."""
+        runtime, for the time of the run. `localised`: also look where it goes wrong first. `state`: what is changed in
+        the tensors that the program starts from."""
         started = time.perf_counter()
         path = self.write(sources)
         try:
             with fault():
                 task = replace(self.task, program=str(path))
+                if state is not None:
+                    task = replace(task, state=str(path / "state.pt"))
+                    torch.save(state.apply(torch.load(self.task.state, weights_only=True)), path / "state.pt")
                 results = run_simulator(task, self.base.spec.ranks, TIMEOUT, apart=self.apart)
                 if isinstance(results, Failure):
                     return self._failed(results, path, time.perf_counter() - started)

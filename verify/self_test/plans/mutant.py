@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,50 @@ class Edit:
 
 
 Edits = tuple[Edit, ...]
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StateEdit:
+    """Other tensors in a program's folder. `kind`: a key of `STATE_EDITS`; `other`: a second tensor, where it takes
+    one."""
+
+    kind: str
+    name: str
+    other: str = ""
+
+    def __str__(self) -> str:
+        return f"state.pt: {self.kind}: " + " and ".join(f"`{n}`" for n in (self.name, self.other) if n)
+
+    def apply(self, state: State) -> dict[str, Tensor]:
+        """The tensors with the edit."""
+        return {**state, **STATE_EDITS[self.kind](state, self.name, self.other)}
+
+
+def _one_element(state: State, name: str, _: str) -> State:
+    changed = state[name].detach().clone()
+    changed.view(-1)[-1] += 1
+    return {name: changed}
+
+
+STATE_EDITS: Mapping[str, Callable[[State, str, str], State]] = {
+    "exchanged": lambda s, a, b: {a: s[b], b: s[a]},
+    "twice": lambda s, a, b: {a: s[b]},
+    "one element changed": _one_element,
+    "twice as large": lambda s, a, _: {a: 2 * s[a].detach()},
+    "rows turned": lambda s, a, _: {a: s[a].detach().roll(1, 0)},
+    "transposed": lambda s, a, _: {a: s[a].detach().t().contiguous()},
+    "rounded": lambda s, a, _: {a: s[a].detach().bfloat16().to(s[a].dtype)},
+    "of another dtype": lambda s, a, _: {a: s[a].detach().bfloat16()},
+    "of another shape": lambda s, a, _: {a: s[a].detach().unsqueeze(0)},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """`kind`: the mutation operator's name, `family` its group. `edits`: what differs from the right program's text;
     `changed` has the whole text of each file that differs. `runtime`: the name of a patch of the runtime, where the
-    text is right and what runs it is wrong."""
+    text is right and what runs it is wrong. `state`: what is changed in the tensors that the program starts from."""
 
     model: str
     plan: str
@@ -37,11 +76,17 @@ class Mutant:
     edits: Edits
     changed: Mapping[str, str]
     runtime: str = ""
+    state: StateEdit | None = None
 
     @property
     def place(self) -> str:
         """file:line of the first edit."""
-        return f"{self.edits[0].file}:{self.edits[0].line}" if self.edits else self.runtime
+        return f"{self.edits[0].file}:{self.edits[0].line}" if self.edits else self.runtime or "state.pt"
+
+    @property
+    def told(self) -> str:
+        """What is changed first."""
+        return str(self.edits[0]) if self.edits else self.runtime or str(self.state)
 
     def sources(self, right: Mapping[str, str]) -> dict[str, str]:
         """The whole program: the right one with the changed files in it."""

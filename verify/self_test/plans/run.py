@@ -18,13 +18,15 @@ import torch
 from nnscaler.runtime.rank_process import leave_stopping_to_parent
 from verify.apart import run_apart
 from verify.op_run.pool import Died
-from verify.self_test.plans.catalogue import mutants_of
-from verify.self_test.plans.judge import Answer, Executed, Execution, read_statically
+from verify.self_test.plans.catalogue import mutants_of, provable_mutants
+from verify.self_test.plans.judge import Answer, Executed, Execution, read_folder, read_statically
 from verify.self_test.plans.mutant import Mutant
 from verify.self_test.plans.subjects import TIMEOUT, Spec, build
 from verify.self_test.plans.third_oracle import RUNS, Told, compare_programs
+from verify.self_test.plans.tiny_models import TINY
 
 LEVELS = ("L0", "L2")
+PROVABLE = 4  # times as many mutants of each kind in the smallest programs, which have few kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,16 @@ class Batch:
 
 
 def judge_spec(spec: Spec, seed: int, each: int, levels: Sequence[str] = LEVELS, every: int = 1) -> Batch:
-    """Makes the program and its mutants, and judges them, or every so many of them."""
+    """Makes the program and its mutants, and judges them, or (of a small program all) every so many of them."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-mutants-") as folder:
-        base = build(spec, Path(folder))
+        tiny = TINY.get(spec.model)
+        base = build(spec, Path(folder)) if tiny is None else tiny.build(Path(folder), spec.model)
         execution = Execution(base, Path(folder))
         original = _original(execution, levels)
-        mutants = islice(mutants_of(base, seed, each), sum(map(ord, spec.model)) % every, None, every)
+        chosen = islice(mutants_of(base, seed, each), sum(map(ord, spec.model)) % every, None, every)
+        mutants = chosen if tiny is None else provable_mutants(base, seed, PROVABLE * each)
         judged = tuple(_judge(execution, mutant, levels) for mutant in mutants)
     return Batch(original, judged, time.perf_counter() - started)
 
@@ -106,12 +110,12 @@ def _original(execution: Execution, levels: Sequence[str]) -> Original:
 def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judged:
     program = execution.base.subject.program
     sources = mutant.sources(program.sources)
-    static = read_statically(sources, program.graph) if "L0" in levels else None
-    executed = execution.judge(sources) if "L2" in levels else None
+    static = read_folder(execution.base, mutant) if "L0" in levels else None
+    executed = execution.judge(sources, state=mutant.state) if "L2" in levels else None
     judged = Judged(mutant, static, executed)
     if judged.by_running or (judged.killed and executed is None):
         return judged
-    told = run_apart(partial(compare_programs, execution, sources), len(RUNS) * 2 * TIMEOUT)
+    told = run_apart(partial(compare_programs, execution, sources, mutant.state), len(RUNS) * 2 * TIMEOUT)
     if not isinstance(told, Told):
         told = Told(False, f"its process was ended: {told.how}" if isinstance(told, Died) else "it does not end")
     return Judged(mutant, static, executed, told)

@@ -27,10 +27,10 @@ class TableBase:
     steps: tuple[Step, ...] = ()
     whole: Plan | None = None
 
-    def build(self, folder: Path) -> Base:
+    def build(self, folder: Path, name: str = "") -> Base:
         """Compiles it."""
         model = models.made(self.model)
-        spec = Spec(type(model).__name__, self.plan, self.ranks, self.micro_batches)
+        spec = Spec(name or type(model).__name__, self.plan, self.ranks, self.micro_batches)
         return build_from(spec, model, self.sample(), self.whole or self._plan, folder)
 
     def _plan(self, graph: Graph, ranks: int) -> Plan:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from verify.self_test.plans.mutants_layout import CONSTANTS, COPIES, LAYOUT, STATE
 from verify.self_test.plans.run import Batch, Judged, Original
 
 REQUIRED = 0.97  # of the mutants that are not equivalent must be refuted
 REQUIRED_STATIC = 0.80  # by the text alone
+PROVABLE = (LAYOUT, COPIES, CONSTANTS, STATE)  # families of which the text alone must refute as many as all together
 ENOUGH = 1000  # mutants, in the whole test
 
 
@@ -34,6 +36,10 @@ class Count:
     @property
     def rate(self) -> float:
         return self.killed / self.mutants if self.mutants else 0.0
+
+    @property
+    def static_rate(self) -> float:
+        return self.static / self.mutants if self.mutants else 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,12 @@ class PlansSelfTest:
             (family, count(kind, [j for j in self.judged if (j.mutant.family, j.mutant.kind) == (family, kind)]))
             for family, kind in names
         )
+
+    @property
+    def families(self) -> Mapping[str, Count]:
+        """Family -> counts."""
+        names = dict.fromkeys(j.mutant.family for j in self.judged)
+        return {name: count(name, [j for j in self.judged if j.mutant.family == name]) for name in names}
 
     @property
     def models(self) -> tuple[Count, ...]:
@@ -96,7 +108,19 @@ class PlansSelfTest:
         if "L0" in self.levels and total.mutants and total.static < REQUIRED_STATIC * total.mutants:
             share = 100 * total.static / total.mutants
             found.append(f"{share:.1f} % are refuted by the text alone, and {100 * REQUIRED_STATIC:.0f} % are wanted")
+        if "L0" in self.levels:
+            found += list(self._of_families())
         return tuple(found)
+
+    def _of_families(self) -> Iterator[str]:
+        for name in PROVABLE:
+            family = self.families.get(name)
+            if family is None or not family.mutants:
+                if not self.quick:
+                    yield f"no mutants of the family {name!r}"
+            elif family.static_rate < REQUIRED:
+                share = 100 * family.static_rate
+                yield f"{name}: {share:.1f} % are refuted by the text alone, and {100 * REQUIRED:.0f} % are wanted"
 
     @property
     def good(self) -> bool:

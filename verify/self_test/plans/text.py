@@ -21,7 +21,7 @@ def plans_lines(found: PlansSelfTest, verbose: bool = False) -> list[Line]:
     for group, counted in found.kinds:
         if group != family:
             family = group
-            lines.append(f"{group}")
+            lines.append(f"{group}: {_by_text(found.families[group])}")
         lines.append(f"  {counted.name[:42]:42} {_numbers(counted)}")
     lines += ["", f"{'model':44} {_HEAD}", *(f"{c.name:44} {_numbers(c)}" for c in found.models)]
     lines += [f"{'all':44} {_numbers(found.total)}", ""]
@@ -30,6 +30,11 @@ def plans_lines(found: PlansSelfTest, verbose: bool = False) -> list[Line]:
     total = found.total
     rest = f"{total.killed} of {total.mutants} mutants refuted, {total.static} without running anything"
     return [*map(plain, lines), _last(found.good, rest, found.seconds)]
+
+
+def _by_text(family: Count) -> str:
+    share = f"{100 * family.static_rate:.1f} %" if family.mutants else "none"
+    return f"{share} refuted by `--level static` alone"
 
 
 def _last(good: bool, rest: str, seconds: float) -> Line:
@@ -62,8 +67,7 @@ def _alive(found: PlansSelfTest, verbose: bool) -> Iterator[str]:
 def describe(judged: Judged) -> str:
     """Model, plan, kind and the first edit of a mutant."""
     mutant = judged.mutant
-    edit = str(mutant.edits[0]) if mutant.edits else mutant.runtime
-    return f"{mutant.model} {mutant.plan}: {mutant.kind}: {edit}"
+    return f"{mutant.model} {mutant.plan}: {mutant.kind}: {mutant.told}"
 
 
 def _summary(found: PlansSelfTest) -> Iterator[str]:

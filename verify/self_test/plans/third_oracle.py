@@ -23,6 +23,7 @@ from nnscaler.runtime.simulator import Simulator
 from verify.compare import difference
 from verify.rank_program import role_file
 from verify.self_test.plans.judge import Execution
+from verify.self_test.plans.mutant import StateEdit
 
 RUNS = ((11, "float64"), (12, None))  # (seed, precision)
 ROUNDING = 1e-11
@@ -46,8 +47,9 @@ class _Seen:
     variables: dict[Key, Tensor] = field(default_factory=dict)
 
 
-def compare_programs(execution: Execution, wrong: Mapping[str, str]) -> Told:
-    """Runs both programs. A mutant that raises where the right program does not is not the same."""
+def compare_programs(execution: Execution, wrong: Mapping[str, str], edit: StateEdit | None = None) -> Told:
+    """Runs both programs. A mutant that raises where the right program does not is not the same. `edit`: what the
+    mutant has changed in the tensors that it starts from."""
     subject = execution.base.subject
     right_path = execution.write(subject.program.sources)
     wrong_path = execution.write(wrong)
@@ -57,7 +59,8 @@ def compare_programs(execution: Execution, wrong: Mapping[str, str]) -> Told:
         state, batch = _state(execution, seed), _batch(execution, seed)
         right = _run(right_path, subject.program.plan.ranks, state, batch, precision)
         try:
-            found = _run(wrong_path, subject.program.plan.ranks, state, batch, precision)
+            other = state if edit is None else edit.apply(state)
+            found = _run(wrong_path, subject.program.plan.ranks, other, batch, precision)
         except Exception as error:  # noqa: BLE001 - whatever it raises, the right program does not
             return Told(False, f"raises {type(error).__name__}: {str(error)[:120]}")
         tolerance = ROUNDING if precision == "float64" else 0.0

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from verify.self_test.plans.catalogue import TEXT_OPERATORS, mutants_of, text_mutants
-from verify.self_test.plans.judge import Execution
-from verify.self_test.plans.mutant import Edit, apply_edits, edits_between
+from verify.self_test.plans.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
+from verify.self_test.plans.judge import Execution, read_folder, read_statically
+from verify.self_test.plans.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.plans.mutants_graph import GRAPH
+from verify.self_test.plans.mutants_layout import COPIES, FAMILIES, LAYOUT, STATE, state_edits
 from verify.self_test.plans.operator import MutationOperator
 from verify.self_test.plans.role_source import Subject
 from verify.self_test.plans.subjects import Spec, build
+from verify.self_test.plans.third_oracle import compare_programs
+from verify.self_test.plans.tiny_models import TINY
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
+SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted")  # cuts, copies, buffers, constants
 
 
 @pytest.fixture(scope="module")
 def subjects(execution: Callable[[str], Execution], tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
     """Programs that have, together, something for every operator."""
     dropped = build(Spec("gpt", "dp=2,tp=2", 4, 1, 0.25), tmp_path_factory.mktemp("dropout"))
-    return [*(execution(name).base.subject for name in BASES), dropped.subject]
+    small = [TINY[name].build(tmp_path_factory.mktemp("small"), name).subject for name in SMALL]
+    return [*(execution(name).base.subject for name in BASES), dropped.subject, *small]
 
 
 @pytest.mark.parametrize("operator", TEXT_OPERATORS, ids=lambda o: o.kind)
@@ -60,6 +66,47 @@ def test_mutants_of_graph_and_annotations(execution: Callable[[str], Execution])
         assert mutant.edits
         assert all(base.subject.program.sources[file] != text for file, text in mutant.changed.items())
         assert mutant.place.startswith("role_0.py:")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_refutes_the_family(subjects: list[Subject], family: str) -> None:
+    """Every mutant of a few programs: of cuts, copies and constants nothing is left to the run."""
+    found = [
+        (operator.kind, [str(e) for e in edits], apply_edits(subject.program.sources, edits), subject)
+        for subject in subjects[-len(SMALL) :]
+        for operator in TEXT_OPERATORS
+        if operator.family == family
+        for edits in operator.places(subject)
+    ]
+    step = max(1, len(found) // 60)
+    alive = [
+        (kind, said)
+        for kind, said, changed, subject in found[::step]
+        if not read_statically({**subject.program.sources, **changed}, subject.program.graph).refuted
+    ]
+    assert len(found[::step]) > 8 and not alive
+
+
+@pytest.mark.parametrize("kind", STATE_EDITS)
+def test_other_tensors_in_the_folder(execution: Callable[[str], Execution], tmp_path: Path, kind: str) -> None:
+    """They are found by reading, and training from them is not training the model."""
+    right = Execution(TINY["adapted"].build(tmp_path, "adapted"), tmp_path)
+    base = right.base
+    edit = next(e for e in state_edits(base.subject) if e.kind == kind)
+    assert str(edit).startswith(f"state.pt: {kind}: `")
+    mutant = Mutant("adapted", "dp=2,tp=2", STATE, kind, (), {}, state=edit)
+    assert read_folder(base, mutant).codes == ("state_differs",)
+    assert not read_folder(base, replace(mutant, state=None)).refuted
+    executed = right.judge(base.subject.program.sources, state=edit)
+    same_in_float64 = kind == "of another dtype"
+    assert executed.answer.refuted or same_in_float64 or not compare_programs(right, {}, edit).same
+
+
+def test_provable_mutants(execution: Callable[[str], Execution], tmp_path: Path) -> None:
+    mutants = list(provable_mutants(TINY["cube"].build(tmp_path, "cube"), 0, 2))
+    assert {m.family for m in mutants} == {LAYOUT, COPIES, STATE}
+    assert all(m.model == "cube" and (m.edits or m.state) for m in mutants)
+    assert {m.place for m in mutants if m.state} == {"state.pt"}
 
 
 def test_edits_between_texts() -> None:

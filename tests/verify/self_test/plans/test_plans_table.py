@@ -11,7 +11,7 @@ from verify.self_test.plans.judge import Answer, Executed
 from verify.self_test.plans.mutant import Edit, Mutant
 from verify.self_test.plans.run import Judged, Original
 from verify.self_test.plans.subjects import MODELS, PLANS, Spec, specs
-from verify.self_test.plans.tally import PlansSelfTest
+from verify.self_test.plans.tally import PROVABLE, PlansSelfTest
 from verify.self_test.plans.text import plans_lines
 from verify.self_test.plans.third_oracle import Told
 
@@ -68,6 +68,21 @@ def test_what_is_not_good(found: PlansSelfTest, problem: str) -> None:
     assert problem in text and "FAILED" in text
 
 
+@pytest.mark.parametrize("family", PROVABLE)
+def test_families_that_reading_has_to_refute(family: str) -> None:
+    """97 % by the text alone, whatever the run refutes; equivalent mutants are not counted, and a family without
+    mutants is no pass."""
+    read, ran = (replace(j, mutant=replace(MUTANT, family=family)) for j in (BOTH, RUNNING))
+    equal = replace(EQUAL, mutant=replace(MUTANT, family=family))
+    others = [BOTH] * 20
+    good = _found(*others, *[read] * 33, ran, equal)
+    assert good.good and f"{family}: 97.1 % refuted by `--level static` alone" in _text(good)
+    bad = _found(*others, *[read] * 31, ran)
+    assert not bad.good
+    assert f"{family}: 96.9 % are refuted by the text alone, and 97 % are wanted" in _text(bad)
+    assert f"no mutants of the family {family!r}" in _found(*[BOTH] * 1000, quick=False).problems
+
+
 def test_survivors_are_listed() -> None:
     assert "SURVIVES gpt tp=2: drop collective: role_0.py:7" in _text(_found(BOTH, ALIVE))
 
@@ -83,6 +98,15 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert code == 0, captured.out
     assert "1 of 1 right programs verified" in captured.out and "PASSED" in captured.out
+
+
+def test_command_on_small_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--model", "packed", "--model", "staged", "--model", "turned"]
+    code = main(["self-test", "plans", *models, "--level", "L0", "--processes", "1", "-q"])  # nothing is run
+    captured = capsys.readouterr()
+    assert code == 0, captured.out
+    for family in PROVABLE:
+        assert f"{family}: 100.0 % refuted by `--level static` alone" in captured.out
 
 
 @pytest.mark.parametrize("options", [["--model", "nothing"], ["--each", "0"]])
