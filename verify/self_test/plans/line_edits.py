@@ -10,6 +10,7 @@ from random import Random
 
 import torch
 
+from nnscaler.ir.conversion import ROWS
 from nnscaler.ir.mesh import MICRO
 from verify.self_test.plans.mutant import Edit, Edits
 from verify.self_test.plans.role_draft import FED, NEAR, STORED, Draft, Propose
@@ -34,6 +35,8 @@ _PYTHON = {
     "aten.div.Tensor": "/",
     "aten.matmul": "@",
 }
+_NEEDS = re.compile(r"needs `([\w.]+)` ([^`]+?) over (\w+) \(.*?\), and it is ([^`]+?) there")
+_LOSS = re.compile(r"the loss is ([^`]+?) over (\w+), and declared ([A-Z]\w+)")
 _LITERAL = re.compile(
     r"(?<![\w.@\"'-])(?:\d+\.\d+(?:e-?\d+)?|0|[1-9]\d*|True|False|None|\((?:\d+, ?)+\d*\)|\[(?:\d+, ?)+\d+\])(?![\w.@])"
 )
@@ -183,7 +186,9 @@ def _converted(draft: Draft, chance: Random) -> Edits | None:
     """An operand, a result or what is returned is converted."""
     returns = [(r, n) for r in draft.subject.roles for n, text in enumerate(r.lines, 1) if "return {" in text]
     if returns and chance.random() < 0.25:
-        return _returned(draft, chance, *chance.choice(returns))
+        role, number = chance.choice(returns)
+        before = [s for s in role.statements if s.line < number]
+        return _returned(chance, role, number, _conversion(draft, chance, "{}", before[-1].stage)) if before else None
     statement = draft.statement(chance)
     if statement is None:
         return None
@@ -194,21 +199,25 @@ def _converted(draft: Draft, chance: Random) -> Edits | None:
     if not places:
         return None
     place = chance.choice(places)
-    value = _conversion(draft, chance, statement.arguments[place], statement.stage)
+    return _put_in(statement, place, _conversion(draft, chance, statement.arguments[place], statement.stage))
+
+
+def _put_in(statement: Statement, place: int, value: str) -> Edits:
+    """A line before the statement, whose result is its operand there."""
     name = f"converted_{statement.line}"
     line = f"{statement.indent}{', '.join(statement.targets)} = {statement.with_argument(place, name).call}"
     return (statement.becomes_text(f"{statement.indent}{name} = {value}\n{line}"),)
 
 
-def _returned(draft: Draft, chance: Random, role: Role, number: int) -> Edits | None:
+def _returned(chance: Random, role: Role, number: int, value: str) -> Edits | None:
+    """A returned variable is converted; `value` is the call, of `{}`."""
     text = role.lines[number - 1]
     names = re.findall(r": (\w+)", text)
-    before = [s for s in role.statements if s.line < number]
-    if not names or not before:
+    if not names:
         return None
     name = chance.choice(names)
     indent = text[: len(text) - len(text.lstrip())]
-    made = f"{indent}{name}_r = {_conversion(draft, chance, name, before[-1].stage)}"
+    made = f"{indent}{name}_r = {value.format(name)}"
     return (Edit(role.file, number, text, f"{made}\n{text.replace(f': {name}', f': {name}_r', 1)}"),)
 
 
@@ -223,6 +232,41 @@ def _other_conversion(draft: Draft, chance: Random) -> Edits | None:
         other = chance.choice((*_WHOLE, *_CUTTING))
         return (statement.becomes(statement.call.replace(statement.callee, f"comm.{other}", 1)),)
     return (statement.becomes(_conversion(draft, chance, statement.arguments[0], statement.stage)),)
+
+
+def _repaired(draft: Draft, chance: Random) -> Edits | None:
+    """What the reader asks for: an operand is converted to the state that it should have, or the loss to the declared
+    one. It makes any wrong start into a text that the reader can type further."""
+    wanted = [(m[1], m[2], m[3]) for m in _LOSS.finditer(draft.said)]
+    rows = {(before.__name__, after.__name__): row.function for (before, after), row in ROWS.items()}
+    if wanted:
+        have, axis, need = chance.choice(wanted)
+        place = chance.choice(
+            [(r, n) for r in draft.subject.roles for n, t in enumerate(r.lines, 1) if '"loss": ' in t]
+        )
+        return _returned(chance, *place, _row(rows, have, need, axis))
+    found = [(m[1], m[2], m[3], m[4]) for m in _NEEDS.finditer(draft.said)]
+    statements = [s for s in draft.subject.statements() if (s.file, s.line) in draft.lines and _tensors(draft, s)]
+    if not found or not statements:
+        return None
+    tensor, need, axis, have = chance.choice(found)
+    statement = chance.choice(statements)
+    held = [a for i in _tensors(draft, statement) if _is_held(draft, statement, a := statement.arguments[i], tensor)]
+    variable = chance.choice(held or [statement.arguments[i] for i in _tensors(draft, statement)])
+    return _put_in(statement, statement.arguments.index(variable), _row(rows, have, need, axis).format(variable))
+
+
+def _is_held(draft: Draft, statement: Statement, variable: str, tensor: str) -> bool:
+    found = draft.subject.tensor(statement.stage, variable)
+    return variable.removeprefix("self.") == tensor or (found is not None and found.name == tensor)
+
+
+def _row(rows: Mapping[tuple[str, str], str], have: str, need: str, axis: str) -> str:
+    """The conversion from one state to another, of `{}`; of a state to itself, any that says so."""
+    one, two = have.partition("(")[0], need.partition("(")[0]
+    cut = next((text for text in (need, have) if text.startswith("Sharded(")), "")
+    more = ", dim=" + cut.removeprefix("Sharded(")[:-1] if cut and one != two else ""
+    return f"comm.{rows.get((one, two), 'replicate')}({{}}, self.{axis}{more})"
 
 
 # -- the same in other words ------------------------------------------------------------------------------------------
@@ -310,6 +354,7 @@ def _there_and_back(draft: Draft, chance: Random) -> Edits | None:
 LINES: Mapping[str, Propose] = {
     "conversion put in": _converted,
     "conversion changed": _other_conversion,
+    "conversion asked for": _repaired,
     "number": _number,
     "operand": _operand,
     "operands turned": _turned_operands,

@@ -21,12 +21,13 @@ FED = ("inputs", "prepare_inputs")
 @dataclass(frozen=True)
 class Draft:
     """A program that is edited. `lines` and `names`: where the reader of the last text found something, empty for a
-    text that it has not seen."""
+    text that it has not seen; `said`: its findings."""
 
     subject: Subject
     sources: Mapping[str, str]
     lines: frozenset[tuple[str, int]] = frozenset()
     names: frozenset[str] = frozenset()
+    said: str = ""
 
     def changed(self, edits: Edits) -> dict[str, str]:
         """The whole program with the edits. Raises ValueError where two of them change one line."""
@@ -41,7 +42,7 @@ class Draft:
         )
         near = {n for r in roles for s in r.statements if (r.file, s.line) in lines for n in names_in(s.text)}
         names = frozenset(near | set(re.findall(r"`([\w.]+)`", said)))
-        return Draft(replace(self.subject, roles=roles), sources, lines, names)
+        return Draft(replace(self.subject, roles=roles), sources, lines, names, said)
 
     def near(self, place: Statement | Entry) -> bool:
         """Whether the reader found something there, or in what it makes or holds."""

@@ -2,8 +2,9 @@
 
 Half of the edits are blind: one to four at once. The other half is a search against the prover. It starts from an edit
 that the reader refutes, and looks, where the reader found something, for another one after which it finds less while
-the run is still wrong; up to four edits that fit each other. A wrong proof mostly takes several such edits (what is
-declared, what is summed, what is converted), and single blind ones hardly ever meet.
+the run is still wrong; up to six edits that fit each other. One kind of edit converts a tensor to what the reader asks
+for, so that a wrong start is carried as far as the reader lets it. A wrong proof mostly takes several such edits (what
+is declared, what is summed, what is converted), and single blind ones hardly ever meet.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from verify.static import check_program
 
 KINDS: Mapping[str, Propose] = {**DECLARED, **LINES}
 PLANTED = "planted"  # the kinds of the mutation operators, together
-BLIND = (*KINDS, PLANTED, PLANTED)
+ASKED = "conversion asked for"  # by the reader, of which a blind edit knows nothing
+BLIND = (*(k for k in KINDS if k != ASKED), PLANTED, PLANTED)
 _FITTING = tuple(k for k in KINDS if k not in SAME and k not in ("instructions turned", "lines turned"))
-FIRST = (*_FITTING, *(k for k in DECLARED if k.startswith("state")), PLANTED)  # of a search
-NEXT = (*_FITTING, "reduce", "conversion put in", "conversion put in", "conversion put in")
-AT_ONCE = 4
+FIRST = (*(k for k in _FITTING if k != ASKED), *(k for k in DECLARED if k.startswith("state")), PLANTED)  # of a search
+NEXT = (*_FITTING, *["reduce", "conversion put in"] * 2, *[ASKED] * 8)
+AT_ONCE = 4  # blind edits of one program
+DEEP = 6  # edits of a search
 TRIES = 40  # edits that are tried for the next step of a search
 EACH = 200  # edited programs of one task
 # what became of an edited program: the reader says that it is wrong, or only that lines are not the model's; it is
@@ -143,7 +146,7 @@ class Fuzz:
         draft = self.right
         steps: tuple[str, ...] = ()
         read = Read(False, 1 << 30, 0, frozenset())
-        for depth in range(AT_ONCE):
+        for depth in range(DEEP):
             found = self._step(draft, steps, read, TRIES if depth else 1)
             if found is None:
                 return
@@ -163,8 +166,10 @@ class Fuzz:
             if judged is None:
                 continue
             sources, read = judged
+            if read.proved:
+                return None  # it is right again, or the search has found what it is for
             readable = read.codes and read.codes != {"program_unreadable"}
-            if read.proved or not readable or not read.measure < before.measure or not self._wrong(sources):
+            if not readable or not read.measure < before.measure or not self._wrong(sources):
                 continue
             try:
                 return draft.next(sources, read.lines, read.said), after, read

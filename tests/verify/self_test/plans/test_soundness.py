@@ -17,6 +17,7 @@ from verify.self_test.plans.judge import Execution, read_statically
 from verify.self_test.plans.line_edits import LINES, SAME
 from verify.self_test.plans.role_draft import Draft
 from verify.self_test.plans.soundness import (
+    ASKED,
     INCONCLUSIVE,
     PROVED,
     REFUTED,
@@ -96,7 +97,7 @@ def test_program_has_its_mechanism(tiny: Get, name: str, words: list[str]) -> No
     assert [w for w in words if w not in text] == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != ASKED])
 def test_every_kind_of_edit_changes_programs(tiny: Get, kind: str) -> None:
     changed = 0
     for name in ("cube", "packed", "unlike", "layers"):
@@ -160,11 +161,11 @@ def _half_said_sections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_search_finds_a_wrong_rule(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three edits have to fit each other: how the input is cut, over what the gradient is summed, and what is said of
-    the loss. The search meets them in one or two thousand tries; nine thousand are its limit here."""
+    the loss. The search meets them in some hundred tries; four thousand are its limit here."""
     right = tiny("shuffled")
     with monkeypatch.context() as patch:
         _half_said_sections(patch)
-        searches = (Fuzz("shuffled", right, Random(seed), 1500, True).work() for seed in range(1, 7))
+        searches = (Fuzz("shuffled", right, Random(seed), 500, True).work() for seed in range(8))
         found = next((search.violations[0] for search in searches if search.violations), None)
         assert found is not None, "the search does not find what is planted"
         assert read_statically(found.sources, right.base.traced.graph).refuted is False
