@@ -78,12 +78,14 @@ def prepare(request: PlanRequest, folder: Path) -> Prepared:
         notes = (*notes, "the model has no data: the program was not run, and the trace not compared with the model")
     if not runs or request.level == "static":
         return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs, found=found, built=built)
-    draws, unmatched = _match(model, sample, traced.graph)
+    draws, unmatched = matched_draws(model, sample, traced.graph)
     return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced, found=found, built=built)
 
 
-def _match(model: nn.Module, sample: SampleInputs, graph: Graph) -> tuple[tuple[Draw | None, ...] | None, str | None]:
-    """The operation of each random call of the model, or why that is not known."""
+def matched_draws(
+    model: nn.Module, sample: SampleInputs, graph: Graph
+) -> tuple[tuple[Draw | None, ...] | None, str | None]:
+    """Return the operation of each random call of the model (None: it makes none), or why that is not known."""
     wanted = draws_of(graph)
     if not wanted:
         return None, None

@@ -24,10 +24,11 @@ from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.plan import Axes, Plan
 from verify.finding import Finding
+from verify.plan_prepare import matched_draws
 from verify.plan_run import PlanRequest, Prepared, run_and_compare
 from verify.program_directory import open_program
 from verify.randomise import randomise_parameters
-from verify.reference import run_reference
+from verify.reference import Settings, run_reference
 from verify.verdict import Verdict, merge
 
 
@@ -87,7 +88,8 @@ def random_plans(
     traced = trace(model, sample_inputs)
     known = signatures(traced.graph)
     sample = flatten_inputs(model, sample_inputs)
-    reference = run_reference(model, sample, steps=2)
+    draws, unmatched = matched_draws(model, sample, traced.graph)
+    reference = run_reference(model, sample, steps=2, settings=Settings(draws=draws))
     for seed in seeds:
         mesh = meshes[seed % len(meshes)]
         plan = random_plan(
@@ -101,7 +103,7 @@ def random_plans(
         request = PlanRequest(model, sample_inputs, ranks=plan.ranks, plan=plan)
         with tempfile.TemporaryDirectory(prefix="nnscaler-random-") as folder:
             opened = open_program(program.save(Path(folder) / "program"))
-            prepared = Prepared(model, sample, opened, traced.graph, ())
+            prepared = Prepared(model, sample, opened, traced.graph, (), draws, unmatched)
             outcomes = run_and_compare(request, prepared, reference, Path(folder))
         checks = [o.check for o in outcomes if o.check.name]
         findings = tuple(f for o in outcomes for f in o.findings)
