@@ -193,6 +193,7 @@ class RankExecutor:
             return {}
         with self._working(f"prepare of stage {stage.index}"), torch.no_grad():
             self._running = ("prepare", -1)
+            stage.micro = AxisGroup(MICRO, stage.micro_batches, 0)  # not the last one of the step before
             pieces = {name: self._piece(stage, source, batch) for name, source in stage.prepare_inputs.items()}
             return stage.prepare(**pieces)
 

@@ -124,6 +124,20 @@ def test_data_and_tensor_parallel(run, role: Role) -> None:
     check(result, *train(megatron_loss, state, *batches), {0, 1, 2, 3})
 
 
+def test_prepare_is_at_the_first_micro_batch_in_every_step(run, role: Role) -> None:
+    """What it computes is the same in every step: it knows nothing of the micro-batch that ran last."""
+    places: list[int] = []
+
+    class Noting(Megatron):
+        def prepare(self, labels):
+            places.append(self.micro.index)
+            return super().prepare(labels)
+
+    state, batches = megatron_data()
+    run([role("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2", Noting)], state, *batches)
+    assert places == [0] * (4 * len(batches))
+
+
 # -- a pipeline with a tied weight: embedding in stage 0, classifier in stage 1, data parallel in each ----------------
 
 COPIES = ((0, 1), (2, 3))

@@ -189,3 +189,29 @@ def test_copies_in_one_order_on_all_stages_are_proved(programs: dict[str, Progra
     swapped = {f: t.replace("copies=((0, 1), (2, 3))", "copies=((2, 3), (0, 1))") for f, t in program.sources.items()}
     assert all(text != swapped[file] for file, text in program.sources.items())
     assert check_program(swapped, program.graph).proved
+
+
+def test_a_result_that_the_model_never_uses_is_not_read() -> None:
+    """Nothing is known of it. What was computed from it was passed over in silence, up to the loss."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            variance, _ = torch.var_mean(x * self.w, dim=1)
+            return variance.square().sum()
+
+    program = nnscaler.parallelize(Spread(), {"x": torch.randn(12, 6)}, ranks=2, plan="dp=2")
+    text = program.sources["role_0.py"]
+    named = text.replace("var_mean_a, _ = ", "var_mean_a, mean = ")
+    assert named != text and check_program({"role_0.py": named}, program.graph).proved
+    read = named.replace("aten.square.default(var_mean_a)", "aten.square.default(mean)").replace(
+        "aten.square(var_mean_a)", "aten.square(mean)"
+    )
+    assert read != named
+    result = check_program({"role_0.py": read}, program.graph)
+    findings = [f for outcome in result.outcomes for f in outcome.findings]
+    assert not result.proved
+    assert "`mean` is read, and the model uses no such result" in findings[0].message, findings

@@ -56,6 +56,17 @@ def test_three_parts() -> None:
     assert check_program(program.sources, program.graph).proved
 
 
+def test_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.GPTNeoXJapaneseConfig(**sizes, bos_token_id=1, eos_token_id=2, max_position_embeddings=32)
+    ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    model = transformers.GPTNeoXJapaneseForCausalLM(config).train()
+    program = nnscaler.parallelize(model, {"input_ids": ids, "labels": ids}, ranks=2, plan="tp=2")
+    assert re.search(r"zeros_1 = .*\(8/2\*tp, 8, 8\)", program.sources["role_0.py"])
+    assert check_program(program.sources, program.graph).proved
+
+
 Value = Callable[[Tensor], Tensor]
 
 
