@@ -19,6 +19,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "gradient_reduced_wrongly": "A gradient is not summed exactly once over exactly the copies of its parameter.",
         "not_covered": "Part of a tensor is held or computed by no rank, or by more ranks than it should be.",
         "random_numbers_differ": "Ranks that must draw the same random numbers do not, or ranks that must not do.",
+        "precision_lost": "A line of the program rounds a tensor to a narrower dtype, and the model does not.",
         "record_differs": "The manifest beside the program says something else than the program's text or the model.",
         "state_differs": "A stored parameter, buffer or constant is not the one that the program was compiled with.",
         "program_unreadable": "The program has a line that a rank program never has, so nothing can be proved of it.",

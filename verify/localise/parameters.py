@@ -258,12 +258,19 @@ def _words(weights: Mapping[Column, float], rank: int) -> str | None:
         named = " and ".join(sorted(stages))
         return f"stages {named} share it, and each has only its own part: the sum over its copies is missing"
     micros = sorted({key[2] for key in missing})
-    if all(key in used for key in weights if key[2] not in micros):
-        last = max(key[2] for key in weights)
+    last = max(key[2] for key in weights)
+    if not any(key[2] in micros for key in used):  # of these micro-batches there is nothing
         if {key[2] for key in used} == {last}:
             return f"it has micro-batch {last} alone: each replaces what the ones before left"
-        return f"it misses micro-batch {', '.join(map(str, micros))}"
-    if {key[1] for key in used} == {rank}:
-        return f"rank {rank} has only its own part: the sum over ranks {sorted({k[1] for k in weights})} is missing"
+        early = ": the sum over ranks does not wait for the last backward" if micros == [last] else ""
+        return f"it misses micro-batch {', '.join(map(str, micros))}{early}"
     ranks = sorted({key[1] for key in missing} - {key[1] for key in used})
-    return f"the parts of rank {', '.join(map(str, ranks))} are missing" if ranks else None
+    if {key[1] for key in used} == {rank} and len(missing) == sum(key[1] != rank for key in weights):
+        everyone = sorted({key[1] for key in weights})
+        return f"rank {rank} has only its own part: the sum over ranks {everyone} is missing, or nobody waits for it"
+    if ranks:
+        return f"the parts of rank {', '.join(map(str, ranks))} are missing"
+    shown = ", ".join(f"micro-batch {key[2]} of rank {key[1]}" for key in missing[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    early = ": the sum over ranks does not wait for every backward" if last in micros else ""
+    return f"it misses {shown}{more}{early}"

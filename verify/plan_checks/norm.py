@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from verify.compare import difference, is_finite
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nnscaler.runtime.clipping import EPSILON
+from verify.compare import difference, is_finite, largest
 from verify.finding import Finding
+from verify.plan_checks.cause import CLOSE
 from verify.plan_checks.context import Comparison, Outcome, Tally
 from verify.verdict import Verdict
 
@@ -18,7 +24,7 @@ def check(comparison: Comparison) -> Outcome:
         return tally.outcome()
     step = comparison.steps - 1
     key = ("norm", step, "")
-    first = next((r.norm for r in comparison.results if r.norm is not None), None)
+    known = [float(r.norm) for r in comparison.results if r.norm is not None]
     for result in comparison.results:
         facts = {"tensor": "gradient norm", "step": str(step), "rank": str(result.rank)}
         if result.norm is None:
@@ -27,7 +33,7 @@ def check(comparison: Comparison) -> Outcome:
             continue
         found = difference(result.norm, expected)
         verdict = comparison.tolerance.judge(key, found.relative)
-        if first is not None and float(first) != float(result.norm):
+        if known[0] != float(result.norm):
             verdict = Verdict.REFUTED  # ranks that scale by different factors drift apart
         finding = None
         if not verdict.passes:
@@ -37,10 +43,47 @@ def check(comparison: Comparison) -> Outcome:
                 f"the norm of all gradients of step {step} differs on rank {result.rank}: {found}",
                 None,
                 {**facts, "expected": f"{float(expected):.17g}", "actual": f"{float(result.norm):.17g}"},
-                _cause(float(result.norm), float(expected)),
+                _own_norms(known, float(expected)) or _cause(float(result.norm), float(expected)),
             )
         tally.add(verdict, finding if not tally.findings else None, found.relative, key)
     return tally.outcome()
+
+
+def _own_norms(norms: Sequence[float], expected: float) -> str | None:
+    """Each rank has the norm of what it counts itself."""
+    if len(set(norms)) < 2:
+        return None
+    total = sum(norm**2 for norm in norms) ** 0.5
+    if abs(total - expected) <= CLOSE * expected:
+        return "each rank has the norm of its own gradients: their squares are not summed over the ranks"
+    return "the ranks have different norms: they clip by different factors, and their copies drift apart"
+
+
+def cause_of_update(comparison: Comparison, name: str, value: Tensor) -> str | None:
+    """Why a parameter is not the model's after the last step, where its gradients are: by which factor the gradient was
+    scaled before the update. None where no factor explains it."""
+    reference = comparison.reference
+    gradient, expected = reference.gradients[-1].get(name), reference.parameters[name]
+    limit, norm = reference.settings.max_norm, reference.norm
+    if gradient is None or limit is None or norm is None or not largest(gradient) > 0:
+        return None
+    off = (expected.double() - value.double()) / reference.learning_rate
+    wide = gradient.double()
+    scale = float((off * wide).sum() / (wide * wide).sum())
+    if difference(off, scale * wide).relative > CLOSE:
+        return None
+    right = min(1.0, limit / (float(norm) + EPSILON))
+    factor = right + scale
+    if abs(factor - 1.0) < CLOSE and right < 1.0:
+        return (
+            f"the gradients of the last step are not clipped: their norm is {float(norm):.6g}, clipping to {limit:g} "
+            "scales them down, and the update has all of the gradient"
+        )
+    other = f", as if their norm were {limit / factor:.6g}" if factor > CLOSE else ""
+    return (
+        f"the gradients of the last step are clipped wrongly: they are scaled by {factor:.6g}{other}, and clipping a "
+        f"norm of {float(norm):.6g} to {limit:g} scales them by {right:.6g}"
+    )
 
 
 def _cause(actual: float, expected: float) -> str | None:

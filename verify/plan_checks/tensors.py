@@ -11,6 +11,7 @@ from verify.finding import Finding
 from verify.plan_checks.cause import likely_cause
 from verify.plan_checks.context import Comparison, Outcome, Tally
 from verify.plan_checks.logical import Holding, Logical, by_rank, put_together
+from verify.plan_checks.norm import cause_of_update
 from verify.verdict import Verdict
 
 
@@ -91,6 +92,8 @@ def _compare(
     finding = None
     if not verdict.passes:
         cause = likely_cause(logical, expected, tied, before) if kind == "gradient" else None
+        if kind == "parameter":
+            cause = cause_of_update(comparison, name, logical.value)
         finding = _differs(comparison, kind, step, logical, found, verdict, cause)
     tally.add(verdict, finding, found.relative, key)
 

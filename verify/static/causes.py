@@ -3,7 +3,16 @@ or too much. The states are pairs of value and gradient, so each pair of them me
 
 from __future__ import annotations
 
+import torch
+
+from op_registry.call import DType
+
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.ir.tensor import LogicalTensor
+from verify.static.held import Mistake
+from verify.static.text import Line
+
+_CASTS = frozenset({"aten.to.dtype", "aten._to_copy", "aten._to_copy.default"})
 
 
 def disagreement(have: State, need: State, axis: str, parts: int) -> str:
@@ -73,3 +82,22 @@ def converted(have: State, expected: str, function: str, axis: str, parts: int) 
         case Sharded(), _:
             return f"each rank of {axis} holds only its shard ({have}) there"
     return f"the value is {have} over {axis}, and this row starts from {expected}"
+
+
+def rounding(line: Line, tensor: LogicalTensor) -> Mistake | None:
+    """What is wrong with a line that casts a tensor with a gradient to a narrower dtype; None for any other line. In a
+    run whose numbers are all of one dtype it does nothing."""
+    dtype = line.kwargs.get("dtype")
+    if line.function not in _CASTS or not isinstance(dtype, DType) or not tensor.needs_grad:
+        return None
+    have, made = getattr(torch, tensor.dtype), getattr(torch, dtype.name, None)
+    if not isinstance(made, torch.dtype) or not made.is_floating_point or not have.is_floating_point:
+        return None
+    if torch.finfo(made).eps <= torch.finfo(have).eps and torch.finfo(made).max >= torch.finfo(have).max:
+        return None
+    message = f"`{line.text}` rounds `{tensor.name}` from {tensor.dtype} to {dtype.name}, and the model does not"
+    cause = (
+        f"a cast to {dtype.name} that the model does not have; only the text shows it: a run in float64 has one dtype "
+        "for all numbers, and casts do nothing in it"
+    )
+    return Mistake("precision_lost", message, cause, tensor.name)

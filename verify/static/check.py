@@ -27,7 +27,7 @@ from verify.static.findings import Finder
 from verify.static.held import Held, Mistake
 from verify.static.messages import arrivals, check_sends
 from verify.static.operations import Typer
-from verify.static.ranks import check_ranks
+from verify.static.ranks import check_ranks, with_order
 from verify.static.reader import read_role
 from verify.static.record import MANIFEST, check_manifest
 from verify.static.schedule import check_schedule
@@ -95,7 +95,7 @@ def check_program(
     if not sources:
         finder.add("", 0, Mistake("program_unreadable", "there is no role program"))
     read = Outcome(_check("text of the role programs", len(sources), finder), finder.take())
-    if not roles:
+    if len(roles) < len(sources) or not roles:  # what the others lack may be there: nothing more can be said
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
     outcomes = [read]
     if manifest is not None:
@@ -121,7 +121,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     outcomes = [*before]
 
     def conclude(name: str, count: int, noted: Sequence[Noted]) -> None:
-        for entry in noted:
+        for entry in with_order(noted, stages):
             finder.add(entry.stage.file, entry.number, entry.mistake)
         outcomes.append(Outcome(_check(name, count, finder), finder.take()))
 

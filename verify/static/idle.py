@@ -31,6 +31,7 @@ _MOVES = frozenset(
         "reshape.default view.default permute.default transpose.int t.default swapaxes.default movedim.int"
         " movedim.intlist unsqueeze.default squeeze.default squeeze.dim squeeze.dims expand.default select.int"
         " slice.Tensor narrow.default flatten.using_ints unflatten.int contiguous.default alias.default clone.default"
+        " to.dtype"
     ).split()
 )
 # pure, and nothing makes them fail but shapes and dtypes
@@ -129,6 +130,8 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
     given = {variable: tensor for variable, tensor in tensors.items() if tensor is not None and tensor.numel()}
     if operator is None or operator not in _TOTAL | _MOVES or len(given) < len(tensors):
         return None
+    if operator == "aten.to.dtype" and all(t.is_floating_point() for t in given.values()):
+        return _call(operator, line.kwargs, given)  # wrong if anything reads it
     if operator in _TOTAL:
         dtypes = {t.dtype for t in given.values()}
         if line.region.autocast or len(dtypes) != 1 or not all(t.is_floating_point() for t in given.values()):

@@ -29,12 +29,12 @@ from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from verify.static.arguments import difference, variables
-from verify.static.causes import disagreement
+from verify.static.causes import disagreement, rounding
 from verify.static.choices import every_split, legal_choices, matches, told_by, whole_choices
 from verify.static.forms import NoCall, arguments_of, forms, operator_of
 from verify.static.held import Axes, Held, Mistake, normal
 from verify.static.hints import as_told
-from verify.static.random_numbers import draws_numbers, explain_draw, place_of_draw, without_place
+from verify.static.random_numbers import draws_numbers, explain_draw, other_draws, place_of_draw, without_place
 from verify.static.text import Line, Mark, Variable
 from verify.static.uniform import NO_DIMS, Dims
 
@@ -213,11 +213,16 @@ class Typer:
         for op in candidates:
             if line.region != op.region:
                 return _region_differs(line, op)
-            if not _random_fits(op, line) or not _taken_apart(line, op):
+            if not _random_fits(op, line):
+                return other_draws(line, op)
+            if not _taken_apart(line, op):
                 continue
             found = self._best(op, line, _by_number(operands, self._order(op)), axes)
             if found.code != "operation_differs" or _named(op, line) or len(candidates) == 1:
                 return found
+        lost = rounding(line, self.graph.tensors[operands[0].tensor]) if operands else None
+        if lost is not None:
+            return lost
         meant = next((op for op in self.graph.operations if _named(op, line)), None)
         if meant is None:
             return Mistake("operation_differs", f"`{line.text}` computes what no line of the model computes")
@@ -376,9 +381,12 @@ def _region_differs(line: Line, op: Operation) -> Mistake:
 def _reads_other(line: Line, operands: Sequence[Held], meant: Operation) -> Mistake:
     names = [held.tensor for held in operands]
     other = [(a, b) for a, b in zip(names, meant.inputs, strict=False) if a != b]
-    if not other:
+    if not other and len(names) != len(meant.inputs):
         message = f"`{line.text}` reads {len(names)} tensors, and the model's `{meant.operator}` {len(meant.inputs)}"
         return Mistake("operation_differs", message, "an operand is missing or too many", meant.outputs[0])
+    if not other:
+        message = f"`{line.text}` takes the results of the model's `{meant.operator}` otherwise than the model does"
+        return Mistake("operation_differs", message, "outputs are left out, or too many", meant.outputs[0])
     read, wanted = other[0]
     message = f"`{line.text}` reads `{read}` where the model's `{meant.operator}` reads `{wanted}`"
     swapped = sorted(names) == sorted(meant.inputs)

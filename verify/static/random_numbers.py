@@ -9,7 +9,7 @@ from typing import Any
 from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import Operation
-from verify.static.held import Axes
+from verify.static.held import Axes, Mistake
 from verify.static.text import Line, Mark
 
 _DRAWING = frozenset(
@@ -62,3 +62,11 @@ def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: S
             )
     unknown = set(states) - set(axes.names)
     return f"`{line.text}` names the axes {sorted(unknown)}, which the stage does not have" if unknown else ""
+
+
+def other_draws(line: Line, op: Operation) -> Mistake:
+    """What is wrong with a line that draws under another key than the operation's."""
+    _, name, *_ = place_of_draw(line)
+    message = f"`{line.text}` draws its numbers under the key {name!r}, and the model's operation is {op.name!r}"
+    cause = "draws are keyed by the operation's name: under another key they are other numbers than the model's"
+    return Mistake("random_numbers_differ", message, cause, op.outputs[0])

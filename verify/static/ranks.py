@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from nnscaler.ir.mesh import MICRO
 from verify.static.held import Mistake
-from verify.static.text import RoleText
+from verify.static.text import RoleText, StageText
 from verify.static.walk import Noted
 
 
@@ -38,3 +39,29 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
             if message:
                 noted.append(Noted(stage, stage.number, Mistake("communication_mismatch", message)))
     return len(every), noted
+
+
+def orders_of_axes(stages: Mapping[int, StageText]) -> str:
+    """How two stages whose meshes have the same axes order them differently; empty where none do."""
+    first: dict[frozenset[str], StageText] = {}
+    for stage in stages.values():
+        other = first.setdefault(frozenset(stage.axes), stage)
+        if list(other.axes) != list(stage.axes):
+            orders = f"({', '.join(other.axes)}) and ({', '.join(stage.axes)})"
+            return (
+                f"stages {other.index} and {stage.index} name the axes of their meshes in different orders, {orders}: "
+                "between them a rank keeps its place and not its coordinates, so that what one axis cuts arrives cut "
+                "over another"
+            )
+    return ""
+
+
+def with_order(noted: Sequence[Noted], stages: Mapping[int, StageText]) -> list[Noted]:
+    """The mistakes, with the order of axes as the cause of those that it may have."""
+    orders = orders_of_axes(stages)
+    return [
+        replace(n, mistake=Mistake(n.mistake.code, n.mistake.message, orders, n.mistake.tensor))
+        if orders and n.mistake.code in ("layouts_disagree", "gradient_reduced_wrongly")
+        else n
+        for n in noted
+    ]

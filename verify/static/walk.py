@@ -118,7 +118,7 @@ class Walk:
     def _known(self, number: int, variable: Variable) -> Known:
         if variable not in self.scope:
             self.reading.note(number, Mistake("program_unreadable", f"`{variable.name}` is read before it is made"))
-            return None
+            self.scope[variable] = None  # said once
         if variable.stored:
             self.reading.read.add(variable.name)
         return self.scope[variable]
