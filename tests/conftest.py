@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,3 +85,15 @@ def golden(repository: Path, request: pytest.FixtureRequest) -> Callable[[str, s
         assert text == file.read_text(encoding="utf-8"), f"{name} changed; if that is meant, use --update-golden"
 
     return compare
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """A function after which the user presses Ctrl-C in half a second, also where SIGINT is ignored by the parent."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        yield timer.start
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, before)

@@ -13,6 +13,7 @@ from nnscaler.ir.placement import Split
 from verify.lemmas.obligation import Obligation
 from verify.lemmas.symbols import Size, number, of_terms
 from verify.lemmas.unify import Conflict, Unifier, symbols_of_value
+from verify.op_proofs.bounded.solve import answer_of
 
 LIMIT = 200_000  # of Z3's resource units, some 0.1 s, for one condition
 
@@ -160,7 +161,7 @@ def follows(condition: Divides, divisors: Mapping[str, int], others: Sequence[Di
             continue
         solver.add(_expression(other.size, variables) % other.modulus == 0)
     solver.add(_expression(condition.size, variables) % condition.modulus != 0)
-    return bool(solver.check() == z3.unsat)
+    return bool(answer_of(solver) == z3.unsat)
 
 
 def _expression(size: Size, variables: Mapping[str, z3.ArithRef]) -> z3.ArithRef:

@@ -56,7 +56,7 @@ def relax(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
     """
     program = _program(problem, budget)
     solver, scale = _load(program, seconds)
-    solver.run()
+    _run(solver)
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         raise Infeasible(inf, inf if budget is None else budget)
     found = solver.getSolution()
@@ -82,7 +82,7 @@ def optimise(
     solver.changeColsIntegrality(count, np.arange(count, dtype=np.int32), kinds)
     if start is not None:
         solver.setSolution(_as_columns(problem, program, start))
-    solver.run()
+    _run(solver)
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         raise Infeasible(inf, inf if budget is None else budget)
     information = solver.getInfo()
@@ -171,6 +171,18 @@ def _load(program: _Program, seconds: float) -> tuple[highspy.Highs, float]:
         solver.setOptionValue(option, setting)
     solver.passModel(model)
     return solver, scale
+
+
+def _run(solver: highspy.Highs) -> None:
+    """Run HiGHS in a thread of its own: in the main thread, Ctrl-C would wait for its end."""
+    solver.HandleUserInterrupt = True
+    thread = solver.startSolve()
+    try:
+        thread.join()
+    except BaseException:
+        solver.cancelSolve()
+        thread.join()
+        raise
 
 
 def _dual_bound(problem: Problem, program: _Program, duals: Table, budget: float | None) -> tuple[float, float]:

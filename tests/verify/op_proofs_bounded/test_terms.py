@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from verify.op_proofs.bounded.algebra import Numbers
 from verify.op_proofs.bounded.errors import Unsupported
 from verify.op_proofs.bounded.polynomial import Polynomial
-from verify.op_proofs.bounded.solve import Limits, Prover
+from verify.op_proofs.bounded.solve import Limits, Prover, answer_of
 from verify.op_proofs.bounded.terms import Formula, Terms
 from verify.op_proofs.bounded.to_z3 import Translator
 
@@ -190,3 +191,14 @@ def test_integer_division_is_of_integers() -> None:
         terms.floor_divide(terms.symbol("i", "int"), 0)
     with pytest.raises(Unsupported):
         terms.cast(x, "int")
+
+
+def test_ctrl_c_ends_a_question_to_the_solver(ctrl_c: Callable[[], None]) -> None:
+    """Z3 takes the signal for itself; it must not be lost."""
+    context = z3.Context()
+    x, y, z = (z3.Int(name, context) for name in "xyz")
+    solver = z3.Solver(ctx=context)
+    solver.add(x**3 + y**3 + z**3 == 114, x > 10)  # nobody knows
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+        answer_of(solver)

@@ -80,7 +80,7 @@ def test_a_hang_is_not_a_pass(write: Callable[[str], str]) -> None:
     report = run_one(find_jobs([write(HANGS)])[0], OpOptions(timeout=5.0))
     assert report.verdict is Verdict.INCONCLUSIVE and report.exit_code == 3
     (finding,) = report.findings
-    assert finding.code == "operator_timed_out" and "after 5 s" in finding.message
+    assert finding.code == "operator_timed_out" and "was still running after " in finding.message
     assert finding.counter_example["at"].endswith(".py:9")
 
 

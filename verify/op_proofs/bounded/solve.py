@@ -143,9 +143,7 @@ class Prover:
         self._solver = self._kept() if quick else self._fresh()
         self._solver.push()
         self._solver.add(term, *self.translator.laws)
-        found = self._solver.check()
-        if found == z3.unknown and "keyboard" in self._solver.reason_unknown():
-            raise KeyboardInterrupt  # Z3 takes the signal for itself while it runs
+        found = answer_of(self._solver)
         used = self._solver.statistics().get_key_value("rlimit count")
         self.terms.work.spend((used - self._used) * RESOURCE)
         self._used = used
@@ -171,6 +169,14 @@ class Prover:
     def _model(self) -> dict[str, Element]:
         model = self._solver.model()
         return {d.name(): _value(model[d]) for d in model.decls() if d.arity() == 0}
+
+
+def answer_of(solver: Any) -> Any:
+    """Return what Z3 says. Raises KeyboardInterrupt where that came in between: Z3 takes the signal for itself."""
+    found = solver.check()
+    if found == z3.unknown and "keyboard" in solver.reason_unknown():
+        raise KeyboardInterrupt
+    return found
 
 
 def _value(term: Any) -> Element:

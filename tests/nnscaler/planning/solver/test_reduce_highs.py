@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 import numpy as np
 import pytest
 
+from nnscaler.planning.solver import highs
 from nnscaler.planning.solver import solve as front
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import optimise, relax
@@ -119,3 +121,17 @@ def test_nothing_legal_is_infeasible() -> None:
         optimise(problem)
     with pytest.raises(Infeasible):
         relax(problem)
+
+
+def test_ctrl_c_ends_an_integer_program(ctrl_c: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take many minutes."""
+    run = highs._run
+    monkeypatch.setattr(highs, "_run", lambda solver: (ctrl_c(), run(solver)))
+    random = np.random.default_rng(3)
+    side, size = 26, 8
+    nodes = tuple(Node(f"n{i}", random.random(size), np.zeros(size)) for i in range(side * side))
+    right = [(i, i + 1) for i in range(side * side) if (i + 1) % side]
+    pairs = right + [(i, i + side) for i in range(side * side - side)]
+    problem = Problem(nodes, tuple(Edge(a, b, random.random((size, size)) * 0.5) for a, b in pairs))
+    with pytest.raises(KeyboardInterrupt):
+        optimise(problem, None, 3600.0)
