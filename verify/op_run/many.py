@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from verify.op_checks.options import OpOptions
+from verify.op_checks.proofs import SPENT
 from verify.op_run.cache import Cache, key_of
 from verify.op_run.fingerprint import Opaque
 from verify.op_run.job import Job
@@ -80,7 +81,7 @@ def run_many(
                 assert isinstance(event, Raised)
                 broken.append(f"{job.spec.name}: {event.text or event.error}")
                 continue
-            if settings.cache is not None and index in keys:
+            if settings.cache is not None and index in keys and not _cut_short(report):
                 settings.cache.store(keys[index], report)
             yield Result(index, job, report, remark=remarks.get(index, ""))
             if options.fail_fast and not report.verdict.passes:
@@ -91,6 +92,11 @@ def run_many(
         settings.cache.prune()
     if broken:
         raise InternalError("\n".join(broken))
+
+
+def _cut_short(report: Report) -> bool:
+    """Whether a proof was given up for lack of time: another run may have more of it."""
+    return any(SPENT in check.detail for check in report.checks)
 
 
 def run_one(job: Job, options: OpOptions, isolate: bool = True) -> Report:

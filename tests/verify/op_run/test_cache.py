@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from verify.finding import Finding
@@ -368,3 +369,19 @@ def test_why_something_is_not_cached(tmp_path: Path) -> None:
     settings = Settings(isolate=False, cache=Cache(tmp_path / "c" / "v"), verify=lambda *_: passed())
     (result,) = run_many([Job(spec, None)], OpOptions(), settings)
     assert "kernels of run_cache_test.remark.default" in result.remark and not list(tmp_path.rglob("*.json"))
+
+
+def test_proofs_that_were_cut_short_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = default_registry().lookup("aten.relu.default")
+    assert spec is not None
+
+    def verified() -> Report:
+        settings = Settings(isolate=False, cache=Cache(tmp_path / "cache"))
+        (result,) = run_many([make_job(spec)], OpOptions(cases=6), settings)
+        return result.report
+
+    with monkeypatch.context() as patch:
+        patch.setattr("verify.op_checks.verification.PROOF_SHARE", -1.0)
+        assert verified().verdict is Verdict.TESTED_EXACT
+    assert verified().verdict is Verdict.PROVED_ALL_SIZES
+    assert CACHED in verified().notes
