@@ -1,5 +1,5 @@
-"""Wrong values: a factor, another operand, an operation that is missing, twice or another; and wrong gradients of right
-values."""
+"""Wrong values: a factor, another operand, an operation that is missing, twice or another; wrong gradients of right
+values; and those of another mode or precision."""
 
 from __future__ import annotations
 
@@ -100,6 +100,29 @@ def _with_gradient(subject: Subject) -> Iterator[tuple[Edit, ...]]:
                     role.file, statement.line - 1, above, above.replace("torch.no_grad()", "torch.enable_grad()")
                 )
                 yield (opened,)
+
+
+def _dropout_left_out(subject: Subject) -> Iterator[Edit]:
+    """As in a program that was compiled from the model in evaluation mode."""
+    for statement in subject.statements("ops."):
+        if statement.callee == "ops.dropout":
+            yield statement.becomes(statement.arguments[0])
+
+
+def _dropout_added(subject: Subject) -> Iterator[Edit]:
+    """As in a program that was compiled from the model in train mode."""
+    for statement in _results(subject):
+        if statement.method == "forward":
+            yield statement.becomes(f"aten.dropout({statement.call}, 0.5, True)")
+
+
+def _autocast(subject: Subject) -> Iterator[Edit]:
+    """A region of low precision that the model does not have; in float64 it does nothing."""
+    for statement in _results(subject):
+        if statement.method == "forward" and not statement.without_gradient:
+            line = f"{statement.indent}    {statement.targets[0]} = {statement.call}"
+            region = "with torch.autocast(self.device.type, dtypes.bfloat16):"
+            yield statement.becomes_text(f"{statement.indent}{region}\n{line}")
 
 
 def _from_trained(subject: Subject, statement: Statement) -> bool:
@@ -276,7 +299,12 @@ def _operators() -> Iterator[MutationOperator]:
         "no_grad added": _without_gradient,
         "no_grad dropped": _with_gradient,
     }
-    for family, kinds in (("value", values), ("backward", backward)):
+    mode: dict[str, Find] = {
+        "dropout left out": _dropout_left_out,
+        "dropout added": _dropout_added,
+        "autocast added": _autocast,
+    }
+    for family, kinds in (("value", values), ("backward", backward), ("mode", mode)):
         for kind, find in kinds.items():
             yield MutationOperator(family, kind, find)
 
