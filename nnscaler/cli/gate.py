@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import add_report_options, positive
@@ -182,11 +183,12 @@ def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry
             help = '--baseline FILE, or baseline = "nnscaler-baseline.toml" in [tool.nnscaler.gate]'
             raise NnscalerError("usage", "--update-baseline does not know which file", help=help)
         check_writable(file)
-        return read_baseline(file) if file.is_file() else ()
-    if file is None:
-        return ()
-    if not file.is_file() and settings.values["baseline"].source == "default":
-        return ()
+    elif file is not None and not file.exists():
+        console: Console = options.console
+        given = "" if options.baseline is None else f" --baseline {quote(str(options.baseline))}"
+        write = f"nnscaler gate{given} --update-baseline --owner NAME --expires YYYY-MM-DD --reason TEXT"
+        name = os.path.relpath(file)
+        console.warning(f"there is no baseline {name} yet, so no finding is known; to write it:\n  {write}")
     return read_baseline(file)
 
 

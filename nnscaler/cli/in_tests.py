@@ -143,7 +143,7 @@ def open_gate() -> Gate:
     try:
         settings = read_settings(None, {}, os.environ)
         file = settings.baseline
-        entries = () if file is None else read_baseline(file)
+        entries = read_baseline(file)
         preload()
         operators, failed = find_operators(settings.sources, settings.folder, Clock(time.perf_counter(), None))
         items = all_items(settings, operators)

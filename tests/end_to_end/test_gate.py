@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -139,8 +140,20 @@ def test_one_that_is_wrong_one_that_dies_and_one_that_cannot_run(
 
 def test_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configure('baseline = "known.toml"\n[tool.nnscaler.gate.ops]\nnames = ["ops.py::right", "ops.py::wrong"]')
-    assert main(["gate"]) == 2, "a baseline that is named must be there"
-    assert "known.toml" in capfd.readouterr().err
+    assert main(["gate"]) == 1, "one that does not exist yet knows of nothing"
+    told = capfd.readouterr()
+    assert "warning: there is no baseline known.toml yet, so no finding is known; to write it:\n" in told.err
+    (line,) = (line for line in told.err.splitlines() if line.startswith("  nnscaler gate "))
+    assert line == "  nnscaler gate --update-baseline --owner NAME --expires YYYY-MM-DD --reason TEXT"
+    assert main(["gate", "--baseline", "not here.toml", "--only", "right"]) == 0, "and asks for none"
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("  nnscaler gate "))
+    words = shlex.split(line.replace("YYYY-MM-DD", "2999-01-01"))
+    assert main(words[1:]) == 0, "what it says writes it"
+    assert "ops.py::wrong" in Path("not here.toml").read_text()
+    assert main(["gate", "--baseline", "not here.toml"]) == 0
+    Path("a folder").mkdir()
+    assert main(["gate", "--baseline", "a folder"]) == 2, "what is there and no baseline is an error"
+    capfd.readouterr()
     assert main(["gate", *UPDATE]) == 0
     text = capfd.readouterr().out
     assert text.startswith("### nnscaler gate: VERIFIED but for known findings\n")

@@ -98,8 +98,14 @@ class Entry:
         return f"until {self.expires}, owner: {self.owner} ({self.reason})"
 
 
-def read_baseline(file: Path) -> tuple[Entry, ...]:
-    """Raises NnscalerError `no_such_file`, and `bad_settings` for an entry that is wrong or lacks something."""
+def read_baseline(file: Path | None) -> tuple[Entry, ...]:
+    """Return the known findings: none where there is no file yet, for then every finding is new.
+
+    Raises NnscalerError `no_such_file` for one that cannot be read, and `bad_settings` for an entry that is wrong or
+    lacks something.
+    """
+    if file is None or not file.exists():
+        return ()
     document = read_document(file)
     for key in document.content:
         if key != "finding":

@@ -84,3 +84,14 @@ def test_the_hooks_run_commands_that_exist() -> None:
         assert hook["pass_filenames"] is False
         assert hook["require_serial"] is True
         assert hook["language"] == "python"
+
+
+def test_what_the_guide_shows_for_pre_commit_names_these_hooks() -> None:
+    text = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8")
+    blocks = [block for block in text.split("\n\n") if block.startswith("    repos:\n")]
+    shown = [hook for block in blocks for repo in yaml.safe_load(block)["repos"] for hook in repo["hooks"]]
+    known = {hook["id"] for hook in read(HOOKS)}
+    assert {hook["id"] for hook in shown} == known
+    system, own = [h for h in shown if h.get("language") == "system"], [h for h in shown if "language" not in h]
+    assert len(system) == 2 and len(own) == 1, "the environment of the models, or one that names what they import"
+    assert all(hook["additional_dependencies"] for hook in own)
