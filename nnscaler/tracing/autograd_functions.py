@@ -58,8 +58,20 @@ class _Library:
         self._kernels[name] = kernel
         return name
 
+    def key(self, name: str) -> Any:
+        """What the operator of this name was defined for; None for a name that this process has not defined."""
+        return next((key for (_, _, key), known in self._names.items() if known == name), None)
+
 
 _LIBRARY = _Library()
+
+
+def function_of(operator: str) -> tuple[str, str] | None:
+    """Return module and qualified name of the function that the operator stands for; None where it was not traced in
+    this process."""
+    namespace, _, rest = operator.partition(".")
+    key = _LIBRARY.key(rest.removesuffix(".default")) if namespace == NAMESPACE else None
+    return None if key is None else (key[0], key[1])
 
 
 @dataclass(frozen=True)

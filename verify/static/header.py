@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from op_registry.registry import default_registry
 
+from nnscaler.tracing.autograd_functions import function_of
 from verify.static.text import Problem
 from verify.static.values import Unreadable, read_value
 
@@ -71,13 +73,25 @@ def user_operators(call: ast.Call) -> dict[str, str]:
         if keyword.arg is None or not isinstance(given, tuple) or [type(g) for g in given] != [str, str, str]:
             raise Unreadable(call, f"`{ast.unparse(keyword)}` names no operator")
         name, file, qualname = given
-        spec = default_registry().lookup(name)
-        if spec is not None and spec.where is not None:
-            right = (Path(spec.where.file).name, spec.qualname or "")
-            if (Path(file).name, qualname) != right:
-                message = (
-                    f"`{name}` is taken from {file!r}, {qualname!r}, and is registered in {right[0]!r}, {right[1]!r}"
-                )
-                raise Unreadable(keyword.value, message)
+        right = _origin(name)
+        if right is not None and (file not in right[0] or qualname != right[1]):
+            message = (
+                f"`{name}` is taken from {file!r}, {qualname!r}, and is registered in {right[0][0]!r}, {right[1]!r}"
+            )
+            raise Unreadable(keyword.value, message)
         found[keyword.arg] = name
     return found
+
+
+def _origin(operator: str) -> tuple[tuple[str, ...], str] | None:
+    """Where the operator comes from, as a text may write it (a name alone, or with its folders), and its name there;
+    None where this process has not made it."""
+    spec = default_registry().lookup(operator)
+    if spec is not None and spec.where is not None:
+        return (Path(spec.where.file).name, spec.where.file), spec.qualname or ""
+    function = function_of(operator)
+    if function is None:
+        return None
+    module = sys.modules.get(function[0])
+    file = getattr(module, "__file__", None) or function[0]
+    return (Path(file).name, file, function[0]), function[1]

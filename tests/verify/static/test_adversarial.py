@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -215,3 +216,41 @@ def test_a_result_that_the_model_never_uses_is_not_read() -> None:
     findings = [f for outcome in result.outcomes for f in outcome.findings]
     assert not result.proved
     assert "`mean` is read, and the model uses no such result" in findings[0].message, findings
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2.0
+
+
+class Thrice(Twice):
+    pass
+
+
+def test_a_function_that_is_not_registered_is_that_of_the_model() -> None:
+    """The header alone says which one the text calls."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Twice.apply(x * self.w).sum()
+
+    program = nnscaler.parallelize(Scaled(), {"x": torch.randn(12, 6)}, ranks=2, plan="dp=2")
+    text = program.sources["role_0.py"]
+    assert check_program({"role_0.py": text}, program.graph).proved
+    file = re.search(r"default', ('[^']*'), 'Twice'\)", text)
+    assert file is not None, text
+    for edited in (text.replace("'Twice')", "'Thrice')"), text.replace(file[1], "'other.py'")):
+        assert edited != text
+        result = check_program({"role_0.py": edited}, program.graph)
+        assert not result.proved
+        finding = next(f for outcome in result.outcomes for f in outcome.findings)
+        assert finding.code == "program_unreadable" and "is taken from" in finding.message, finding
