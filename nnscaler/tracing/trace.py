@@ -20,7 +20,7 @@ from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.self_check import check_trace, second_forward
-from nnscaler.tracing.stitched_export import export_graph
+from nnscaler.tracing.stitched_export import Stitched, export_graph
 from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 
@@ -78,17 +78,24 @@ def trace(
     if meta:
         _refuse_autocast(stitched.raw.graph)
     graph = run_passes(stitched.raw)
+    state = _read_by(graph, stitched)
     changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
     mode = mode_note(module)
     notes = (*(() if mode is None else (mode,)), *_carried(regions), *stitched.notes, *exported.notes, *changes)
     if self_check:
-        notes = (*notes, *_checked(module, graph, stitched.state, sample, hooks))
+        notes = (*notes, *_checked(module, graph, state, sample, hooks))
     notes = (*notes, *hooks.notes())
     for note in notes:
         warnings.warn(note, stacklevel=2)
     if meta:
         notes = (*notes, "the trace is not checked: the module has no data (meta device)")
-    return Traced(graph, stitched.state, sample.tensors, notes, exported.opaque, sample, stitched.repeats)
+    return Traced(graph, state, sample.tensors, notes, exported.opaque, sample, stitched.repeats)
+
+
+def _read_by(graph: Graph, stitched: Stitched) -> Mapping[str, Tensor]:
+    """The state without the constants that only removed operations read: no program has them."""
+    known, left = ({n for t in g.with_role("constant") for n in t.fqns} for g in (stitched.raw.graph, graph))
+    return {name: tensor for name, tensor in stitched.state.items() if name not in known - left}
 
 
 def _carried(regions: Regions) -> tuple[str, ...]:

@@ -172,3 +172,21 @@ def test_only_what_is_uniform_may_be_cut_otherwise() -> None:
     assert not wrong.proved
     assert found[0].code == "layouts_disagree", found
     assert "outer=3" in found[0].message, found[0].message
+
+
+def test_constants_that_nothing_reads_are_in_no_program() -> None:
+    """The same model: what it makes and drops again would be in the state, and the graph knows nothing of it."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.tensor([1.0, 2.0]).sin()
+            return (x * self.w * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])).sum()
+
+    traced = trace(Dropping(), {"x": torch.randn(12, 6)})
+    kept = {name for t in traced.graph.with_role("constant") for name in t.fqns}
+    assert len(kept) == 1
+    assert {name for name in traced.state if name.startswith("_constants.")} == kept
