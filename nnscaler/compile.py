@@ -31,7 +31,7 @@ from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import simulate
 from nnscaler.scheduling.timeline_rows import timeline_rows
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.user_loss import LossFunction
+from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.checkpoints import with_checkpoints
 from nnscaler.transform.plan import Plan
@@ -89,6 +89,9 @@ def parallelize(
     )
     text = f"{len(traced.graph.operations)} operations" + (f", {traced.repeats}" if traced.repeats else "")
     report("trace", time.perf_counter() - start, text)
+    described = {"name": type(module).__name__} if model is None else dict(model)
+    if loss_fn is not None:
+        described["loss"] = origin_of_loss(loss_fn)
     return compile_traced(
         traced,
         ranks=ranks,
@@ -96,7 +99,7 @@ def parallelize(
         schedule=schedule,
         micro_batches=micro_batches,
         replicate=replicate,
-        model=model or {"name": type(module).__name__},
+        model=described,
         progress=progress,
     )
 

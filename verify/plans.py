@@ -7,13 +7,16 @@ is compared with the eager model: losses, all logical gradients and their norm, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnscaler.tracing.user_loss import LossFunction, with_loss
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.user_loss import LossFunction, recorded_loss, with_loss
 from verify.plan_request import Depth, Level
 from verify.plan_run import PlanRequest, verify_request
+from verify.program_directory import open_program
 from verify.report import Report
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ def verify_plan(
     module_or_factory: torch.nn.Module | Callable[[], torch.nn.Module],
     sample_inputs: Mapping[str, Any] | Sequence[Any],
     *,
-    ranks: int,
+    ranks: int | None = None,
     plan: PlanSource = None,
     schedule: str | None = None,
     micro_batches: int | None = 1,
@@ -36,8 +39,10 @@ def verify_plan(
     level: Level = "all",
     specialise: bool = False,
     loss_fn: LossFunction | None = None,
+    program: str | Path | None = None,
+    own_weights: bool = False,
 ) -> Report:
-    """Compiles a model for `ranks` ranks and compares the program with the model.
+    """Compile a model for `ranks` ranks and compare the program with the model.
 
     `module_or_factory`: a module whose forward returns a scalar loss, or a function without arguments that makes one;
     it is not changed. `sample_inputs`: one global batch, a dict of keyword arguments or a tuple. `plan`: as for
@@ -48,8 +53,18 @@ def verify_plan(
     `level`: "static" proves the program's text and runs nothing, "run" only runs it. `specialise`: take the sample
     batch's branch where the model branches on data. `loss_fn`: for a model that returns no loss, a function of its
     outputs and the batch.
+    `program`: the folder of a program that was compiled before, to be verified as it is; it knows its ranks and its
+    loss function. `own_weights`: its weights were replaced on purpose.
     Raises NnscalerError for what could not be run: a model that does not trace, an illegal plan.
     """
+    if program is not None:
+        opened = open_program(Path(program))
+        ranks = opened.ranks if ranks is None else ranks
+        loss_fn = recorded_loss(opened.loss) if loss_fn is None and opened.loss is not None else loss_fn
+    if ranks is None:
+        raise NnscalerError(
+            "usage", "verify_plan needs a number of ranks, or a program", help="ranks=4, or program=DIR"
+        )
     request = PlanRequest(
         module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn),
         sample_inputs,
@@ -64,6 +79,8 @@ def verify_plan(
         depth=depth,
         level=level,
         specialise=specialise,
+        program=None if program is None else Path(program),
+        own_weights=own_weights,
     )
     return verify_request(request)
 

@@ -55,6 +55,12 @@ class ProgramDirectory:
         return {i["name"]: tuple(i["shape"]) for i in self.manifest["inputs"]}
 
     @property
+    def loss(self) -> str | None:
+        """`file.py::function` of the loss function outside of the model that the program was compiled with."""
+        found = self.manifest.get("model", {}).get("loss")
+        return None if found is None else str(found)
+
+    @property
     def unannotated(self) -> tuple[str, ...]:
         return tuple(self.manifest.get("unannotated", ()))
 

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         micro_batches=options.micro_batches,
         replicate=tuple(options.replicate),
         specialise=options.specialise,
-        model=model.description(),
+        model={**model.description(), **_loss(options.loss_fn)},
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
     path = program.save(options.out_folder)
@@ -90,6 +90,16 @@ def run(options: argparse.Namespace) -> int:
     else:
         console.result(f"run it: torchrun --nproc-per-node {ranks} -m nnscaler.runtime.launch {quote(str(path))}")
     return 0
+
+
+def _loss(target: str | None) -> dict[str, str]:
+    """For the program's record: the loss function outside of the model, if there is one."""
+    if target is None:
+        return {}
+    from nnscaler.cli.model_file import load_loss_function
+    from nnscaler.tracing.user_loss import origin_of_loss
+
+    return {"loss": origin_of_loss(load_loss_function(target))}
 
 
 def _warn(program: Program, model: str, console: Console) -> None:

@@ -156,7 +156,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
     console: Console = options.console
     backend = options.backend or default_backend(ranks)
     plan = plan_source(options)
-    model = load_model_file(options.model, options.seed, options.loss_fn)
+    model = load_model_file(options.model, options.seed, _loss(options))
     console.progress(f"load         {model.name}")
     return PlanRequest(
         model.build,
@@ -182,6 +182,19 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
         detail=console.detail,
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
+
+
+def _loss(options: argparse.Namespace) -> str | None:
+    """The loss function outside of the model: the one that is named, else the one that the program has."""
+    if options.loss_fn is not None or options.program is None:
+        return None if options.loss_fn is None else str(options.loss_fn)
+    from nnscaler.tracing.user_loss import recorded_loss
+    from verify.program_directory import open_program
+
+    recorded = open_program(options.program).loss
+    if recorded is not None:
+        recorded_loss(recorded)  # says what is missing
+    return recorded
 
 
 def default_backend(ranks: int) -> str:

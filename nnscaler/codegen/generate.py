@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import nnscaler
-from nnscaler.codegen.origins import Origin, operator_files, written_origins
+from nnscaler.codegen.origins import Origin, operator_records, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
@@ -84,7 +84,7 @@ def manifest(
         ],
         "matmul_flops_divided": matmul_flops_divided(communicated, signatures),
         "unannotated": sorted(missing),
-        "operator_files": operator_files(origins),
+        "operator_files": operator_records(origins),
     }
 
 
@@ -102,7 +102,9 @@ def listed(graph: Graph) -> dict[str, list[dict[str, Any]]]:
             }
             for t in graph.with_role("parameter")
         ],
-        "buffers": [{"fqn": t.fqns[0], "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("buffer")],
+        "buffers": [
+            {"fqns": list(t.fqns), "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("buffer")
+        ],
     }
 
 

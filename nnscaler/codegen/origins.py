@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,17 @@ def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
     files = sorted({file for file, _ in origins.values() if file.endswith(".py")})
     names = [Path(file).name for file in files]
     return {name if names.count(name) == 1 else file: file for name, file in zip(names, files, strict=True)}
+
+
+def operator_records(origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
+    """Name, as it stands in rank programs -> the file's absolute path, and its hash (None for one that is no longer
+    there): a program is for operators as they were when it was compiled."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, file in operator_files(origins).items():
+        path = Path(file).absolute()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        found[name] = {"file": str(path), "sha256": digest}
+    return found
 
 
 def written_origins(origins: Mapping[str, Origin]) -> dict[str, Origin]:

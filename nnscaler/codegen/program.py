@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,21 @@ class Program:
             if has_data:
                 save_tensors({k: v.detach() for k, v in self.state.items()}, folder / "state.pt")
             save_tensors(dict(self.inputs), folder / "inputs.pt")
-            (folder / MARK).write_text(json.dumps(self.manifest, indent=1) + "\n")
+            (folder / MARK).write_text(json.dumps(self._manifest_at(path), indent=1) + "\n")
         for old in path.glob("role_*.py"):
             if old.name not in self.sources:
                 old.unlink()
         if not has_data:
             (path / "state.pt").unlink(missing_ok=True)
         return path
+
+    def _manifest_at(self, folder: Path) -> dict[str, Any]:
+        """The manifest, which also says where the operators' files lie from the folder: both may be moved together."""
+        files = {
+            name: {**entry, "from_here": Path(os.path.relpath(entry["file"], folder.absolute())).as_posix()}
+            for name, entry in self.manifest.get("operator_files", {}).items()
+        }
+        return {**self.manifest, "operator_files": files}
 
 
 def sha256(text: str) -> str:

@@ -1,12 +1,14 @@
 """Checkpoints: each rank writes what it holds first, and what is read is the whole model, whatever plan comes next.
 
-    <folder>/rank_<r>.pt    step, ranks, names of all that it holds, and its pieces: name, logical shape and indices
+    <folder>/rank_<r>.pt    steps, ranks, names of all that it holds, and its pieces: name, logical shape and indices
 
-Parameters, buffers and the number of steps are kept; an optimizer's own state is not.
+Parameters, buffers and the numbers of steps and batches are kept; an optimizer's own state is not. What is read has
+every name of a tied parameter, so that it is a state dict of the model.
 """
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,10 +30,12 @@ _FILE = re.compile(r"rank_(\d+)\.pt$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`state`: logical tensors by name, on the CPU. `step`: optimizer steps that were made."""
+    """`state`: logical tensors by name, on the CPU. `step`: optimizer steps that were made. `passes`: batches
+    that were run, by which random numbers are drawn."""
 
     step: int
     state: Mapping[str, Tensor]
+    passes: int = 0
 
 
 def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
@@ -43,6 +47,8 @@ def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
         "format": FORMAT,
         "ranks": executor.communicator.world_size,
         "step": executor.context.step,
+        "passes": executor.context.passes,
+        "tied": executor.tied,
         "names": sorted({name for stage in stages for name in _names(stage)}),
         "pieces": [piece for stage in stages for piece in _pieces(stage)],
     }
@@ -68,7 +74,11 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     for name in sorted({name for part in parts for name in part["names"]}):
         if name not in known or not bool(known[name].all()):
             raise ProgramError(f"{folder}: elements of {name!r} are in no file")
-    return Checkpoint(int(parts[0]["step"]), value)
+    first = parts[0]
+    for names in first.get("tied", ()):
+        held = next((name for name in names if name in value), None)
+        value.update({name: value[held] for name in names if held is not None})
+    return Checkpoint(int(first["step"]), value, int(first.get("passes", first["step"])))
 
 
 def _names(stage: Stage) -> set[str]:
@@ -91,11 +101,21 @@ def _pieces(stage: Stage) -> Iterator[dict[str, Any]]:
             }
 
 
+def _part(file: Path) -> dict[str, Any]:
+    try:
+        part = torch.load(file, mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise ProgramError(f"{file} cannot be read, it may be cut short: {type(error).__name__}") from None
+    if not isinstance(part, dict) or not {"format", "ranks", "step", "names", "pieces"} <= set(part):
+        raise ProgramError(f"{file} is no part of a checkpoint")
+    return part
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     numbers = sorted(int(m[1]) for f in (path.iterdir() if path.is_dir() else ()) if (m := _FILE.match(f.name)))
     if not numbers:
         raise ProgramError(f"{path} is no checkpoint: it has no rank_0.pt")
-    parts = [torch.load(path / f"rank_{n}.pt", mmap=True, weights_only=True) for n in numbers]
+    parts = [_part(path / f"rank_{n}.pt") for n in numbers]
     ranks, step = parts[0]["ranks"], parts[0]["step"]
     if any(part["format"] != FORMAT for part in parts):
         raise ProgramError(f"{path} has another format than this runtime reads, which is {FORMAT}")

@@ -46,7 +46,9 @@ class RankExecutor:
     """`role_module` on rank `rank`, with parameters and buffers cut from the logical tensors in `state`.
 
     `precision` replaces every floating dtype of the program (None: as written). `dropout=False` makes dropout the
-    identity; dropout draws from (`seed`, operation, step), and `first_step` is the number of the first one.
+    identity; dropout draws from (`seed`, operation, number of the batch). `first_step`, `first_pass`: optimizer steps
+    made and batches run before, as a checkpoint has them (`first_pass` None: one batch a step). `tied`: all names of
+    each parameter or buffer that has several, for checkpoints.
     `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is "prepare" (micro
     is -1), "forward", or "backward" for its gradient. `loss_scale`: backward starts from it instead of 1, and it is
     taken out of the summed gradients, so that small ones survive half precision.
@@ -68,16 +70,19 @@ class RankExecutor:
         dropout: bool = True,
         seed: int = 0,
         first_step: int = 0,
+        first_pass: int | None = None,
         loss_scale: float = 1.0,
         observe: Observe | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        tied: Sequence[Sequence[str]] = (),
     ) -> None:
         if rank != communicator.rank:
             raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
         self.module = role_module if observe is None else observed_copy(role_module)
         self.rank, self.communicator = rank, communicator
         self.precision, self.device = precision, torch.device(device)
-        self.context = RunContext(seed, dropout, first_step)
+        self.context = RunContext(seed, dropout, first_step, first_step if first_pass is None else first_pass)
+        self.tied = tuple(tuple(names) for names in tied)
         self.loss_scale = loss_scale
         self._shapes = dict(shapes or {})
         self._observe, self._running = observe, ("", -1)
@@ -96,17 +101,24 @@ class RankExecutor:
 
     # -- a training step ------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch) -> Tensor | None:
+    def step(self, batch: Batch, *, last: bool = True) -> Tensor | None:
         """Forward and backward of the global `batch`; the loss, on the ranks whose stage computes it (else None).
 
         Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
+        `context.step` counts this as an optimizer step. Where gradients of several batches are added up for one, `last`
+        is False for all but the last of them; `skip` takes the count back where the optimizer makes no step.
         Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
         """
         with torch.enable_grad():
             self._gradients.begin()
             total = self._run(batch, backward=True)
-        self.context.step += 1
+        self.context.passes += 1
+        self.context.step += last
         return total
+
+    def skip(self) -> None:
+        """Count no optimizer step after the last batch: its gradients are not used. On every rank."""
+        self.context.step -= 1
 
     def forward_only(self, batch: Batch) -> Tensor | None:
         """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes.

@@ -28,11 +28,12 @@ from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.process_group import Place, join, leave, torchrun_place
 from nnscaler.runtime.program_directory import ProgramDirectory, groups_of, pairs_of, rank_with_loss, read_program
 
-COULD_NOT_RUN, CRASHED, INTERRUPTED = 2, 101, 130
+COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 2 when the program cannot run so; 101 when running it failed; 130 interrupted."""
+    """The exit code: 0; 2 when the program cannot run so; 3 when a loss was not finite and training stopped for that;
+    101 when running it failed; 130 interrupted."""
     options = _parse(arguments)
     try:
         place = torchrun_place() or Place(0, 1, 0, 1)
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return COULD_NOT_RUN
     try:
-        _train(program, start, place, backend, device, options)
+        finished = _train(program, start, place, backend, device, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ProgramError as error:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - Python's own exit code 1 would say that something was refuted
         traceback.print_exc()
         return CRASHED
-    return 0
+    return 0 if finished else STOPPED
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -79,6 +80,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="start backward from S and divide it out of the gradients, for float16; a step whose gradients are not "
         "finite is skipped (default 1)",
+    )
+    parser.add_argument(
+        "--stop-on-nan",
+        action="store_true",
+        help="end with exit code 3 at a loss that is not finite, before the optimizer's step (default: a warning)",
     )
     parser.add_argument(
         "--own-weights", action="store_true", help="start from the weights in state.pt although they were replaced"
@@ -123,7 +129,8 @@ def _train(
     backend: str,
     device: torch.device,
     options: argparse.Namespace,
-) -> None:
+) -> bool:
+    """Make all steps; False where a loss that is not finite ended them before."""
     stages = program.stages()
     if place.rank == 0:
         print(_headline(program, backend, device, options), flush=True)
@@ -137,22 +144,48 @@ def _train(
     batch = program.inputs()
     optimizer = _optimizer(options, executor)
     source = rank_with_loss(stages)
-    first = executor.context.step + 1
-    for step in range(first, first + options.steps):
+    broken = False
+    for _ in range(options.steps):
         executor.zero_grad()
         loss = executor.step(batch)
+        number = executor.context.step
+        value = _loss_at_rank_0(loss, source, communicator, executor.context.passes)
+        broken = options.stop_on_nan and _anywhere(loss is not None and not bool(loss.isfinite()), communicator, device)
+        if broken:
+            executor.skip()
+            _report(value, number, "", options)
+            break
         norm = _prepare_gradients(executor, options)
         skipped = norm is not None and not math.isfinite(norm)
-        if optimizer is not None and not skipped:
+        if skipped:
+            executor.skip()
+        elif optimizer is not None:
             optimizer.step()
-        value = _loss_at_rank_0(loss, source, communicator, step)
-        if value is not None:
-            print(f"step {step}  loss {value!r}{_told(norm, skipped)}", flush=True)
+        _report(value, number, _told(norm, skipped), options)
     if options.save is not None:
         save_checkpoint(executor, options.save)
     if place.world_size > 1:
         communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
         leave()
+    return not broken
+
+
+def _report(value: float | None, number: int, more: str, options: argparse.Namespace) -> None:
+    """A line for the step, and a word where its loss is no number. On rank 0 alone, which has the value."""
+    if value is None:
+        return
+    print(f"step {number}  loss {value!r}{more}", flush=True)
+    if options.stop_on_nan and not math.isfinite(value):
+        print(f"error: the loss of step {number} is {value}: stopped before the optimizer used it", file=sys.stderr)
+    elif not math.isfinite(value) and "skipped" not in more:
+        way = "--stop-on-nan stops there, before the optimizer's step"
+        print(f"warning: the loss of step {number} is {value}, and so are the weights soon: {way}", file=sys.stderr)
+
+
+def _anywhere(here: bool, communicator: Communicator, device: torch.device) -> bool:
+    """Whether it is so on any rank; every rank calls this."""
+    told = torch.tensor(float(here), device=device)
+    return bool(communicator.all_reduce(told, tuple(range(communicator.world_size)), "max"))
 
 
 def _start(program: ProgramDirectory, place: Place, options: argparse.Namespace) -> Checkpoint:
@@ -188,8 +221,10 @@ def _executor(
         device=device,
         seed=options.seed,
         first_step=start.step,
+        first_pass=start.passes,
         loss_scale=options.loss_scale,
         shapes=program.shapes,
+        tied=program.tied,
     )
 
 

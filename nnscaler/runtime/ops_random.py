@@ -141,7 +141,7 @@ def _noise(
         coordinates = [c if i < dims else c[:1] * 0 for i, c in enumerate(coordinates)]
     if stage is None or not stage.context.dropout:
         return uniform(0, "", 0, coordinates, shape)
-    return uniform(stage.context.seed, name, stage.context.step, coordinates, shape)
+    return uniform(stage.context.seed, name, stage.context.passes, coordinates, shape)
 
 
 def uniform(seed: int, name: str, step: int, coordinates: Sequence[Tensor], logical_shape: Sequence[int]) -> Tensor:

@@ -88,6 +88,12 @@ class ProgramDirectory:
         """The shapes of the global batch that the program is for, by input; none where the manifest does not say."""
         return {entry["name"]: tuple(entry["shape"]) for entry in self.manifest.get("inputs", ())}
 
+    @property
+    def tied(self) -> list[list[str]]:
+        """All names of each parameter and buffer that has several."""
+        stored = (*self.manifest.get("parameters", ()), *self.manifest.get("buffers", ()))
+        return [list(entry["fqns"]) for entry in stored if len(entry.get("fqns", ())) > 1]
+
     def inputs(self) -> dict[str, Tensor]:
         """The sample batch. Raises ProgramError."""
         return self._tensors("inputs.pt", "the program is incomplete")

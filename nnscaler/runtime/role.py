@@ -109,11 +109,14 @@ class Loss:
 
 @dataclass(slots=True)
 class RunContext:
-    """What operators may ask about the run: dropout needs it. The executor keeps `step` up to date."""
+    """What operators may ask about the run: dropout needs it. `step`: optimizer steps that were made. `passes`: batches
+    that were run, by which random numbers are drawn: the batches of one step, and a step that is made again because its
+    gradients were not finite, draw other numbers. The executor keeps both up to date."""
 
     seed: int = 0
     dropout: bool = True
     step: int = 0
+    passes: int = 0
 
 
 Observer = Callable[[str, Tensor], None]

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,8 +27,8 @@ def user_operators(**operators: Origin) -> SimpleNamespace:
     `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
     "namespace.name.overload" of an operator of torch.library. The file is where it was registered, or the dotted name
     of a module of an installed package. It is imported if the operator is not in this process; a file that is not
-    absolute is looked for beside the role file, where it was when the program was compiled, and in the current folder.
-    Raises ProgramError, which names operator and file, when it cannot be found.
+    absolute is looked for as `locate` says. Raises ProgramError, which names operator and file, when it cannot be found
+    or was changed.
     """
     caller = sys._getframe(1).f_globals.get("__file__")
     beside = Path(caller).parent if caller else Path.cwd()
@@ -35,7 +36,7 @@ def user_operators(**operators: Origin) -> SimpleNamespace:
 
 
 def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., Any]:
-    path = _locate(file, beside)
+    path = locate(file, beside)
     found = _in_process(name, path, qualname)
     if found is not None:
         return found
@@ -97,19 +98,31 @@ def _attribute(start: Any, names: list[str]) -> Any:
     return start
 
 
-def _recorded(file: str, beside: Path) -> Path:
-    """Where the file was when the program was compiled, by the program's manifest."""
+def locate(file: str, beside: Path) -> Path | None:
+    """The file of operators, as rank programs in the folder `beside` name it; None where there is none.
+
+    It may lie beside the role file, where the manifest says (from the program's folder, or as it was), or in the
+    current folder. Raises ProgramError where it is not as it was when the program was compiled.
+    """
+    if not file:
+        return None
+    record = _record(file, beside)
+    places = (beside / file, beside / record.get("from_here", file), Path(record.get("file", file)), Path(file))
+    found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
+    digest = record.get("sha256")
+    same = found if digest is None else [path for path in found if sha256(path.read_bytes()).hexdigest() == digest]
+    if found and not same:
+        raise ProgramError(
+            f"{found[0]}, from which operators come, was changed after the program was compiled: compile again"
+        )
+    return same[0] if same else None
+
+
+def _record(file: str, beside: Path) -> dict[str, Any]:
+    """What the program's manifest has of the file; nothing where it has none."""
     try:
         manifest = json.loads((beside / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return beside / file
-    return Path(manifest.get("operator_files", {}).get(file, file))
-
-
-def _locate(file: str, beside: Path) -> Path | None:
-    if not file:
-        return None
-    for candidate in (beside / file, _recorded(file, beside), Path(file)):
-        if candidate.is_file():
-            return candidate.resolve()
-    return None
+        return {}
+    found: dict[str, Any] = manifest.get("operator_files", {}).get(file, {})
+    return found

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.loader import load_user_module
 
 LossFunction = Callable[[Any, Any], Any]  # (outputs of the model, batch) -> scalar loss
 _LABELS = "labels"
@@ -35,6 +37,30 @@ def with_loss(module: nn.Module, loss_fn: LossFunction) -> nn.Module:
     object.__setattr__(made, "__dict__", module.__dict__)
     assert isinstance(made, nn.Module)
     return made
+
+
+def origin_of_loss(loss_fn: LossFunction) -> str:
+    """`/path/to/file.py::function`, for a program's record; the name alone where no file has it by name."""
+    name = str(getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__))
+    try:
+        file = inspect.getsourcefile(loss_fn)
+    except TypeError:
+        file = None
+    return name if file is None or not name.isidentifier() else f"{Path(file).absolute()}::{name}"
+
+
+def recorded_loss(origin: str) -> LossFunction:
+    """The function that `origin_of_loss` described. Raises NnscalerError `no_such_file` where it cannot be found."""
+    file, found, name = origin.partition("::")
+    help_text = "give the loss function again: loss_fn=..., or --loss-fn path/to/file.py::function"
+    message = f"the program was compiled with the loss function {origin!r}"
+    if not found or not Path(file).is_file():
+        raise NnscalerError("no_such_file", f"{message}, which is in no file", help=help_text)
+    loss_fn: LossFunction | None = getattr(load_user_module(file), name, None)
+    if loss_fn is None:
+        raise NnscalerError("no_such_file", f"{message}, and the file has no {name} any more", help=help_text)
+    check_loss_function(loss_fn, origin)
+    return loss_fn
 
 
 def check_loss_function(loss_fn: Any, where: str) -> None:

@@ -196,3 +196,33 @@ def test_checkpoints_that_are_not_whole(saved: ProgramDirectory, tmp_path: Path)
         load_checkpoint(tmp_path)
     with pytest.raises(ProgramError, match="no checkpoint"):
         load_checkpoint(tmp_path / "nothing")
+
+
+def test_a_checkpoint_is_a_state_dict_of_the_model(
+    saved: ProgramDirectory, tiny: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """The head's weight is the embedding's: the program holds it under one of its names."""
+    on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path), tied=saved.tied)
+    state = load_checkpoint(tmp_path).state
+    model = tiny()
+    model.load_state_dict(state)
+    assert set(state) == set(model.state_dict())
+    assert state["head.weight"] is state["words.weight"]
+
+
+def test_optimizer_steps_are_counted_and_not_batches(saved: ProgramDirectory, batch: Batch) -> None:
+    """Two batches of one step draw different numbers, and so does a step that is made again."""
+
+    def work(executor: RankExecutor) -> Any:
+        losses = [executor.step(batch, last=False), executor.step(batch)]
+        counted = [(executor.context.step, executor.context.passes)]
+        executor.skip()
+        losses.append(executor.step(batch))
+        return losses, [*counted, (executor.context.step, executor.context.passes)]
+
+    results = on_ranks(saved, work, dropout=True, seed=3)
+    assert all(counted == [(1, 2), (1, 3)] for _, counted in results)
+    for losses, _ in results:
+        assert losses[0] is None or len({float(loss) for loss in losses}) == 3
+    (again,) = {str(on_ranks(saved, lambda e: e.step(batch), dropout=True, seed=3, first_step=1, first_pass=2))}
+    assert again == str([losses[2] for losses, _ in results])

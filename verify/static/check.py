@@ -99,7 +99,7 @@ def check_program(
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
     outcomes = [read]
     if manifest is not None:
-        count, wrong = check_manifest(manifest, roles, graph)
+        count, wrong = check_manifest(manifest, roles, graph, folder)
         for mistake in wrong:
             finder.add(MANIFEST, 0, mistake)
         outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))

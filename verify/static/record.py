@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from nnscaler.codegen.generate import listed
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.runtime.communicator import ProgramError
 from nnscaler.runtime.program_directory import describe_state
 from nnscaler.runtime.shards import same_bits
+from nnscaler.runtime.user_operators import locate
 from verify.plan_checks.context import Outcome
 from verify.report import Check
 from verify.static.findings import Finder
@@ -32,9 +35,11 @@ NAME = "parameters, buffers and constants"
 Entry = Mapping[str, Any]  # dtype, shape and sha256 of a stored tensor
 
 
-def check_manifest(manifest: Mapping[str, Any], roles: Sequence[RoleText], graph: Graph) -> tuple[int, list[Mistake]]:
-    """How many entries were compared with the text and the graph, and what is wrong. Entries that only describe the
-    program (its plan, its communication) are not read when it runs, and not here."""
+def check_manifest(
+    manifest: Mapping[str, Any], roles: Sequence[RoleText], graph: Graph, folder: str
+) -> tuple[int, list[Mistake]]:
+    """How many entries were compared with the text, the graph and the user's files, and what is wrong. Entries that
+    only describe the program (its plan, its communication) are not read when it runs, and not here."""
     ranks = sorted(rank for role in roles for rank in role.ranks)
     right: dict[str, Any] = {
         "ranks": len(ranks),
@@ -54,7 +59,16 @@ def check_manifest(manifest: Mapping[str, Any], roles: Sequence[RoleText], graph
         for name in right
         if found[name] != right[name]
     ]
-    return len(right), wrong
+    files = sorted(manifest.get("operator_files", {}))
+    return len(right) + len(files), [*wrong, *_operator_files(files, folder)]
+
+
+def _operator_files(names: Sequence[str], folder: str) -> Iterator[Mistake]:
+    for name in names:
+        try:
+            locate(name, Path(folder))
+        except ProgramError as error:
+            yield Mistake("record_differs", str(error), "its operators may compute something else than they did")
 
 
 def _source(name: str) -> str:

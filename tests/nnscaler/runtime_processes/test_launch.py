@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nnscaler.runtime import launch
+from nnscaler.runtime.checkpoint import load_checkpoint
 from nnscaler.runtime.communicator import ProgramError
 from nnscaler.runtime.process_group import Place, torchrun_place
 from nnscaler.runtime.program_directory import (
@@ -113,7 +114,9 @@ def test_trains_under_torchrun(repository: Path, tmp_path: Path) -> None:
     expected = losses_on_one_device(*write_program(tmp_path), steps=3, lr=0.05)
     (tmp_path / "verify.py").write_text("raise SystemExit('the wrong module')")
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "nnscaler.runtime.launch"]
-    result = run([*command, ".", "--steps", "3", "--lr", "0.05", "--dtype", "float64"], repository, tmp_path)
+    result = run(
+        [*command, ".", "--steps", "3", "--lr", "0.05", "--dtype", "float64", "--stop-on-nan"], repository, tmp_path
+    )
     assert result.returncode == 0, result.stderr
     head, *lines = result.stdout.splitlines()
     assert head == "tiny.py on 4 ranks over gloo (dp=2 pp=2, 1f1b, 2 micro-batches): sgd, lr 0.05, float64, cpu"
@@ -247,6 +250,40 @@ def test_a_checkpoint_takes_the_place_of_weights(tmp_path: Path, capsys: pytest.
             torch.save(piece, tmp_path / "other" / "rank_0.pt")
         assert launch.main([*arguments, "--load", str(tmp_path / place)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    arguments = [str(tmp_path), "--device", "cpu", "--steps", "3", "--lr", "1e20"]
+    assert launch.main(arguments) == 0
+    told = capsys.readouterr()
+    assert [line.split()[3] for line in told.out.splitlines()[1:]][1:] == ["inf", "nan"]
+    assert "warning: the loss of step 2 is inf" in told.err and "warning: the loss of step 3 is nan" in told.err
+    saved = str(tmp_path / "saved")
+    assert launch.main([*arguments, "--stop-on-nan", "--save", saved]) == 3
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 3
+    assert "error: the loss of step 2 is inf: stopped before the optimizer used it" in told.err
+    kept = load_checkpoint(saved)
+    assert (kept.step, kept.passes) == (1, 2)
+    assert all(bool(tensor.isfinite().all()) for tensor in kept.state.values())
+
+
+def test_a_skipped_step_is_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    saved = str(tmp_path / "saved")
+    arguments = [str(tmp_path), "--device", "cpu", "--steps", "2", "--loss-scale", "3e38", "--save", saved]
+    assert launch.main(arguments) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["1", "1"]
+    assert (load_checkpoint(saved).step, load_checkpoint(saved).passes) == (0, 2)
+
+
+def test_a_checkpoint_that_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "rank_0.pt").write_bytes(b"PK")
+    assert launch.main([str(tmp_path), "--load", str(tmp_path / "saved")]) == 2
+    assert "rank_0.pt cannot be read, it may be cut short" in capsys.readouterr().err
 
 
 def test_groups_and_pairs(tmp_path: Path) -> None:

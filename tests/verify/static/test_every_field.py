@@ -1,0 +1,237 @@
+"""Every field that the runtime reads of a role module, and every entry of the manifest, has a check: an edit of it in a
+pipelined program with tensor parallelism is refuted without running it, or the field does not matter."""
+# ruff: noqa: E501 - a table of edits, one to a line
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nnscaler
+from nnscaler.codegen.program import Program
+from nnscaler.runtime import role
+from tests.broken import models
+from verify.static import check_program
+
+DECLARED = ("Parameter", "Buffer", "Constant", "Input", "Receive", "Send", "Exchange", "Loss")
+ROW = re.compile(r"^\| (?P<names>`[^|]*`) \|", re.MULTILINE)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(torch.tanh(self.up(x))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    """Tied, frozen and unused weights, buffers of which some change, and a constant, over two stages."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 12)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.BatchNorm1d(12)
+        self.head = nn.Linear(12, 24, bias=False)
+        self.head.weight = self.words.weight
+        self.fixed = nn.Parameter(torch.rand(12), requires_grad=False)
+        self.spare = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.rand(12))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.words(ids)) * self.scale * torch.tensor([0.5, 1.5, 2.0] * 4)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x * self.fixed), labels, ignore_index=0)
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.arange(12) % 24
+    return {"ids": ids, "labels": ids.flip(0)}
+
+
+def _exchanging() -> Program:
+    """A stage of one rank before one of two, with micro-batches: what crosses is exchanged."""
+    plan = nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="pp=2", micro_batches=2).plan
+    uneven = dataclasses.replace(plan, mesh=(("pp", 2),), stage_axes=((("dp", 1),), (("tp", 2),)))
+    return nnscaler.parallelize(models.perceptron(), models.points(), ranks=3, plan=uneven)
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    torch.manual_seed(0)
+    batch = {"ids": torch.arange(12), "labels": torch.arange(12).flip(0)}
+    piped = nnscaler.parallelize(Model(), batch, ranks=4, plan="tp=2,pp=2")
+    return {"piped": piped, "exchanging": _exchanging()}
+
+
+EDITS: dict[str, tuple[str, str, str]] = {
+    # field: program, the text's pattern, what it becomes
+    "STAGES": ("piped", r"STAGES = \(Stage1,\)", "STAGES = ()"),
+    "RANKS": ("piped", r"RANKS = \(2, 3\)", "RANKS = (3, 2)"),
+    "SCHEDULE": ("exchanging", r"B1\.0 F1\.1", "F1.1 F1.0"),
+    "Stage.index": ("piped", r"index = 1", "index = 2"),
+    "Stage.ranks": ("piped", r"ranks = \(2, 3\)\n    axes", "ranks = (3, 2)\n    axes"),
+    "Stage.axes": ("piped", r'axes = \{"tp": 2\}', 'axes = {"dp": 2}'),
+    "Stage.micro_batches": ("exchanging", r"micro_batches = 2", "micro_batches = 1"),
+    "Stage.parameters": ("piped", r'        "spare": Parameter[^\n]*\n', ""),
+    "Stage.frozen": ("piped", r"    frozen = \{", "    buffers = {"),
+    "Stage.buffers": ("piped", r'        "norm_running_mean": Buffer[^\n]*\n', ""),
+    "Stage.constants": ("piped", r"    constants = \{", "    buffers = {"),
+    "Stage.inputs": ("piped", r'"ids": Input\("ids"', '"ids": Input("labels"'),
+    "Stage.prepare_inputs": ("piped", r"    inputs = \{", "    prepare_inputs = {"),
+    "Stage.receives": ("piped", r'"add": Receive', '"added": Receive'),
+    "Stage.sends": ("piped", r"        Send\([^\n]*\n", ""),
+    "Stage.loss": ("piped", r"    loss = Loss\(\{\}\)\n", ""),
+    "Stage.updates": ("piped", r'"new norm_running_mean": "norm_running_mean", "new norm_running_var": "norm_running_var"', '"new norm_running_mean": "norm_running_var", "new norm_running_var": "norm_running_mean"'),
+    "Parameter.fqn": ("piped", r'Parameter\("layers\.0\.up\.weight"', 'Parameter("layers.1.up.weight"'),
+    "Parameter.shape": ("piped", r'"words\.weight", \(24, 12\)', '"words.weight", (24, 6)'),
+    "Parameter.dtype": ("piped", r'"spare", \(3,\), "float32"', '"spare", (3,), "float64"'),
+    "Parameter.states": ("piped", r'("layers\.0\.up\.weight".*)Sharded\(0\)', r"\1Sharded(0, outer=2)"),
+    "Parameter.reduce": ("exchanging", r'("layers\.1\.bias".*), reduce=\("tp",\)', r"\1"),
+    "Parameter.copies": ("piped", r"copies=\(\(0, 1\), \(2, 3\)\)", "copies=((2, 3), (0, 1))"),
+    "Parameter.used": ("piped", r", used=False", ""),
+    "Buffer.fqn": ("piped", r'Buffer\("norm\.running_mean"', 'Buffer("norm.running_var"'),
+    "Buffer.shape": ("piped", r'Buffer\("scale", \(12,\)', 'Buffer("scale", (12, 1)'),
+    "Buffer.dtype": ("piped", r'Buffer\("scale", \(12,\), "float32"', 'Buffer("scale", (12,), "bfloat16"'),
+    "Buffer.states": ("piped", r'(Buffer\("scale".*)\{\}', r'\1{"tp": Sharded(0)}'),
+    "Constant.fqn": ("piped", r'Constant\("_constants\.0"', 'Constant("_constants.1"'),
+    "Constant.shape": ("piped", r'Constant\("_constants\.0", \(12,\)', 'Constant("_constants.0", (1, 12)'),
+    "Constant.dtype": ("piped", r'(Constant\("_constants\.0", \(12,\)), "float32"', r'\1, "float64"'),
+    "Constant.states": ("piped", r'(Constant\("_constants\.0".*)\{\}', r'\1{"tp": Sharded(0)}'),
+    "Input.name": ("piped", r'Input\("labels"', 'Input("ids"'),
+    "Input.states": ("exchanging", r'Input\("y", \{"micro": Sharded\(0\)', 'Input("y", {"micro": Sharded(0, outer=2)'),
+    "Receive.key": ("piped", r'Receive\("add@1"', 'Receive("add@2"'),
+    "Receive.stage": ("piped", r'Receive\("add@1", 0', 'Receive("add@1", 1'),
+    "Receive.shape": ("piped", r'Receive\("add@1", 0, \(12, 6\)', 'Receive("add@1", 0, (6, 12)'),
+    "Receive.dtype": ("piped", r'(Receive\("add@1", 0, \(12, 6\)), "float32"', r'\1, "float64"'),
+    "Receive.peers": ("piped", r"peers=\(0, 1\)", "peers=(1, 0)"),
+    "Receive.needs_grad": ("piped", r"peers=\(0, 1\)", "peers=(0, 1), needs_grad=False"),
+    "Send.key": ("piped", r'Send\("add@1"', 'Send("add@2"'),
+    "Send.stage": ("piped", r'Send\("add@1", 1', 'Send("add@1", 0'),
+    "Send.peers": ("piped", r"peers=\(2, 3\)", "peers=(3, 2)"),
+    "Send.needs_grad": ("piped", r"peers=\(2, 3\)", "peers=(2, 3), needs_grad=False"),
+    "Exchange.key": ("exchanging", r'Exchange\("linear@1"', 'Exchange("linear@2"'),
+    "Exchange.stage": ("exchanging", r'Exchange\("linear@1", 1', 'Exchange("linear@1", 0'),
+    "Exchange.messages": ("exchanging", r'(Exchange\("linear@1", 1, )(\(\(0, 1, .*?\)\)\), )(\(0, 2, .*?\)\)\), )\)', r"\1(\3\2)"),
+    "Exchange.backward": ("exchanging", r"\(\(1, 0, ", "((2, 0, "),
+    "Exchange.shape": ("exchanging", r"\(6, 10\), \"float32\"", '(10, 6), "float32"'),
+    "Exchange.dtype": ("exchanging", r'("linear": Exchange.*)"float32"', r'\1"float64"'),
+    "Exchange.needs_grad": ("exchanging", r'(Exchange.*)"float32"\)', r'\1"float32", needs_grad=False)'),
+    "Loss.states": ("exchanging", r'Loss\(\{"micro": Partial\(\)\}\)', "Loss({})"),
+}  # fmt: skip
+HARMLESS = {
+    "the order of parameters": ("piped", r'(        "spare": Parameter[^\n]*\n)(        "words_weight": Parameter[^\n]*\n)', r"\2\1"),
+    "the order of buffers": ("piped", r'(        "scale": Buffer[^\n]*\n)(        "norm_running_mean": Buffer[^\n]*\n)', r"\2\1"),
+    "the order of updates": ("piped", r'updates = \{("new norm_running_mean": "norm_running_mean"), ("new norm_running_var": "norm_running_var")', r"updates = {\2, \1"),
+    "what is so by default": ("piped", r"peers=\(2, 3\)", "peers=(2, 3), needs_grad=True"),
+    "use of what is frozen": ("piped", r'("fixed", \(12,\), "float32", \{[^}]*\})', r"\1, used=False"),
+    "the dtype that a sender declares": ("exchanging", r'( +Exchange\("linear@1", 1.*)"float32"', r'\1"float64"'),
+}  # fmt: skip
+
+
+def edited(program: Program, pattern: str, new: str) -> dict[str, str]:
+    """The texts with the edit at its first place."""
+    sources = dict(program.sources)
+    for file, text in sources.items():
+        changed, times = re.subn(pattern, new, text, count=1)
+        if times:
+            assert changed != text
+            return {**sources, file: changed}
+    raise AssertionError(f"no text has {pattern}")
+
+
+@pytest.mark.parametrize(("name", "pattern", "new"), EDITS.values(), ids=list(EDITS))
+def test_an_edit_of_a_field_is_refuted(name: str, pattern: str, new: str, programs: dict[str, Program]) -> None:
+    program = programs[name]
+    assert not check_program(edited(program, pattern, new), program.graph).proved
+
+
+@pytest.mark.parametrize(("name", "pattern", "new"), HARMLESS.values(), ids=list(HARMLESS))
+def test_what_does_not_matter_is_proved(name: str, pattern: str, new: str, programs: dict[str, Program]) -> None:
+    program = programs[name]
+    assert check_program(edited(program, pattern, new), program.graph, manifest=program.manifest).proved
+
+
+def fields_of_roles() -> set[str]:
+    """All that the runtime can read of a role module: its declarations have no other attributes."""
+    declared = {f"{name}.{f.name}" for name in DECLARED for f in dataclasses.fields(getattr(role, name))}
+    stage = {f"Stage.{name}" for name, kind in role.Stage.__annotations__.items() if "ClassVar" in str(kind)}
+    return declared | stage | {"STAGES", "RANKS", "SCHEDULE"}
+
+
+def entries_read() -> set[str]:
+    """Entries of the manifest that the source of the runtime names."""
+    folder = Path(role.__file__).parent
+    return {name for file in folder.glob("*.py") for name in _entries(ast.parse(file.read_text(encoding="utf-8")))}
+
+
+def _entries(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=value, slice=ast.Constant(value=str(name))) if _is_manifest(value):
+                yield name
+            case ast.Call(func=ast.Attribute(value=value, attr="get"), args=[ast.Constant(value=str(name)), *_]) if (
+                _is_manifest(value)
+            ):
+                yield name
+
+
+def _is_manifest(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] == "manifest"
+
+
+def in_tables(repository: Path) -> list[str]:
+    text = (repository / "docs" / "program-folder.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`([^`]+)`", row["names"]) for row in ROW.finditer(text[text.index("## Role modules") :])]
+    return [name for row in rows for name in row]
+
+
+def test_every_field_is_in_the_table_and_has_an_edit(repository: Path) -> None:
+    tables = in_tables(repository)
+    assert len(tables) == len(set(tables))
+    assert fields_of_roles() == set(EDITS)
+    assert fields_of_roles() | entries_read() == set(tables)
+
+
+TOLD = {"model", "axes", "plan", "schedule"}  # in the launcher's first line, and nowhere else
+REFUSED = {"format"}  # by whoever opens the folder
+STATE = {"state"}  # compared with the tensors: tests/broken/test_folder.py
+OF_FILES = {"operator_files"}  # compared with the files: tests/verify/test_program_folder.py
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "ranks": lambda ranks: ranks + 1,
+    "roles": lambda roles: list(roles[:1]),
+    "inputs": lambda inputs: [{**inputs[0], "shape": [1, *inputs[0]["shape"]]}, *inputs[1:]],
+    "parameters": lambda parameters: [{**p, "fqns": p["fqns"][:1]} for p in parameters],
+    "buffers": lambda buffers: list(buffers[1:]),
+    "micro_batches": lambda count: count + 1,
+}
+
+
+def test_an_edit_of_an_entry_of_the_manifest_is_refuted(programs: dict[str, Program]) -> None:
+    assert entries_read() == CHANGES.keys() | TOLD | REFUSED | STATE | OF_FILES
+    program = programs["piped"]
+    manifest = json.loads(json.dumps(program.manifest))
+    assert check_program(program.sources, program.graph, manifest=manifest).proved
+    for entry, change in CHANGES.items():
+        result = check_program(program.sources, program.graph, manifest={**manifest, entry: change(manifest[entry])})
+        found = [finding for outcome in result.outcomes for finding in outcome.findings]
+        assert [finding.code for finding in found] == ["record_differs"], entry
+        assert f"manifest.json has {entry} " in found[0].message
+    for entry in TOLD:
+        assert check_program(program.sources, program.graph, manifest={**manifest, entry: None}).proved
