@@ -12,6 +12,7 @@ import torch
 
 from nnscaler.ir.conversion import ROWS
 from nnscaler.ir.mesh import MICRO
+from verify.self_test.plans.harmless import FORMS
 from verify.self_test.plans.mutant import Edit, Edits
 from verify.self_test.plans.role_draft import FED, NEAR, STORED, Draft, Propose
 from verify.self_test.plans.role_source import Role, Statement
@@ -351,6 +352,13 @@ def _there_and_back(draft: Draft, chance: Random) -> Edits | None:
     return (statement.becomes(statement.call, turned, again),)
 
 
+def _in_another_form(draft: Draft, chance: Random) -> Edits | None:
+    """One line as another form has it, which means the same by construction."""
+    form = chance.choice([form for form in FORMS if form.rewrite is not None])
+    edits = list(form.edits(draft.subject))
+    return (chance.choice(edits),) if edits else None
+
+
 LINES: Mapping[str, Propose] = {
     "conversion put in": _converted,
     "conversion changed": _other_conversion,
@@ -367,5 +375,12 @@ LINES: Mapping[str, Propose] = {
     "by keyword": _by_keyword,
     "by operator": _by_operator,
     "there and back": _there_and_back,
+    "in another form": _in_another_form,
 }
-SAME = ("renamed", "said twice", "by keyword", "declarations turned")  # kinds that mostly say the same otherwise
+SAME = (
+    "renamed",
+    "said twice",
+    "by keyword",
+    "in another form",
+    "declarations turned",
+)  # kinds that mostly say the same otherwise
