@@ -84,11 +84,12 @@ def run_process() -> int:
     would walk them again and again while they are made, and once more when the interpreter ends: a third of a short
     command's time. What a command itself drops in cycles is still collected, in larger batches.
     """
-    stop_in_order()
+    stopped = stop_in_order()
     gc.set_threshold(200_000, 20, 20)
     code = main()
     gc.freeze()
-    return code
+    signal = stopped()
+    return code if signal is None else exit_code_of(signal)
 
 
 def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 PATIENCE = 5.0  # seconds in which a second Ctrl-C does not break into the cleaning up after the first
@@ -18,19 +19,27 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: what cleans up after Ctrl-C cleans up after it as well."""
 
 
-def stop_in_order() -> None:
+def stop_in_order() -> Callable[[], KeyboardInterrupt | None]:
     """Make SIGINT raise KeyboardInterrupt and SIGTERM Terminated from here on. To be called by the main thread of a
-    process that is a command."""
+    process that is a command.
+
+    Returns a function that tells the first of them, None without one: the exception may be lost on its way, in a
+    finaliser of Python's, a callback of a library or the user's own code, and the exit code must still say it.
+    """
     stopped = -PATIENCE
+    first: KeyboardInterrupt | None = None
 
     def stop(number: int, _: FrameType | None) -> None:
-        nonlocal stopped
+        nonlocal stopped, first
         before, stopped = stopped, time.monotonic()
+        kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        first = first or kind()
         if stopped - before >= PATIENCE:
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            raise kind
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    return lambda: first
 
 
 def exit_code_of(stop: KeyboardInterrupt) -> int:

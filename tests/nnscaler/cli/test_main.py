@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,6 +126,25 @@ def test_101_our_own_crash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     log = Path(err.strip().splitlines()[-1].rpartition(": ")[2])
     assert "Traceback" in log.read_text()
     log.unlink()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_that_is_lost_on_its_way_still_makes_the_exit_code(name: str) -> None:
+    """Python drops an exception that is raised while a finaliser runs."""
+    program = f"""
+import os, signal, sys, nnscaler.cli.main as m
+class Finalised:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+def command(argv=None):
+    Finalised()
+    return 0
+m.main = command
+sys.exit(m.run_process())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "Exception ignored" in found.stderr
+    assert found.returncode == 128 + getattr(signal, name)
 
 
 def test_130_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
