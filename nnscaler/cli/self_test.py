@@ -20,6 +20,7 @@ EPILOG = """examples:
   nnscaler self-test plans --quick   a part of it, in a minute
   nnscaler self-test plans --model gpt --seed 7 --level L0
   nnscaler self-test plans --table-t thirty bugs of real systems
+  nnscaler self-test soundness-ops --count 5000 --seed 1      random annotations: what passes must be true
   nnscaler self-test soundness-plans --count 20000 --seed 1   random edits: what is proved must be right
 
 exit code 0: every required rate holds; 1: one does not.
@@ -38,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("ops", "plans", "soundness-plans"))
+    parser.add_argument("what", choices=("ops", "plans", "soundness-ops", "soundness-plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
     plans = parser.add_argument_group("plans")
     plans.add_argument("--model", action="append", metavar="NAME", help="mutants of this example model (repeatable)")
@@ -48,7 +49,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     plans.add_argument("--processes", type=int, default=2, metavar="N", help="processes to run on (2)")
     plans.add_argument("--table-t", action="store_true", help="thirty bugs of real systems instead")
     soundness = parser.add_argument_group("soundness")
-    soundness.add_argument("--count", type=int, metavar="N", help="how many random edits (plans: 20000)")
+    soundness.add_argument(
+        "--count", type=int, metavar="N", help="how many random annotations or edits (ops: 5000, plans: 20000)"
+    )
     soundness.add_argument(
         "--out", type=Path, default=Path("soundness"), metavar="DIR", help="where violations are saved (soundness/)"
     )
@@ -61,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     check_temporary()
     if options.what == "ops":
         return _run_ops(options)
+    if options.what == "soundness-ops":
+        return _run_soundness_ops(options)
     return run_plans(options) if options.what == "plans" else run_soundness_plans(options)
 
 
@@ -74,6 +79,22 @@ def _run_ops(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     found = run_self_test(_Progress(console), options.quick)
     console.lines(self_test_lines(found))
+    return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
+
+
+def _run_soundness_ops(options: argparse.Namespace) -> int:
+    import torch
+
+    from nnscaler.errors import NnscalerError
+    from verify.self_test.soundness_ops import COUNT, run_soundness, soundness_lines
+
+    console: Console = options.console
+    count = COUNT if options.count is None else options.count
+    if count < 1:
+        raise NnscalerError("usage", "--count is at least 1")
+    torch.set_num_threads(1)
+    found = run_soundness(_Progress(console), count, options.seed)
+    console.lines(soundness_lines(found))
     return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
 
 

@@ -29,7 +29,7 @@ from verify.op_checks.partition import AXES, Compared, Partition, ShardRaised, c
 from verify.op_checks.preflight import remembers, succeeds, tried_on_meta
 from verify.op_checks.random_calls import random_arguments, whole_arguments
 from verify.op_checks.tolerance import Bound, float64_bound, low_bound
-from verify.op_checks.values import refill
+from verify.op_checks.values import refill, varied
 from verify.op_checks.whole import Whole, run_whole
 
 KEPT = 6  # wholes in memory
@@ -100,7 +100,11 @@ class Runner:
             call = builtin_call(self.rows[inputs.sample], inputs.kind, generator)
             if self.spec.random:  # by logical coordinate, so that values are defined
                 call = replace(call, compare=True)
-            return self._resized(call, inputs) if inputs.sizes else call
+            if not inputs.sizes:
+                return call
+            resized = self._resized(call, inputs)
+            pairs = zip(call.tensors, resized.tensors, strict=True)
+            return replace(resized, tensors=tuple(varied(a, b, inputs.kind, generator) for a, b in pairs))
         call = self._resized(self.given[inputs.sample], inputs) if inputs.sizes else self.given[inputs.sample]
         tensors = tuple(
             refill(t, inputs.kind if integers or t.is_floating_point() else "given", generator) for t in call.tensors

@@ -49,6 +49,20 @@ def fill_whole_numbers(
     return drawn
 
 
+def varied(before: Tensor, resized: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
+    """Other values for a tensor whose elements were repeated to make it larger: repeated along a dim they would show
+    nothing of it. Values that may be negative are drawn anew, others change places; rising ones go on rising."""
+    if tuple(before.shape) == tuple(resized.shape) or resized.numel() < 2:
+        return resized
+    rising = before.dim() > 0 and before.shape[-1] > 2 and not before.is_complex() and before.dtype != torch.bool
+    if rising and bool((before[..., 1:] >= before[..., :-1]).all()):
+        return resized.sort(-1).values
+    if kind != "given" and before.is_floating_point() and bool((before < 0).any()):
+        return fill(tuple(resized.shape), kind, generator)
+    order = torch.randperm(resized.numel(), generator=generator)
+    return resized.flatten()[order].reshape(resized.shape)
+
+
 def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     """Other values for a tensor that somebody gave.
 

@@ -89,9 +89,13 @@ def _shard(tensor: Tensor, state: State, parts: int, rank: int) -> Tensor:
 
 
 def _terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError("partial sums of integers")
-    terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
+    if tensor.dtype == torch.bool:
+        raise TypeError("partial sums of booleans")
+    shape = tuple(tensor.shape)
+    if tensor.is_floating_point() or tensor.is_complex():
+        terms = [torch.randn(shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
+    else:
+        terms = [torch.randint(-9, 10, shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
     return [*terms, tensor - sum(terms, torch.zeros_like(tensor))]
 
 

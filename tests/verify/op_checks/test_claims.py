@@ -12,13 +12,15 @@ from torch import Tensor
 
 from op_registry.call import Call
 from op_registry.registry import default_registry
+from op_registry.samples.sample import F, I, S, U
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import RunPartial, Split
 from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.claims import SAID, claims_of, exercised_by
-from verify.op_checks.options import OpOptions, Safeguards
+from verify.op_checks.options import Kind, OpOptions, Safeguards
 from verify.op_checks.runner import Runner
+from verify.op_checks.values import varied
 from verify.operators import verify_spec
 from verify.report import Report
 from verify.self_test.mutant import spec_of
@@ -142,3 +144,31 @@ def test_which_claim_a_case_is_about() -> None:
     assert form(Split("a"), uneven=True) == "unequal" and form(Split("a", sections=(4, 8))) == "sections"
     assert form(RunPartial(frozenset({0}))) == "partial"
     assert form(Split("a"), Split("b")) is None and form(Split("a"), dtype="bfloat16") is None
+
+
+def test_a_sample_that_is_made_larger_gets_values_that_differ_along_the_dim() -> None:
+    """Elements that are only repeated are the same in each order."""
+    spec = default_registry().lookup("aten.flip.default")
+    assert spec is not None
+    wrong = replace(spec, annotation="a b -> a b")
+    for row in (S("flip", F(6, 1), [1]), S("flip", U(6, 1), [1]), S("flip", I(6, 1), [1])):
+        runner = Runner(wrong, OPTIONS)
+        runner.rows = (row,)
+        report = verify_spec(wrong, OPTIONS, runner=runner)
+        assert report.verdict is Verdict.REFUTED, str(row)
+
+
+@pytest.mark.parametrize("kind", ["normal", "integers", "given"])
+def test_values_of_a_tensor_that_is_made_larger(kind: Kind) -> None:
+    def larger(before: Tensor) -> Tensor:
+        resized = before.index_select(-1, torch.arange(12) % before.shape[-1])
+        return varied(before, resized, kind, torch.Generator().manual_seed(0))
+
+    positive = torch.rand(6, 1) + 0.5
+    assert larger(positive).min() >= 0.5 and len(set(larger(positive)[0].tolist())) > 1
+    rising = torch.tensor([-1.0, 0.5, 2.0])
+    assert torch.equal(larger(rising), larger(rising).sort().values)
+    signed = torch.randn(6, 1)
+    assert len(set(larger(signed)[0].tolist())) > 1
+    same = torch.randn(3, 4)
+    assert varied(same, same, kind, torch.Generator()) is same
