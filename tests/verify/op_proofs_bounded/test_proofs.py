@@ -53,7 +53,6 @@ OPEN = {
         for end in ("vec", "default")
     },
     "aten.affine_grid_generator.default": (_UNKNOWN,),
-    "aten.tensor_split.sections": ("does not divide by",),
     **{
         f"aten.{kind}_pool{n}d.default": (_UNKNOWN, "does not divide by", "its annotation is another one")
         for kind in ("avg", "max", "adaptive_avg")

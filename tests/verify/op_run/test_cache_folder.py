@@ -73,7 +73,7 @@ def test_without_a_home_nothing_is_kept_and_a_note_says_so(
     else:
         monkeypatch.setenv("HOME", home.format(tmp_path))
     before = sorted(tmp_path.rglob("*"))
-    assert main(["verify-op", "my_ops.py", "--cases", "3", "--no-prove", "--jobs", "1"]) == 0
+    assert main(["verify-op", "my_ops.py", "--no-prove", "--jobs", "1"]) == 0
     err = capsys.readouterr().err
     assert f"warning: nothing is kept between runs: {said.format(tmp_path)}" in err
     assert sorted(path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts) == before
