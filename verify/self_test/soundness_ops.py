@@ -25,17 +25,16 @@ from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.op_checks.cases import Inputs
-from verify.op_checks.enumerate import Base, leaders_of
+from verify.op_checks.enumerate import leaders_of
 from verify.op_checks.options import OpOptions, Safeguards
-from verify.op_checks.proofs import prove_base
 from verify.op_checks.runner import Prepared, Runner
+from verify.op_proofs.prove import prove
 from verify.operators import verify_spec
 from verify.report import Report
 from verify.report_formats.line import Line, plain
 from verify.self_test.annotation_edits import edited
 from verify.self_test.claims import claims_of
 from verify.self_test.second_opinion import holds
-from verify.verdict import Verdict
 
 COUNT = 5000
 OPERATORS = 200
@@ -47,7 +46,6 @@ FEW = 3  # splits that are judged on a second call
 SIZES = (30, 42, 20)  # of the identifier that is split, on other calls than those that verify-op saw
 PROVED_EVERY = 12  # of the annotations that pass, so many are proved as well
 FALSE_EVERY = 12  # of the splits that are refuted, so many are put to the prover
-FALSE_SECONDS = 5.0
 # Less than verify-op does: whatever passes there passes here, and what is false and passes here is asked of all of it.
 LIGHT = Safeguards(derivative=False, pairs=False, dtypes=False, subsets=False, small=False, strides=False, audit=False)
 
@@ -226,13 +224,14 @@ class _Fuzz:
         for choice, parts, prepared in self.questions(kind, spec):
             answer = holds(prepared.whole, prepared.signature, choice, parts, self.rng.randrange(1000))
             table.splits += answer is not None
-            if answer is False and self.verified(spec, seen, True, Safeguards()).verdict.passes:
-                table.violations.append(_violation(kind, prepared, f"{choice} in {parts}", "passes"))
+            if answer is False:
+                if self.verified(spec, seen, True, Safeguards()).verdict.passes:
+                    table.violations.append(_violation(kind, prepared, f"{choice} in {parts}", "passes"))
                 break
         table.judged += table.splits > before
 
     def prover(self, kind: Kind, spec: OperatorSpec, report: Report) -> None:
-        """Puts the splits that values refuted to the prover, as if no test had been."""
+        """Puts the splits that values refuted to the proof by dimension types, as if no test had been."""
         wrong = {f.counter_example.get("identifier", "") for f in report.findings if f.code == "annotation_wrong"}
         runner = self.runner(spec, kind.calls)
         for index in range(len(kind.calls)):
@@ -243,13 +242,13 @@ class _Fuzz:
             names = tuple(name for name in leaders_of(prepared.signature) if name in wrong)
             if not names or prepared.signature.bound is None:
                 continue
-            base = Base(Inputs(index, (), "normal"), prepared.signature, names, ())
-            for target, strength in prove_base(runner, base, time.monotonic() + FALSE_SECONDS).items():
+            for proof in prove(spec, prepared.signature, prepared.whole.concrete).proofs:
+                if not isinstance(proof.target, Split) or proof.target.identifier not in names:
+                    continue
                 self.table.false_asked += 1
-                proved = strength.verdict in (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED)
-                if proved and self.false_here(prepared, str(target)):
-                    how = f"{target} is refuted by values"
-                    self.table.violations.append(_violation(kind, prepared, how, strength.verdict.value))
+                if proof.proved and self.false_here(prepared, proof.target.identifier):
+                    how = f"{proof.target.identifier} is refuted by values"
+                    self.table.violations.append(_violation(kind, prepared, how, "is PROVED"))
             return
 
     def false_here(self, prepared: Prepared, name: str) -> bool:

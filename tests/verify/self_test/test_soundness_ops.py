@@ -15,8 +15,9 @@ from op_registry.registry import default_registry
 from nnscaler.cli.main import main
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.layout import Sharded
+from nnscaler.ir.signature import Signature
 from verify.op_checks.options import OpOptions
-from verify.op_checks.proofs import Strength
+from verify.op_proofs.prove import Proof, Proofs, targets
 from verify.report import Check, Report
 from verify.self_test import soundness_ops
 from verify.self_test.annotation_edits import edited
@@ -45,16 +46,19 @@ def test_a_verifier_that_passes_everything_is_found_out(monkeypatch: pytest.Monk
     assert not table.good
 
 
+def _proves_all(spec: Any, signature: Signature, concrete: Any) -> Proofs:
+    return Proofs(tuple(Proof(target, True) for target in targets(signature)))
+
+
 def test_a_refuted_split_is_put_to_the_prover(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = default_registry().lookup("aten.flip.default")
     monkeypatch.setattr(soundness_ops, "SPECS", (spec,))
     monkeypatch.setattr(soundness_ops, "FALSE_EVERY", 1)
     table = run_soundness(lambda _: None, 6, 0)
     assert table.false_asked and table.verdicts["refuted"] and not table.violations
-    always = Strength(Verdict.PROVED_ALL_SIZES)
-    monkeypatch.setattr(soundness_ops, "prove_base", lambda runner, base, deadline: dict.fromkeys(base.leaders, always))
+    monkeypatch.setattr(soundness_ops, "prove", _proves_all)
     table = run_soundness(lambda _: None, 6, 0)
-    assert {v.verdict for v in table.violations} == {"PROVED (all sizes)"}
+    assert {v.verdict for v in table.violations} == {"is PROVED"}
 
 
 def test_edits_are_random_and_some_are_annotations() -> None:
