@@ -50,6 +50,7 @@ _SPOKEN = {
     "pairs": "pairs of splits",
     "uneven": "uneven shards",
     "outers": "strided shards",
+    "sections": "shards of each section",
     "distinct_sizes": "distinct sizes",
     "dtypes": "float32 and bfloat16",
     "subsets": "subsets of gradients",
