@@ -61,12 +61,19 @@ class DType:
 @dataclass(frozen=True, slots=True)
 class AxisShard:
     """How one mesh axis splits an identifier of size n: viewed as (outer, n / outer), each of whose blocks is cut into
-    `parts` equal pieces, or into pieces of `sizes`."""
+    `parts` equal pieces, or into pieces of `sizes`; or each of its `sections`, one after another, into `parts` equal
+    pieces."""
 
     axis: str
     parts: int
     outer: int = 1
     sizes: tuple[int, ...] = ()
+    sections: tuple[int, ...] = ()
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether each shard is one block."""
+        return self.parts == 1 or (self.outer == 1 and not self.sections)
 
 
 def iterate_tensors(value: Any) -> Iterator[TensorArgument]:

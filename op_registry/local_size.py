@@ -37,9 +37,9 @@ def block_start(identifier: str, size: int, axes: Sequence[AxisShard]) -> Expres
 
     Raises `Refusal` when the shard is no single block.
     """
-    if len(axes) != 1 or axes[0].outer != 1:
+    if len(axes) != 1 or not axes[0].contiguous:
         raise Refusal(
-            f"`{identifier}` can only be split into contiguous blocks by one axis; drop the other axes or outer"
+            f"`{identifier}` can only be split into contiguous blocks by one axis; drop other axes, outer or sections"
         )
     (only,) = axes
     if only.sizes:

@@ -35,7 +35,7 @@ def localise(spec: OperatorSpec, call: Call, shards: Shards, local_output_shapes
 
 
 def _refuse_strided(spec: OperatorSpec, name: str, axes: tuple[AxisShard, ...]) -> None:
-    if name in spec.contiguous and (len([a for a in axes if a.parts > 1]) > 1 or any(a.outer > 1 for a in axes)):
+    if name in spec.contiguous and (len([a for a in axes if a.parts > 1]) > 1 or not all(a.contiguous for a in axes)):
         raise Refusal(f"`{name}` of `{spec.name}` only splits into contiguous blocks, over one axis")
 
 

@@ -7,6 +7,7 @@ this holds before anything heavy is imported.
 
 from __future__ import annotations
 
+import atexit
 import signal
 import time
 from collections.abc import Callable
@@ -39,7 +40,15 @@ def stop_in_order() -> Callable[[], KeyboardInterrupt | None]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    atexit.register(_ignore_signals)
     return lambda: first
+
+
+def _ignore_signals() -> None:
+    """The last that runs before the interpreter takes its handlers away: a second signal would kill the process there,
+    and its exit code would be that of the kill."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def exit_code_of(stop: KeyboardInterrupt) -> int:

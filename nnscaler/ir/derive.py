@@ -127,8 +127,9 @@ def shards_of(
     result: dict[str, tuple[AxisShard, ...]] = {}
     for choice, (axis, parts) in zip(choices, axes, strict=True):
         if isinstance(choice, Split) and signature.bound is not None:
+            shard = AxisShard(axis, parts, choice.outer, choice.sizes, choice.sections)
             for identifier in signature.bound.tied.get(choice.identifier, (choice.identifier,)):
-                result[identifier] = (*result.get(identifier, ()), AxisShard(axis, parts, choice.outer, choice.sizes))
+                result[identifier] = (*result.get(identifier, ()), shard)
     return result
 
 

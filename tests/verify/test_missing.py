@@ -58,7 +58,7 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        return g @ w.t() * ctx.factor, (x.flatten(0, 1).t() @ g.flatten(0, 1)) * ctx.factor, None
+        return g @ w.t() * ctx.factor, (x.flatten(0, -2).t() @ g.flatten(0, -2)) * ctx.factor, None
 
 
 class Double(torch.autograd.Function):
@@ -207,6 +207,12 @@ def test_a_model_without_data_has_stubs_too(model: Path, capsys: pytest.CaptureF
     (row,) = listed(capsys, f"{model}::without_data")["missing"]
     assert row["annotation"] == "* a+, a+ b -> * b"
     assert not row["own_shapes"]
+
+
+def test_a_gradient_for_one_number_of_dims_has_no_star(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model.write_text(model.read_text().replace("flatten(0, -2)", "flatten(0, 1)"))
+    (row,) = listed(capsys, f"{model}::without_data")["missing"]
+    assert row["annotation"] == "a b c+, c+ d -> a b d"
 
 
 def test_a_model_that_does_not_trace_says_why(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

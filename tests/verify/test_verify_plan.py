@@ -50,7 +50,7 @@ def test_a_line_that_computes_the_same_in_another_way_is_undecided(program: Path
     edit(program, 1, "gelu_1 = aten.gelu(linear_2)", "gelu_1 = aten.add.Tensor(aten.gelu(linear_2), 0.0)")
     report = verified(program, tiny, batch, level="all")
     assert report.exit_code == 3, report.to_json()
-    assert report.findings[0].code == "program_unreadable"
+    assert report.findings[0].code == "operation_differs"
 
 
 def test_what_is_read_to_be_wrong_is_told_first(program: Path, tiny: Factory, batch: Batch) -> None:

@@ -72,5 +72,6 @@ def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | N
     except (Unusable, AnnotationError, NnscalerError):
         return False
     exercised = {claim for outcome in outcomes.values() for claim in outcome.exercised}
+    declined = {claim for outcome in outcomes.values() for claim in outcome.declined}
     shown = all(o.count and not o.survived(DRAWS) for o in outcomes.values())
-    return bool(outcomes) and shown and not untested(claimed, exercised)
+    return bool(outcomes) and shown and not untested(claimed, exercised, declined)

@@ -71,13 +71,20 @@ def _forms(signature: Signature, target: Target, guards: Safeguards) -> Iterator
     yield from (form for form, choice in wanted if explain_illegal_choice(asked, choice, 2) is None)
 
 
-def untested(claimed: Iterable[Claimed], exercised: Collection[Claimed]) -> tuple[Claimed, ...]:
-    """The claims that nothing exercised, each once."""
-    return tuple(dict.fromkeys(claim for claim in claimed if claim not in exercised))
+def untested(
+    claimed: Iterable[Claimed], exercised: Collection[Claimed], declined: Collection[Claimed] = ()
+) -> tuple[Claimed, ...]:
+    """The claims that nothing exercised, each once.
+
+    What the operator's hook declined, strided blocks for example, no program contains: it is claimed of nothing. But
+    an identifier that is not split into contiguous blocks either has no reason to be without `^`.
+    """
+    no_claim = {claim for claim in declined if claim.form != "contiguous"}
+    return tuple(dict.fromkeys(claim for claim in claimed if claim not in exercised and claim not in no_claim))
 
 
 def exercised_by(case: Case, signature: Signature) -> Claimed | None:
-    """The claim that a case of one axis in float64 is about."""
+    """The claim that a case of one axis in float64 is about, whether or not it ran."""
     bound = signature.bound
     if len(case.choices) != 1 or case.inputs.dtype != "float64" or bound is None:
         return None

@@ -54,6 +54,8 @@ def counter_example(result: CaseResult) -> dict[str, str]:
     facts["parts"] = " x ".join(map(str, case.parts))
     if any(isinstance(c, Split) and c.outer > 1 for c in case.choices):
         facts["outer"] = ", ".join(str(c.outer) for c in case.choices if isinstance(c, Split))
+    if any(isinstance(c, Split) and c.sections for c in case.choices):
+        facts["sections"] = ", ".join(str(c.sections) for c in case.choices if isinstance(c, Split))
     if case.uneven:
         facts["shards"] = "of unequal sizes"
     facts["shapes"] = ", ".join(str(t.shape) for t in result.signature.call.tensors())

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verify.op_checks.claims import Claimed, exercised_by
-from verify.op_checks.runner import CaseResult
+from verify.op_checks.runner import CaseResult, Declined
 
 
 @dataclass(slots=True)
 class Outcome:
     """`count` tensors were compared in `cases` cases, `exact` of them bitwise equal. `skipped` has the reasons of
     partitions that are not legal. `variants`: (tensor, wrong variant) -> whether it was killed, whether it
-    may be void, and the seeds of the draws. `exercised`: the claims that some case compared; `untested`: those that
-    the annotation makes and no case did."""
+    may be void, and the seeds of the draws. `exercised`: the claims that some case compared; `declined`: those of
+    which the operator's hook refused a case; `untested`: those that the annotation makes and no case compared."""
 
     cases: int = 0
     count: int = 0
@@ -23,17 +23,20 @@ class Outcome:
     half_line: bool = False  # only positive inputs show anything
     variants: dict[tuple[str, str], tuple[bool, bool, frozenset[int]]] = field(default_factory=dict)
     exercised: set[Claimed] = field(default_factory=set)
+    declined: set[Claimed] = field(default_factory=set)
     untested: tuple[Claimed, ...] = ()
 
     def add(self, result: CaseResult) -> None:
         """Takes one result in."""
+        claim = exercised_by(result.case, result.signature)
         if result.refused:
             self.skipped[result.refused] = None
+            if claim is not None and isinstance(result.refused, Declined):
+                self.declined.add(claim)
             return
         self.cases += 1
         if result.compared is not None:
             self.count += result.compared.count
-            claim = exercised_by(result.case, result.signature)
             if claim is not None and result.compared.count:
                 self.exercised.add(claim)
             self.exact += result.compared.exact

@@ -45,6 +45,10 @@ class Prepared:
     on_meta: bool  # whether the operator runs without values
 
 
+class Declined(str):
+    """The reason that an operator's own hook gives for not doing a split."""
+
+
 @dataclass(frozen=True)
 class CaseResult:
     """`compared` is None where the case could not run: `raised` on a shard, or `refused` with a reason."""
@@ -262,7 +266,7 @@ class Runner:
         try:
             partition = make_partition(signature, case.choices, case.parts)
         except Refusal as refusal:
-            return str(refusal)
+            return Declined(refusal)
         shapes = [t.shape for t in signature.call.tensors()]
         shapes_out = [() if o is None else o.shape for o in signature.call.outputs]
         for states, shape in zip((*partition.states_in, *partition.states_out), (*shapes, *shapes_out), strict=True):

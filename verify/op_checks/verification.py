@@ -249,7 +249,7 @@ class Verification:
             for base in group:
                 if claim not in outcome.exercised and not outcome.failures:
                     run_cases(self.runner, Enumerator(self.runner, base).resized(claim), outcome)
-        return self.untested(outcome, [(base, name) for base in group])
+        return untested(self.untested(outcome, [(base, name) for base in group]), (), outcome.declined)
 
     def untested(self, outcome: Outcome, targets: list[tuple[Base, Target]]) -> tuple[Claimed, ...]:
         """What is claimed of these targets, and no case has shown. Nothing is said of it where one failed."""

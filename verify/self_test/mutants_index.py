@@ -31,8 +31,13 @@ def _start(size: int, axes: Axes) -> Expression:
 
 
 def _careless(size: int, axes: Axes) -> Expression:
-    """Takes every shard for one block."""
-    return index(axes[0].axis) * (size // axes[0].parts)
+    """Takes a strided shard for one block, and refuses sections."""
+    return index(axes[0].axis) * (size // axes[0].parts) if axes[0].outer > 1 else _start(size, axes)
+
+
+def _careless_of_sections(size: int, axes: Axes) -> Expression:
+    """Takes a shard of each section for one block, and refuses strided ones."""
+    return index(axes[0].axis) * (size // axes[0].parts) if axes[0].sections else _start(size, axes)
 
 
 def _hook(identifier: str, operand: int, dim: int, argument: tuple[int, str], start: Start) -> Hook:
@@ -269,6 +274,9 @@ def _places() -> Iterator[OperatorMutant]:
     yield _hooked("positions: strided shard taken for a block", both, (positions, positions), (careless, rows), None)
     name = "positions: strided shard of one of six dims taken for a block"
     six = "a b c d e f -> a b c d e f"
+    yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
+    careless = _hook("a", 0, 0, (1, "start"), _careless_of_sections)
+    name = "positions: shard of each section of one of six dims taken for a block"
     yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
     columns = _hook("b", 0, 1, (1, "start"), _start)
     yield _hooked("positions: offset of the other dim", both, (positions, positions), (columns, rows), None, kept)

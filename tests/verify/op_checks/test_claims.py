@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from op_registry.call import Call
+from op_registry.expression import index
+from op_registry.local_size import block_start
 from op_registry.registry import default_registry
 from op_registry.samples.sample import F, I, S, U
-from op_registry.spec import OperatorSpec
+from op_registry.spec import OperatorSpec, Refusal, Shards
 
 from nnscaler.ir.placement import RunPartial, Split
 from verify.op_checks.cases import Case, Inputs
@@ -23,7 +25,7 @@ from verify.op_checks.runner import Runner
 from verify.op_checks.values import varied
 from verify.operators import verify_spec
 from verify.report import Report
-from verify.self_test.mutant import spec_of
+from verify.self_test.mutant import Hook, spec_of
 from verify.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, explain=False)
@@ -107,6 +109,42 @@ def test_a_sample_on_which_the_operator_raises_is_said() -> None:
     report = _report("a b -> a b", _only_of(12), (torch.randn(6, 12),), (torch.randn(6, 18),))
     assert report.verdict is Verdict.INCONCLUSIVE
     assert report.findings[0].message == "on sample call 1 `an operator` raises ValueError: too many columns"
+
+
+def _positions(x: Tensor, start: int = 0) -> Tensor:
+    return x + torch.arange(start, start + x.shape[0], dtype=x.dtype)[:, None]
+
+
+def _from_block(call: Call, shards: Shards) -> Call:
+    size = call.tensors()[0].shape[0]
+    return call.replace(1, "start", block_start("a", size, shards["a"])) if "a" in shards else call
+
+
+def _never(call: Call, shards: Shards) -> Call:
+    if "a" in shards:
+        raise Refusal("not yet")
+    return call
+
+
+def _of_sections_too(call: Call, shards: Shards) -> Call:
+    """Takes a shard of each section for one block."""
+    if shards.get("a") and shards["a"][0].sections:
+        return call.replace(1, "start", index(shards["a"][0].axis) * (call.tensors()[0].shape[0] // 2))
+    return _from_block(call, shards)
+
+
+@pytest.mark.parametrize(
+    ("hook", "verdict"),
+    [
+        (_from_block, Verdict.TESTED_EXACT),
+        (_never, Verdict.INCONCLUSIVE),
+        (_of_sections_too, Verdict.REFUTED),
+        (None, Verdict.REFUTED),
+    ],
+)
+def test_what_the_hook_refuses_is_not_claimed(hook: Hook | None, verdict: Verdict) -> None:
+    spec = spec_of("an operator", "a b -> a b", _positions, lambda: (torch.randn(12, 6),), hook)
+    assert verify_spec(spec, OPTIONS).verdict is verdict
 
 
 def test_a_budget_of_one_case_leaves_no_claim_out() -> None:
