@@ -9,7 +9,9 @@ is the same (which that of `arange` is not), every part gives the same result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from math import prod
 from typing import Any
 
 from op_registry.annotation.sizes import BoundOperand
@@ -19,7 +21,7 @@ from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import is_legal, output_states, shards_of
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Sharded, State, shape_of_rank
+from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Replicated, Sharded, State, shape_of_rank
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 
@@ -133,3 +135,32 @@ def same_piece(one: State, other: State, uniform: Dims) -> bool:
 def _lengths(state: Sharded) -> tuple[int, ...]:
     """How long the pieces are; nothing where all are equally long."""
     return tuple(size * state.outer for size in state.sizes)
+
+
+def same_pieces(layout: Layout, uniform: Dims, sizes: Sequence[int]) -> Iterator[Layout]:
+    """Yield the layouts in which every rank holds the same piece as in this one, which is the first: with equal cuts of
+    uniform dims over other axes, into as many parts. `sizes`: of the axes. A line that makes zeros of a shard's shape
+    does not say which axis cut them."""
+    if not uniform:
+        yield layout
+        return
+    dim = min(uniform)
+    for other in _cut_otherwise(layout, dim, sizes):
+        yield from same_pieces(other, uniform - {dim}, sizes)
+
+
+def _cut_otherwise(layout: Layout, dim: int, sizes: Sequence[int]) -> Iterator[Layout]:
+    yield layout
+    cuts = [i for i, state in enumerate(layout) if isinstance(state, Sharded) and state.dim == dim]
+    states = [layout[i] for i in cuts]
+    if not cuts or any(isinstance(s, Sharded) and (s.sections or s.sizes) for s in states):
+        return
+    free = [i for i, s in enumerate(layout) if sizes[i] > 1 and (i in cuts or isinstance(s, Invariant | Replicated))]
+    parts = prod(sizes[i] for i in cuts)
+    for count in range(1, len(free) + 1):
+        for taken in combinations(free, count):
+            if list(taken) != cuts and prod(sizes[i] for i in taken) == parts:
+                found = [INVARIANT if i in cuts else state for i, state in enumerate(layout)]
+                for number, i in enumerate(taken):
+                    found[i] = Sharded(dim, prod(sizes[j] for j in taken[:number]))
+                yield tuple(found)

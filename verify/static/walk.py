@@ -6,10 +6,12 @@ makes the tensor that it started from, and one that nothing reads changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, product
 
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Layout
 from verify.static.arguments import variables
 from verify.static.conversions import convert
 from verify.static.forms import NoCall, canonical
@@ -18,7 +20,9 @@ from verify.static.idle import Locals, Move, as_before, idle_result, moves
 from verify.static.operations import Typed, Typer
 from verify.static.random_numbers import draws_numbers
 from verify.static.text import ALIAS, ITEM, Line, Problem, Recomputed, StageText, Statement, Variable
-from verify.static.uniform import NO_DIMS
+from verify.static.uniform import NO_DIMS, same_pieces
+
+_MANY = 64  # layouts of uniform operands, taken together, that are looked through
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class Walk:
         held = {v: k for v, k in knowns.items() if isinstance(k, Held)}
         try:
             if len(held) == len(knowns):
-                self._computed(line, held)
+                self._computed_on_pieces(line, held)
             else:
                 idle = next(k for k in knowns.values() if isinstance(k, Idle))
                 self._untyped(line, knowns, idle.noted)
@@ -193,6 +197,24 @@ class Walk:
         taken: tuple[Known, ...] = items or (None,) * len(line.targets)
         for target, item in zip(line.targets, taken, strict=True):
             self._assign(target, item)
+
+    def _computed_on_pieces(self, line: Line, held: dict[Variable, Held]) -> None:
+        """The same, in whatever layouts the operands may be said to be. Raises the Mistake under the first ones."""
+        first: Mistake | None = None
+        for layouts in islice(product(*map(self._layouts, held.values())), _MANY):
+            same = {v: replace(h, layout=layout) for (v, h), layout in zip(held.items(), layouts, strict=True)}
+            try:
+                self._computed(line, same)
+            except Mistake as mistake:
+                first = first or mistake
+            else:
+                return
+        assert first is not None
+        raise first
+
+    def _layouts(self, held: Held) -> Iterator[Layout]:
+        uniform = self.typer.uniform.get(held.tensor, NO_DIMS)
+        return same_pieces(held.layout, uniform, self.reading.axes.sizes)
 
     def _computed(self, line: Line, held: dict[Variable, Held]) -> None:
         """A conversion, or an operation of the model. Raises Mistake."""

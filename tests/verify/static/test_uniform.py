@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import INVARIANT, PARTIAL, Layout, Sharded, explain_illegal
 from nnscaler.ir.signature import signatures
+from nnscaler.runtime import layout as runtime
+from nnscaler.runtime.shards import shard
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep
 from verify.static import StaticResult, check_program
-from verify.static.uniform import uniform_dims
+from verify.static.uniform import Dims, same_pieces, uniform_dims
 
 
 class Attention(nn.Module):
@@ -172,6 +176,66 @@ def test_only_what_is_uniform_may_be_cut_otherwise() -> None:
     assert not wrong.proved
     assert found[0].code == "layouts_disagree", found
     assert "outer=3" in found[0].message, found[0].message
+
+
+def cuts(names: Sequence[str], layout: Layout) -> dict[str, runtime.State]:
+    """How the runtime says where a layout cuts."""
+    cut = [(name, state) for name, state in zip(names, layout, strict=True) if isinstance(state, Sharded)]
+    return {name: runtime.Sharded(state.dim, state.outer) for name, state in cut}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (2, 2, 2), (4, 2, 2)])
+@pytest.mark.parametrize("uniform", [frozenset({0}), frozenset({1}), frozenset({0, 1})])
+def test_layouts_of_the_same_pieces(sizes: tuple[int, ...], uniform: Dims) -> None:
+    """Each is legal, and of a tensor that is uniform in these dims every rank holds the same piece in all of them."""
+    shape = (24, 48)
+    tensor = torch.rand([1 if dim in uniform else size for dim, size in enumerate(shape)]).expand(shape)
+    names = [f"axis{i}" for i in range(len(sizes))]
+    mesh = dict(zip(names, sizes, strict=True))
+    found = 0
+    states = (INVARIANT, PARTIAL, *(Sharded(dim, outer) for dim in (0, 1) for outer in (1, 2)))
+    for layout in product(states, repeat=len(sizes)):
+        if explain_illegal(layout, sizes, shape):
+            continue
+        first, *others = same_pieces(layout, uniform, sizes)
+        assert first == layout and len({first, *others}) == 1 + len(others)
+        found += len(others)
+        for other in others:
+            assert explain_illegal(other, sizes, shape) is None, (layout, other)
+            assert [s == PARTIAL for s in other] == [s == PARTIAL for s in layout]
+            for rank in product(*map(range, sizes)):
+                at = dict(zip(names, rank, strict=True))
+                pieces = [shard(tensor, dict(zip(names, states, strict=True)), mesh, at) for states in (layout, other)]
+                assert torch.equal(*pieces), (layout, other, at)
+    assert (found > 3) == (sizes != (2, 3))  # no two of these axes make as many parts
+
+
+class Shifted(nn.Module):
+    """Rows are put into zeros: of a shard's shape, and four rows by either axis, or three by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = torch.zeros(8, 6)
+        shifted[:, 1:] = x[:, :-1]
+        y: Tensor = self.down(self.up(shifted).relu())
+        return y.square().mean()
+
+
+def test_zeros_do_not_say_which_axis_cut_them() -> None:
+    """Without the comments, too. But what is put into them does."""
+    inputs = {"x": torch.randn(8, 6)}
+    program = nnscaler.parallelize(Shifted(), inputs, ranks=4, plan="dp=2,tp=2")
+    bare = re.sub(r"  # .*", "", program.sources["role_0.py"])
+    assert "aten.zeros((4, 6)" in bare, bare
+    assert check_program({"role_0.py": bare}, program.graph).proved
+    for wrong in ("(2, 6)", "(8, 6)", "(4, 3)"):
+        assert not check_program({"role_0.py": bare.replace("(4, 6)", wrong)}, program.graph).proved
+    other = bare.replace('Input("x", {"dp": Sharded(0)})', 'Input("x", {"tp": Sharded(0)})')
+    assert other != bare
+    assert not check_program({"role_0.py": other}, program.graph).proved
 
 
 def test_constants_that_nothing_reads_are_in_no_program() -> None:
