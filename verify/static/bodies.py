@@ -102,8 +102,9 @@ class _Reader:
                 raise Unreadable(node, "`recompute` is called inside of a region, or for several targets")
             yield self._recomputed(node, call, targets, functions)
             return
-        if isinstance(call, ast.Tuple) and sequence and len(call.elts) == len(targets):
-            raise Unreadable(node, f"`{_first_line(node)}` assigns several values in one line")
+        if isinstance(call, ast.Tuple) and not others and sequence and len(call.elts) == len(targets):
+            yield from self._at_once(node, call.elts, targets, region)
+            return
         before, value = self._computed(call, node, region)
         if value is None:
             raise Unreadable(node, f"`{_first_line(node)}` assigns without calling an operator or a conversion")
@@ -113,6 +114,20 @@ class _Reader:
             if sequence or isinstance(other, ast.Tuple):
                 raise Unreadable(node, "several results are assigned to several targets")
             yield self._line(node, ALIAS, (Variable(targets[0]),), {}, region, _targets(other, node))
+
+    def _at_once(
+        self, node: ast.Assign, values: Sequence[ast.expr], targets: Sequence[str], region: Region
+    ) -> Iterator[Line]:
+        """The lines of `a, b = f(x), a`: all values, and then the variables."""
+        lines, made = self._values(values, node, region)
+        if not all(isinstance(value, Variable) for value in made):
+            raise Unreadable(node, f"`{_first_line(node)}` assigns what no operator or conversion makes")
+        yield from lines
+        kept = [f"{target} at {node.lineno}" for target in targets]
+        for name, value in zip(kept, made, strict=True):
+            yield self._line(node, ALIAS, (value,), {}, region, (name,))
+        for target, name in zip(targets, kept, strict=True):
+            yield self._line(node, ALIAS, (Variable(name),), {}, region, (target,))
 
     def value(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Any]:
         """The value of an expression, and the lines that make the tensors in it."""

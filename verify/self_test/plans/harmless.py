@@ -196,17 +196,29 @@ def _renamed(role: Role) -> str:
     return "\n".join(lines)
 
 
-def _reordered(role: Role) -> str:
-    """Neighbours that do not read each other, the second one first."""
-    lines = list(role.lines)
-    for first, second in zip(role.statements, role.statements[1:], strict=False):
-        alone = second.line == first.line + 1 and first.method == second.method and first.indent == second.indent
-        words = names_in(" ".join((second.call, *second.targets)))
-        apart = not words.intersection(first.targets) and not set(second.targets) & names_in(first.call)
-        here = lines[first.line - 1] == first.text and lines[second.line - 1] == second.text
-        if alone and apart and here:
-            lines[first.line - 1], lines[second.line - 1] = second.text, first.text
-    return "\n".join(lines)
+def _neighbours(change: Callable[[Statement, Statement], tuple[str, str]]) -> Callable[[Role], str]:
+    """Two lines at a time that do not read each other, as the change writes them."""
+
+    def rewrite(role: Role) -> str:
+        lines = list(role.lines)
+        for first, second in zip(role.statements, role.statements[1:], strict=False):
+            alone = second.line == first.line + 1 and first.method == second.method and first.indent == second.indent
+            words = names_in(" ".join((second.call, *second.targets)))
+            apart = not words.intersection(first.targets) and not set(second.targets) & names_in(first.call)
+            here = lines[first.line - 1] == first.text and lines[second.line - 1] == second.text
+            if alone and apart and here:
+                lines[first.line - 1], lines[second.line - 1] = change(first, second)
+        return "\n".join(lines)
+
+    return rewrite
+
+
+def _at_once(first: Statement, second: Statement) -> tuple[str, str]:
+    """One assignment, and another that exchanges the names back."""
+    if len(first.targets) > 1 or len(second.targets) > 1:
+        return first.text, second.text
+    (a,), (b,) = first.targets, second.targets
+    return f"{first.indent}{b}, {a} = {first.call}, {second.call}", f"{first.indent}{a}, {b} = {b}, {a}"
 
 
 def _indexed(_: Subject, statement: Statement) -> Iterator[str]:
@@ -333,8 +345,9 @@ FORMS: tuple[Form, ...] = (
     Form("viewed in its own shape", _viewed),
     Form("a copy", _identity("aten.clone({x})", "aten.alias({x})")),
     Form("variables renamed", whole=_renamed),
-    Form("independent lines in another order", whole=_reordered),
+    Form("independent lines in another order", whole=_neighbours(lambda a, b: (b.text, a.text))),
     Form("results by their numbers", _indexed),
+    Form("several targets at once", whole=_neighbours(_at_once)),
     Form("another name for a tensor", _aliased),
     Form("two targets", _chained),
     Form("parentheses", _parentheses),
