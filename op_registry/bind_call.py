@@ -49,8 +49,13 @@ def linear_sets(spec: OperatorSpec, call: Call) -> LinearSets:
 
 def size_arguments(spec: OperatorSpec, call: Call) -> Mapping[str, int]:
     """The call's integer arguments by name: one that is named like an identifier gives its size."""
-    found = ((p.name, value) for p, value in _named_arguments(spec, call) if p.name)
-    return {name: value for name, value in found if isinstance(value, int) and not isinstance(value, bool)}
+    found = named_values(spec, call)
+    return {n: value for n, value in found if n and isinstance(value, int) and not isinstance(value, bool)}
+
+
+def named_values(spec: OperatorSpec, call: Call) -> Iterator[tuple[str, Any]]:
+    """Yield the call's arguments by name, empty where none is known, and the defaults of those left out."""
+    yield from ((parameter.name, value) for parameter, value in _named_arguments(spec, call))
 
 
 def _named_arguments(spec: OperatorSpec, call: Call) -> Iterator[tuple[SchemaParameter, Any]]:

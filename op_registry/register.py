@@ -156,7 +156,7 @@ def _define(
         raise _error(spec.name, spec.where, str(error), error.hint) from None
     _refuse_other_closure(registry.lookup(spec.name), spec)
     operators = _torch_operators(registry)
-    spec = replace(spec, parameters=_parameters(_parsed(schema)))
+    spec = replace(spec, parameters=parameters_of(_parsed(schema)))
     registry.register(spec)
     return spec, operators.define(spec.name, schema, kernel)
 
@@ -214,7 +214,8 @@ def _parsed(schema: str) -> torch._C.FunctionSchema:
     return torch._C.parse_schema(f"operator{schema}")
 
 
-def _parameters(schema: torch._C.FunctionSchema) -> tuple[SchemaParameter, ...]:
+def parameters_of(schema: torch._C.FunctionSchema) -> tuple[SchemaParameter, ...]:
+    """Return what is kept of an operator's schema."""
     return tuple(
         SchemaParameter(a.name, "Tensor" in str(a.type), a.default_value if a.has_default_value() else None)
         for a in schema.arguments
@@ -244,7 +245,7 @@ def _annotate_library_operator(draft: OperatorSpec, target: Any, caller: SourceL
     name = str(overload)
     if draft.name and draft.name != name:
         raise _error(draft.name, where, f"an operator of torch.library keeps its name, `{name}`", "leave out `name=`")
-    parameters = _parameters(overload._schema)
+    parameters = parameters_of(overload._schema)
     spec = replace(draft, name=name, target=target, where=where, qualname=qualname, parameters=parameters)
     default_registry().register(spec)
     return target

@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from op_registry.bind_call import named_values
+from op_registry.call import TensorArgument
+
 from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
@@ -33,8 +36,7 @@ _SIZE, _UNEQUAL, _SECTIONS = 24, (13, 11), (8, 16)  # of every identifier, to as
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """`text`: the annotation. A built-in operator has one for each kind of call; literal sizes other than 1 do not make
-    another kind, since they are not split."""
+    """`kind`: of the calls that it is claimed of; `text`: their annotation."""
 
     kind: str
     target: Target
@@ -50,11 +52,35 @@ def claims_of(signature: Signature, targets: Iterable[Target], guards: Safeguard
     """Every claim about these targets that the safeguards want tested."""
     bound = signature.bound
     assert bound is not None
-    return tuple(_claim(bound.text, target, form) for target in targets for form in _forms(signature, target, guards))
+    kind = kind_of(signature)
+    return tuple(
+        Claimed(kind, target, form, bound.text) for target in targets for form in _forms(signature, target, guards)
+    )
 
 
-def _claim(text: str, target: Target, form: Form) -> Claimed:
-    return Claimed(_SIZES.sub("#", text), target, form, text)
+def kind_of(signature: Signature) -> str:
+    """Return what calls have in common of which one shows what holds for all.
+
+    A user's function may do anything else with other arguments: a call with another flag, or a number that is no size,
+    is of another kind. A built-in operator has an annotation for each kind of call, in which literal sizes other than 1
+    make no difference, since they are not split.
+    """
+    bound, spec = signature.bound, signature.spec
+    assert bound is not None and spec is not None
+    if spec.target is None:
+        return _SIZES.sub("#", bound.text)
+    values = named_values(spec, signature.call)
+    given = [f"{name}={_plain(value)}" for name, value in values if name not in bound.sizes]
+    return f"{bound.text} of {', '.join(given)}"
+
+
+def _plain(value: object) -> str:
+    """The text of an argument, with a word for each tensor."""
+    if isinstance(value, TensorArgument):
+        return "tensor"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    return repr(value)
 
 
 def _forms(signature: Signature, target: Target, guards: Safeguards) -> Iterator[Form]:
@@ -90,8 +116,10 @@ def exercised_by(case: Case, signature: Signature) -> Claimed | None:
         return None
     choice = case.choices[0]
     if isinstance(choice, Split):
-        return _claim(bound.text, choice.identifier, form_of(case))
-    return _claim(bound.text, choice.slots, "partial") if isinstance(choice, RunPartial) else None
+        return Claimed(kind_of(signature), choice.identifier, form_of(case), bound.text)
+    if isinstance(choice, RunPartial):
+        return Claimed(kind_of(signature), choice.slots, "partial", bound.text)
+    return None
 
 
 def form_of(case: Case) -> Form:

@@ -159,17 +159,21 @@ def builtin_call(sample: Sample, kind: Kind, generator: torch.Generator) -> Conc
 def resize(concrete: ConcreteCall, bound: BoundAnnotation, sizes: Mapping[str, int]) -> ConcreteCall | None:
     """The same call with other sizes for some identifiers: elements are repeated or left out along their dims.
 
-    None where a dim has more to it than the identifier, so that its size is not ours to choose.
+    None where identifiers stand side by side in a dim, so that its size is not ours to choose.
     """
     tensors: list[Tensor] = []
     for tensor, operand in zip(concrete.tensors, bound.inputs, strict=True):
         for number, dim in enumerate(operand.dims if operand is not None else ()):
-            wanted = [f.identifier for f in dim.factors if f.identifier in sizes]
-            if not wanted:
+            if not any(f.identifier in sizes for f in dim.factors):
                 continue
-            if len(dim.factors) != 1 or wanted[0] is None:
+            if dim.concat:
                 return None
-            tensor = tensor.index_select(number, torch.arange(sizes[wanted[0]]) % max(tensor.shape[number], 1))
+            view = tensor.unflatten(number, [f.size for f in dim.factors])
+            for place, factor in enumerate(dim.factors, number):
+                if factor.identifier is not None and factor.identifier in sizes:
+                    kept = torch.arange(sizes[factor.identifier]) % max(factor.size, 1)
+                    view = view.index_select(place, kept)
+            tensor = view.flatten(number, number + len(dim.factors) - 1)
         tensors.append(tensor)
     given = iter(tensors)
     args = [_replace_tensors(a, given) for a in concrete.call.args]

@@ -26,7 +26,7 @@ from verify.op_checks.options import DRAWS, Kind, OpOptions
 from verify.op_checks.runner import Prepared, Runner, WholeRaised
 
 FALLBACKS: tuple[Kind, ...] = ("normal", "integers", "positive", "given")
-PAIRS = 15
+PAIRS = 15  # of two targets; the seed says which ones, where there are more
 LOW = ("float32", "bfloat16")
 NESTED = (3, 2)
 
@@ -117,6 +117,7 @@ class Enumerator:
     def draws(self, sizes: tuple[tuple[str, int], ...], count: int = DRAWS) -> list[Inputs]:
         """Up to `count` inputs of these sizes on which the whole operator shows something."""
         found: list[Inputs] = []
+        beyond: list[Inputs] = []  # with infinities, as of a mask
         zeros: list[Inputs] = []
         candidates = [*enumerate(self.guards.values), *enumerate(FALLBACKS, 10), *enumerate(FALLBACKS, 20)]
         for number, kind in candidates:
@@ -126,31 +127,38 @@ class Enumerator:
             prepared = self.prepared(inputs)
             if prepared is None:
                 continue
-            (found if prepared.whole.shows_something else zeros).append(inputs)
+            whole = prepared.whole
+            finite = whole.finite or not whole.concrete.compare
+            (zeros if not whole.shows_something else found if finite else beyond).append(inputs)
             if len(found) == count:
                 break
         if {i.kind for i in found} and {i.kind for i in found} <= {"positive", "given"}:
             self.half_line = True
         # of a built-in operator we know that a constant zero is meant (`zeros_like`); what cannot show is then said
-        return found or (zeros[:count] if self.runner.rows else [])
+        return found or beyond[:count] or (zeros[:count] if self.runner.rows else [])
 
     def prepared(self, inputs: Inputs) -> Prepared | None:
-        """The whole's run, if it can be run and is finite."""
+        """The whole's run, if it can be run and there is something to compare."""
         try:
             prepared = self.runner.prepare(inputs)
         except (WholeRaised, AnnotationError, Exception) as error:
             if isinstance(error, AnnotationError) and not inputs.sizes:
                 raise
             return None
-        return prepared if prepared.whole.finite or not prepared.whole.concrete.compare else None
+        return prepared if prepared.whole.comparable or not prepared.whole.concrete.compare else None
 
     def sizes_for(self, targets: Sequence[Target]) -> tuple[tuple[str, int], ...]:
         """Sizes under which these targets can be split in 2, 3 and 4."""
         names = [t for t in targets if isinstance(t, str)]
-        if self.drawn:
-            return _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.base.style)
         bound = self.base.signature.bound
         assert bound is not None
+        if self.drawn:
+            found = _sizes(parse_checked(str(self.runner.spec.annotation)), names, self.base.style)
+            if self.prepared(replace(self.base.inputs, sizes=found)) is not None:
+                return found
+            # The others may depend on each other (k of the largest of n): they stay as they are.
+            own = {n: size for n, size in found if any(n in bound.tied.get(name, (name,)) for name in names)}
+            return tuple({**dict(self.base.inputs.sizes), **own}.items())
         wanted = zip(names, (SPLIT_SIZE, SECOND_SIZE), strict=False)
         changed = tuple((n, size) for n, size in wanted if self.runner.given and bound.sizes[n] % 6)
         if changed and self.prepared(Inputs(self.base.inputs.sample, changed, "normal", self.seed)) is not None:
@@ -183,7 +191,7 @@ class Enumerator:
             return
         together = bound.tied.get(claim.target, (claim.target,))
         for size in (SPLIT_SIZE, 2 * SPLIT_SIZE):
-            for inputs in self.draws(tuple((name, size * (1 + i)) for i, name in enumerate(together)), 1):
+            for inputs in self.draws(tuple((name, size * (1 + i)) for i, name in enumerate(together))):
                 yield from (case for case in self.forms(claim.target, inputs) if form_of(case) == claim.form)
 
     def size(self, target: str, sizes: tuple[tuple[str, int], ...]) -> int:
@@ -204,10 +212,9 @@ class Enumerator:
             return (RunPartial(target),)
         found: list[Choice] = [Split(target)]
         size = self.size(target, sizes)
-        if self.guards.outers:
-            every = self.parts(target, sizes)
-            outers = (o for o in range(2, size) if any(size % (o * p) == 0 for p in every))
-            found.append(Split(target, next(outers, 2)))
+        outer = next((o for o in range(2, size) if size % (o * parts) == 0), None)
+        if self.guards.outers and outer is not None:
+            found.append(Split(target, outer))
         if self.guards.sections and size % parts == 0 and size >= 2 * parts:
             first = parts * max(size // parts // 3, 1)
             found.append(Split(target, sections=(first, size - first)))
@@ -251,10 +258,10 @@ class Enumerator:
     def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], Case]]:
         """Two targets on a mesh of two axes, and one identifier over both of them."""
         chosen: list[tuple[Target, Target]] = [*combinations(targets, 2)]
-        chosen += [(t, t) for t in targets if isinstance(t, str)]
         if len(chosen) > PAIRS:
             start = (self.seed * PAIRS) % len(chosen)
             chosen = [*chosen[start:], *chosen[:start]][:PAIRS]
+        chosen += [(t, t) for t in targets if isinstance(t, str)]
         for pair in chosen:
             first, second = pair
             same = first == second

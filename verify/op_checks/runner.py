@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from op_registry.annotation.rules import parse_checked
-from op_registry.bind_call import bind_call, linear_sets
+from op_registry.bind_call import bind_call, linear_sets, size_arguments
+from op_registry.call import Call
 from op_registry.registry import default_registry
 from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec, Refusal
@@ -130,7 +131,17 @@ class Runner:
         found = resize(call, bound, dict(inputs.sizes))
         if found is None:
             raise Refusal(f"the sizes {dict(inputs.sizes)} cannot be given to sample {inputs.sample}")
-        return replace(found, constants=call.constants, compare=call.compare)
+        kept: dict[str, Any] = {"constants": call.constants, "compare": call.compare}
+        return replace(found, call=self._with_sizes(found.call, bound.sizes, dict(inputs.sizes)), **kept)
+
+    def _with_sizes(self, call: Call, before: Mapping[str, int], sizes: Mapping[str, int]) -> Call:
+        """The call with other sizes for identifiers that its integer arguments give the sizes of."""
+        given = size_arguments(self.spec, call)
+        for position, parameter in enumerate(self.spec.parameters):
+            name = parameter.name
+            if name in sizes and name in given and given[name] == before.get(name):
+                call = call.replace(position, name, sizes[name])
+        return call
 
     def _outputs(self, call: ConcreteCall) -> Any:
         return run_whole(self.function(call), call, torch.Generator()).outputs

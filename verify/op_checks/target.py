@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from op_registry.annotation.parser import parse
+from op_registry.register import parameters_of
 from op_registry.registry import check_annotation, default_registry
 from op_registry.schema import SchemaError, infer_schema
 from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
@@ -246,11 +247,7 @@ def _only_overload(packet: Any) -> Any:
 
 
 def _plain_overload(overload: Any) -> OperatorSpec:
-    parameters = tuple(
-        SchemaParameter(a.name, "Tensor" in str(a.type), a.default_value if a.has_default_value() else None)
-        for a in overload._schema.arguments
-    )
-    return OperatorSpec(str(overload), "", target=overload, parameters=parameters)
+    return OperatorSpec(str(overload), "", target=overload, parameters=parameters_of(overload._schema))
 
 
 def _plain(operator: Any, target: Callable[..., Any]) -> OperatorSpec:
@@ -272,7 +269,7 @@ def _parameters(function: Any, annotation: str) -> tuple[SchemaParameter, ...]:
         schema = torch._C.parse_schema(f"operator{infer_schema(function, parse(annotation), skip)}")
     except (SchemaError, NnscalerError, ValueError, TypeError):
         return ()
-    return tuple(SchemaParameter(a.name, "Tensor" in str(a.type)) for a in schema.arguments)
+    return parameters_of(schema)
 
 
 def _place(operator: Any) -> SourceLocation | None:

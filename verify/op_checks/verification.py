@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from op_registry.bind_call import named_values
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import RunPartial, Split
@@ -14,7 +16,7 @@ from verify.op_advice.widen import repair
 from verify.op_checks.audit import audit
 from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
-from verify.op_checks.claims import Claimed, claims_of, untested
+from verify.op_checks.claims import Claimed, claims_of, kind_of, untested
 from verify.op_checks.derivative import check_derivative
 from verify.op_checks.derived import derived_linear, wider
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
@@ -23,7 +25,7 @@ from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.probed import Probed
-from verify.op_checks.proofs import Strength, prove_base, weakest
+from verify.op_checks.proofs import TESTED, Strength, prove_base, weakest
 from verify.op_checks.runner import CaseResult, Runner
 from verify.op_checks.shrink import shrink
 from verify.op_checks.subsets import check_subsets
@@ -97,6 +99,8 @@ class Verification:
             self.notes[f"input {position} was drawn as {drawn}: `sample_inputs` gives others"] = None
         if not any(leaders_of(b.signature, ones=True) or b.linear for b in found):
             self.notes[f"`{self.spec.name}` claims nothing: no identifier of `{self.text}` can be split"] = None
+        for name, value in self.never_changed(found):
+            self.notes[f"`{name}` was {value!r} in all calls: `sample_inputs` gives others"] = None
         self.audit(found)
         if any(f.code in _NOTHING_TO_COMPARE for f in self.findings):
             return
@@ -108,11 +112,19 @@ class Verification:
             self.advise(found)
         strengths = self.proofs(found)
         for claim in self.claims:
-            wanted = [strengths[key] for key in claim.needs if key in strengths]
+            wanted = [strengths.get(key, TESTED) for key in claim.needs]
             strength = weakest(wanted)
             if strength.counter_example is not None and not claim.outcome.failures and claim.name != "two axes":
                 self.findings.append(refuted_by_proof(self.spec, claim.name, self.text, strength.counter_example))
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
+
+    def never_changed(self, found: list[Base]) -> Iterator[tuple[str, Any]]:
+        """Optional flags of a user's function, with the only value that they had: another may do anything."""
+        calls = [base.signature.call for base in found]
+        for parameter in self.spec.parameters if self.spec.target is not None else ():
+            values = [dict(named_values(self.spec, call)).get(parameter.name) for call in calls]
+            if isinstance(parameter.default, bool | str) and all(value == values[0] for value in values):
+                yield parameter.name, values[0]
 
     def unused(self, found: list[Base]) -> Check | None:
         """Sample calls on which the operator raises, as a check that is open: what they were to show is not tested."""
@@ -223,9 +235,12 @@ class Verification:
                 check_target(Enumerator(self.runner, base), name, outcome)
                 if outcome.failures:
                     break
+            kinds = {kind_of(base.signature) for _, base in shown}
+            # calls in which the identifier is 1, of a kind that no other shows: nothing is proved of them
+            alone: list[tuple[int, Target]] = [(i, name) for i, base in group if kind_of(base.signature) not in kinds]
             needs: list[tuple[int, Target]] = [(index, name) for index, _ in shown]
             outcome.untested = self.retried(outcome, name, [base for _, base in group])
-            self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started, needs)
+            self.conclude(f"split `{name}` ({kind})", f"a split of `{name}`", outcome, started, needs, alone)
             if outcome.failures and self.options.fail_fast:
                 return
 
@@ -247,7 +262,8 @@ class Verification:
         """What is claimed of a split of `name` and shown by no sample, whatever sizes it is given."""
         for claim in self.untested(outcome, [(base, name) for base in group]):
             for base in group:
-                if claim not in outcome.exercised and not outcome.failures:
+                tried = claim in outcome.exercised or outcome.failures
+                if not tried and kind_of(base.signature) == claim.kind:
                     run_cases(self.runner, Enumerator(self.runner, base).resized(claim), outcome)
         return untested(self.untested(outcome, [(base, name) for base in group]), (), outcome.declined)
 
@@ -276,9 +292,16 @@ class Verification:
             self.conclude("two axes", "a mesh of two axes", outcome, started, needs)
 
     def conclude(
-        self, name: str, target: str, outcome: Outcome, started: float, needs: list[tuple[int, Target]]
+        self,
+        name: str,
+        target: str,
+        outcome: Outcome,
+        started: float,
+        needs: list[tuple[int, Target]],
+        unproved: Sequence[tuple[int, Target]] = (),
     ) -> None:
-        """Keeps an outcome for its check, and adds its finding. `needs`: what a proof of it has to prove."""
+        """Keeps an outcome for its check, and adds its finding. `needs`: what a proof of it has to prove; `unproved`:
+        what it would have to, and cannot."""
         if outcome.failures:
             failed = outcome.failures[0]
             smallest = shrink(self.runner, failed) if self.options.explain else failed
@@ -295,7 +318,7 @@ class Verification:
         elif not outcome.count and not any(f.code == "uninformative" for f in self.findings):
             message = f"`{self.spec.name}` gives NaN, infinity or only zeros on all inputs tried"
             self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
-        self.claims.append(Claim(name, tuple(needs), outcome, time.perf_counter() - started))
+        self.claims.append(Claim(name, (*needs, *unproved), outcome, time.perf_counter() - started))
 
     def wrong(self, result: CaseResult) -> Finding:
         """The finding of a counter-example, with the way out."""

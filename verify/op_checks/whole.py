@@ -45,6 +45,15 @@ class Whole:
         return max((largest(g) for g in self.gradients if g is not None), default=0.0)
 
     @property
+    def comparable(self) -> bool:
+        """Whether the gradients are finite, and the outputs too but for infinities among other numbers."""
+        if self.finite:
+            return True
+        held = [t for t in self.outputs if t is not None and not is_finite(t)]
+        rest = all(is_finite(t) for t in self.gradients if t is not None)
+        return rest and all(not bool(t.isnan().any()) and bool((t[torch.isfinite(t)] != 0).any()) for t in held)
+
+    @property
     def shows_something(self) -> bool:
         """Whether there is anything to tell right from wrong by: not only zeros."""
         return any(bool(o.any()) for o in self.outputs if o is not None)

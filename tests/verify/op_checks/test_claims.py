@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from op_registry.spec import OperatorSpec, Refusal, Shards
 from nnscaler.ir.placement import RunPartial, Split
 from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.claims import SAID, claims_of, exercised_by
+from verify.op_checks.enumerate import enumerate_cases
 from verify.op_checks.options import Kind, OpOptions, Safeguards
 from verify.op_checks.runner import Runner
 from verify.op_checks.values import varied
@@ -55,9 +57,12 @@ def test_an_identifier_is_split_whatever_the_samples_list(name: str) -> None:
 
 
 def _report(annotation: str, function: Callable[..., Tensor], *samples: Any, **options: Any) -> Report:
+    return verify_spec(_sampled(annotation, function, samples), replace(OPTIONS, **options))
+
+
+def _sampled(annotation: str, function: Callable[..., Tensor], samples: Any) -> OperatorSpec:
     spec = spec_of("an operator", annotation, function)
-    given = replace(spec, sample_inputs=lambda: list(samples))
-    return verify_spec(given, replace(OPTIONS, **options))
+    return replace(spec, sample_inputs=lambda: list(samples)) if samples else spec
 
 
 def _only_of(size: int) -> Callable[[Tensor], Tensor]:
@@ -145,6 +150,99 @@ def _of_sections_too(call: Call, shards: Shards) -> Call:
 def test_what_the_hook_refuses_is_not_claimed(hook: Hook | None, verdict: Verdict) -> None:
     spec = spec_of("an operator", "a b -> a b", _positions, lambda: (torch.randn(12, 6),), hook)
     assert verify_spec(spec, OPTIONS).verdict is verdict
+
+
+def _shifted(x: Tensor, flip: bool = False) -> Tensor:
+    return x.flip(1) if flip else x * 2
+
+
+def test_one_kind_of_call_shows_nothing_of_another() -> None:
+    """The second call is wrong, and has nothing to split: it is asked with other sizes."""
+    right = _report("a b -> a b", _shifted, (torch.randn(6, 12),))
+    assert right.verdict is Verdict.TESTED_EXACT
+    assert "`flip` was False in all calls: `sample_inputs` gives others" in right.notes
+    both = _report("a b -> a b", _shifted, (torch.randn(6, 12),), (torch.randn(6, 1), True))
+    assert both.verdict is Verdict.REFUTED
+    same = _report("a b -> a b", _shifted, (torch.randn(6, 12),), (torch.randn(6, 1),))
+    assert same.verdict is Verdict.TESTED_EXACT
+
+
+def test_what_is_proved_of_one_kind_of_call_is_only_tested_of_another() -> None:
+    def scaled(x: Tensor, sign: int = 1) -> Tensor:
+        return x * 2 * sign
+
+    one, two = (torch.randn(6, 12),), (torch.randn(6, 1), -1)
+    assert _report("a b -> a b", scaled, one, prove=True).verdict is Verdict.PROVED_ALL_SIZES
+    found = _report("a b -> a b", scaled, one, two, prove=True)
+    assert {c.name: c.verdict for c in found.checks}["split `b` (spatial)"] is Verdict.TESTED_EXACT
+
+
+def _masked(x: Tensor, mask: bool = False) -> Tensor:
+    first = torch.arange(x.shape[1]) == 0
+    return x.flip(1).masked_fill(first, float("-inf")) if mask else x * 2
+
+
+def test_infinities_are_compared() -> None:
+    """A call whose every output has some is no reason to look at the other call only."""
+    report = _report("a b -> a b", _masked, (torch.randn(6, 12),), (torch.randn(6, 12), True))
+    assert report.verdict is Verdict.REFUTED
+    causal = _report("a s^ t^ -> a s^ t^", lambda x: x.masked_fill(torch.ones(x.shape[-2:]).triu(1) > 0, -math.inf))
+    assert causal.verdict is Verdict.TESTED_EXACT
+
+
+def of_four(x: Tensor, d: int = 4) -> Tensor:
+    return x.unflatten(1, (-1, d)).softmax(-1).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "function", "samples"),
+    [
+        ("a b^ -> a k^", lambda x: x.topk(3, -1)[0], ()),
+        ("a (2 b) -> a b", lambda x: x.chunk(2, 1)[0] * x.chunk(2, 1)[1], ((torch.randn(4, 6),),)),
+        ("b (h d^) -> b (h d^)", of_four, ((torch.randn(4, 8),),)),
+    ],
+)
+def test_sizes_that_depend_on_each_other(annotation: str, function: Callable[..., Tensor], samples: Any) -> None:
+    assert verify_spec(_sampled(annotation, function, samples), OPTIONS).verdict is Verdict.TESTED_EXACT
+
+
+def heads(x: Tensor, h: int) -> Tensor:
+    return x.unflatten(1, (h, -1)).softmax(-1).flatten(1)
+
+
+def all_heads(x: Tensor, h: int) -> Tensor:
+    return x.unflatten(1, (h, -1)).softmax(1).flatten(1)
+
+
+def test_a_size_among_the_arguments_goes_with_it() -> None:
+    """Two heads show no unequal shards: there are more, and the number says so."""
+    sample = (torch.randn(4, 8), 2)
+    assert _report("b (h d^) -> b (h d^)", heads, sample).verdict is Verdict.TESTED_EXACT
+    assert _report("b (h d^) -> b (h d^)", all_heads, sample).verdict is Verdict.REFUTED
+
+
+def test_strided_blocks_in_every_number_of_parts() -> None:
+    cases = {
+        (case.parts[0], case.choices[0].outer)
+        for _, case in enumerate_cases(spec_of("an operator", "a b -> a b", lambda x: x * 2), OPTIONS)
+        if len(case.choices) == 1 and isinstance(case.choices[0], Split) and case.choices[0].outer > 1
+    }
+    assert {parts for parts, _ in cases} == {2, 3, 4}
+
+
+@pytest.mark.parametrize("dims", [5, 6, 7])
+def test_one_identifier_over_two_axes_is_always_tried(dims: int) -> None:
+    names = " ".join("abcdefg"[:dims])
+    spec = spec_of("an operator", f"{names} -> {names}", lambda x: x * 2)
+    twice = {
+        case.choices[0].identifier
+        for _, case in enumerate_cases(spec, OPTIONS)
+        if len(case.choices) == 2
+        and isinstance(case.choices[0], Split)
+        and isinstance(case.choices[1], Split)
+        and case.choices[0].identifier == case.choices[1].identifier
+    }
+    assert twice == set(names.split())
 
 
 def test_a_budget_of_one_case_leaves_no_claim_out() -> None:
