@@ -31,13 +31,15 @@ def _start(size: int, axes: Axes) -> Expression:
 
 
 def _careless(size: int, axes: Axes) -> Expression:
-    """Takes a strided shard for one block, and refuses sections."""
-    return index(axes[0].axis) * (size // axes[0].parts) if axes[0].outer > 1 else _start(size, axes)
+    """Takes a strided shard for one block; refuses sections, and a second axis."""
+    strided = len(axes) == 1 and axes[0].outer > 1
+    return index(axes[0].axis) * (size // axes[0].parts) if strided else _start(size, axes)
 
 
 def _careless_of_sections(size: int, axes: Axes) -> Expression:
-    """Takes a shard of each section for one block, and refuses strided ones."""
-    return index(axes[0].axis) * (size // axes[0].parts) if axes[0].sections else _start(size, axes)
+    """Takes a shard of each section for one block; refuses strided ones, and a second axis."""
+    of_sections = len(axes) == 1 and axes[0].sections
+    return index(axes[0].axis) * (size // axes[0].parts) if of_sections else _start(size, axes)
 
 
 def _hook(identifier: str, operand: int, dim: int, argument: tuple[int, str], start: Start) -> Hook:
