@@ -146,7 +146,7 @@ def _form(obligation: Obligation, seed: int) -> _Form:
 def _key(form: _Form) -> object:
     if form.small is None:
         return form.operator, form.text, id(form.spec), form.reason
-    return repr(form.small.signature.call), form.text, id(form.spec)
+    return form.small.form, form.text, id(form.spec)
 
 
 def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:

@@ -32,7 +32,7 @@ from verify.op_checks.draw import builtin_call, sample_calls
 from verify.op_checks.options import OpOptions
 from verify.op_checks.runner import Runner, WholeRaised
 from verify.op_proofs.bounded.shrink import same_kind, variants
-from verify.op_proofs.symbolic import operand_sizes, with_symbols
+from verify.op_proofs.symbolic import resized
 
 FREE = (12, 6, 18, 24)  # splits in 2 and 3, under an outer of 2 as well
 MANY = (6, 4, 12, 8, 10, 2, 3)  # where there are more identifiers than that
@@ -60,6 +60,12 @@ class Representative:
     follows: bool = False
     samples: bool = False
     other_numbers: bool = False
+
+    @property
+    def form(self) -> str:
+        """The call, and how it was made of the program's: one small call may stand for two calls, exactly for one and
+        with other numbers for the other, and then less is known of the second."""
+        return repr((self.signature.call, self.follows, self.samples, self.other_numbers))
 
 
 def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Representative:
@@ -247,7 +253,7 @@ def _clipped(
     if spec.localize is None and spec.target is None:
         return
     for sizes in _tables(bound, large):
-        call = _resized(signature, bound, sizes)
+        call = resized(signature, bound, sizes)
         top = max(sizes.values(), default=0)
         for name, size in bound.sizes.items():
             args = tuple(_inside(a, top, size, sizes[name]) for a in call.args)
@@ -294,7 +300,7 @@ def _calls(
     """Calls to try, those that change least first, with their sizes where these are ours to choose, and whether
     undeclared numbers were taken for sizes."""
     for sizes in _tables(bound, large):
-        yield _resized(signature, bound, sizes), sizes, False
+        yield resized(signature, bound, sizes), sizes, False
     free = [n for n in bound.sizes if n in large or (not large and bound.marks.get(n) != "^" and bound.sizes[n] > 1)]
     for call in variants(spec, signature, dict(zip(free, FREE, strict=False))):
         yield call, None, True
@@ -337,7 +343,7 @@ def _searched(
     moved = bound.inputs[0].identifiers() if bound.inputs and bound.inputs[0] is not None else ()
     small = [n for n in moved if bound.marks.get(n) == "^"]  # a picture of 3 x 3 is as small as a kernel
     for names, size in ((names, size) for names in dict.fromkeys((tuple(frozen), tuple(small))) for size in TRIED):
-        call = _resized(signature, bound, table | dict.fromkeys(names, size))
+        call = resized(signature, bound, table | dict.fromkeys(names, size))
         for concrete in with_tensors_for(call, attempt.seed, attempt.counts):
             found = attempt.on(concrete)
             if found is None or found.signature.bound is None:
@@ -356,22 +362,3 @@ def _tied(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
             if name in sizes and sizes[name] > 1:
                 sizes[name] = 12 * (1 + distinct.index(bound.sizes[name]))
     return sizes
-
-
-def _resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, int]) -> Call:
-    """The call with these sizes, and the arguments that the record declares as sizes following them."""
-    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
-    call = with_symbols(signature, sizes, outputs)
-    shapes = [
-        t.shape if o is None else tuple(int(s) for s in operand_sizes(o, sizes))
-        for t, o in zip(signature.call.tensors(), bound.inputs, strict=True)
-    ]
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, TensorArgument):
-            return TensorArgument(value.index, shapes[value.index], value.dtype)
-        if isinstance(value, list | tuple):
-            return type(value)(convert(item) for item in value)
-        return value
-
-    return Call(call.operator, tuple(map(convert, call.args)), {k: convert(v) for k, v in call.kwargs.items()})

@@ -73,6 +73,8 @@ def look_at(subject: Subject) -> Evidence:
         return replace(tested, blocker=blocker)
     if small.signature.bound is not None and not small.signature.bound.sizes:
         conditions = (*conditions, "it has no annotation, and was looked at with the program's sizes")
+    if small.other_numbers:
+        conditions = (*conditions, "it was looked at with other numbers among its arguments")
     if conditions:
         return replace(tested, verdict=Verdict.PROVED_BOUNDED, blocker="; ".join(conditions))
     return replace(tested, verdict=Verdict.PROVED_ALL_SIZES)

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from op_registry.annotation.sizes import BoundDim, BoundOperand
+from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
 from op_registry.bind_call import size_arguments
 from op_registry.call import Call, DType, TensorArgument
 
@@ -173,3 +173,22 @@ def with_fakes(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[s
         return value
 
     return [convert(a) for a in call.args], {key: convert(value) for key, value in call.kwargs.items()}
+
+
+def resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, int]) -> Call:
+    """The call with other sizes of identifiers, and the arguments that the record declares as sizes following them."""
+    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
+    call = with_symbols(signature, sizes, outputs)
+    shapes = [
+        t.shape if o is None else tuple(int(s) for s in operand_sizes(o, sizes))
+        for t, o in zip(signature.call.tensors(), bound.inputs, strict=True)
+    ]
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return TensorArgument(value.index, shapes[value.index], value.dtype)
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return value
+
+    return Call(call.operator, tuple(map(convert, call.args)), {k: convert(v) for k, v in call.kwargs.items()})

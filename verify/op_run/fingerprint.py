@@ -126,6 +126,8 @@ class _Walk:
             self.visit(plain)
             return
         if _stands_for_itself(function.__module__, function.__code__.co_filename):
+            if function.__module__.partition(".")[0] in _OURS:  # one factory makes the hooks of several operators
+                self.visit_all(_content(cell, function) for cell in function.__closure__ or ())
             return
         self._code(function.__code__)
         self.visit_all((function.__defaults__, function.__kwdefaults__))

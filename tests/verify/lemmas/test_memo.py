@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from nnscaler.ir.placement import Split
+from op_registry.call import Call, TensorArgument
+from op_registry.registry import default_registry
+from op_registry.spec import Shards
+
+from nnscaler.ir.placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
 from verify.lemmas import LemmaResult, Memo, evidence, prove_obligations
 from verify.lemmas.evidence import Evidence
 from verify.lemmas.obligation import Stated
-from verify.lemmas.statement import Claim
+from verify.lemmas.representative import represent
+from verify.lemmas.statement import Claim, Splits
 from verify.op_checks.proofs import Strength
 from verify.op_run.cache import Cache
 from verify.verdict import Verdict
@@ -64,6 +71,60 @@ def test_another_seed_of_claims_is_another_entry() -> None:
 def test_without_a_memo_nothing_is_kept() -> None:
     prove_obligations([linear()], seconds=SECONDS)
     assert prove_obligations([linear()], seconds=-1.0).verdict is Verdict.INCONCLUSIVE
+
+
+def filled(value: float) -> Stated:
+    operator = "aten.masked_fill.Scalar"
+    call = called(operator, [(6, 4)], floats(6, 4), TensorArgument(0, (6, 4), "bool"), value)
+    return stated(operator, call, Split("a"))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_call_that_was_looked_at_with_other_numbers_is_another_entry(on_disk: bool, tmp_path: Path) -> None:
+    """An infinity is replaced by a number, and a call with that number is proved: of infinity it says less."""
+    memo = Memo(Cache(tmp_path / "lemmas") if on_disk else None)
+    assert run(filled(-3.0), memo).verdict is Verdict.PROVED_ALL_SIZES
+    memo = Memo(memo.disk) if on_disk else memo
+    assert run(filled(float("-inf")), memo).verdict is Verdict.PROVED_BOUNDED
+    assert run(filled(-3.0), memo, seconds=-1.0).verdict is Verdict.PROVED_ALL_SIZES
+
+
+def test_calls_of_other_numbers_are_not_one_form() -> None:
+    result = prove_obligations([filled(-3.0), filled(float("-inf"))], seconds=SECONDS)
+    assert {m.strength for m in result.lemmas} == {Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED}
+
+
+def test_an_operator_that_ran_whole_with_other_numbers_is_not_proved() -> None:
+    spec = users(lambda x, value: x * 2 + value, "a b -> a b")
+    result = run(stated(spec, called("planted", [(6, 4)], floats(6, 4), float("-inf")), RunReplicated()), Memo())
+    (whole,) = (m for m in result.lemmas if m.text.endswith("runs whole"))
+    assert whole.strength is Verdict.PROVED_BOUNDED and "other numbers" in whole.blocker
+
+
+def hook(keep: bool, call: Call, shards: Shards) -> Call:
+    return call if keep else call.replace(1, "shifts", 0)
+
+
+def test_two_hooks_of_one_factory_are_two_entries(tmp_path: Path) -> None:
+    """So are those of our own factories, and partial functions. The same hook made again is the same entry."""
+    spec, disk = default_registry().lookup("aten.roll.default"), Cache(tmp_path)
+    other = default_registry().lookup("aten.upsample_nearest1d.default")
+    planar = default_registry().lookup("aten.upsample_nearest2d.default")
+    assert spec is not None and other is not None and planar is not None
+
+    def made(keep: bool) -> Callable[[Call, Shards], Call]:
+        return lambda call, shards: hook(keep, call, shards)
+
+    def key(localize: Callable[[Call, Shards], Call] | None) -> str | None:
+        assert spec is not None
+        call = called("aten.roll.default", [(6, 4)], floats(6, 4), [1], [1])
+        small = represent(stated(replace(spec, localize=localize), call, Split("a")).signature, 0)
+        return Memo(disk)._key(evidence.Subject(small, {Splits("a"): None}))
+
+    hooks = [None, made(True), made(False), partial(hook, True), partial(hook, False), other.localize, planar.localize]
+    keys = [key(localize) for localize in hooks]
+    assert None not in keys and len(set(keys)) == len(hooks)
+    assert [key(made(True)), key(partial(hook, True))] == [keys[1], keys[3]]
 
 
 class Stopped(Exception):
