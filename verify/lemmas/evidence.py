@@ -19,7 +19,7 @@ from verify.finding import Finding
 from verify.lemmas.representative import FREE, Representative, represent
 from verify.lemmas.stand_in import Unrepresented
 from verify.lemmas.statement import Claim, Passes, Splits, Together
-from verify.op_checks.cases import Case, Inputs, uneven_sizes
+from verify.op_checks.cases import Case, Inputs
 from verify.op_checks.check import as_check, run_cases
 from verify.op_checks.enumerate import Base, Target
 from verify.op_checks.findings import refuted_by_proof, wrong_linear, wrong_split
@@ -28,6 +28,7 @@ from verify.op_checks.outcome import Outcome
 from verify.op_checks.partition import AXES
 from verify.op_checks.proofs import Strength, prove_base
 from verify.op_checks.runner import CaseResult, WholeRaised
+from verify.op_proofs.hook_forms import left_alone
 from verify.verdict import Verdict
 
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
@@ -221,24 +222,11 @@ def _strengthened(small: Representative, claim: Claim, tested: Evidence, strengt
 def _unevenly(small: Representative, claim: Splits, found: Mapping[Claim, Evidence]) -> Evidence:
     """What is proved of shards for all sizes says nothing of their being equal, where no hook rewrites the call."""
     equal = found.get(Splits(claim.identifier))
-    if not _left_alone(small, claim.identifier):
+    if not left_alone(small.signature, claim.identifier):
         return replace(found[claim], blocker="its call is rewritten for shards, and unequal ones are tested only")
     if equal is None or equal.verdict is not Verdict.PROVED_ALL_SIZES:
         return replace(found[claim], blocker="it is not proved of equal shards of all sizes")
     return replace(found[claim], verdict=equal.verdict, blocker=equal.blocker)
-
-
-def _left_alone(small: Representative, name: str) -> bool:
-    """Whether the operator's hook, if it has one, keeps the call of an unequal shard as it is."""
-    spec, bound = small.runner.spec, small.signature.bound
-    if spec.localize is None:
-        return True
-    assert bound is not None
-    shard = AxisShard(AXES[0], 2, 1, uneven_sizes(bound.sizes[name], 2))
-    try:
-        return _content(spec.localize(small.signature.call, {name: (shard,)})) == _content(small.signature.call)
-    except Refusal:
-        return False
 
 
 def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evidence]) -> Evidence:

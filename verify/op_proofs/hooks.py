@@ -92,7 +92,7 @@ def whole_call(spec: OperatorSpec, concrete: ConcreteCall, signature: Signature,
     the call as it is. Raises NoProof."""
     calls = shard_calls(spec, signature, identifier)
     base = signature.call
-    if all(_content(call) == _content(base) for call in calls.values()):
+    if all(content(call) == content(base) for call in calls.values()):
         if not calls and spec.localize is not None:
             raise NoProof("no number of parts divides the sample, to run its hook for")
         return None
@@ -100,7 +100,7 @@ def whole_call(spec: OperatorSpec, concrete: ConcreteCall, signature: Signature,
         calls |= shard_calls(
             spec, signature, identifier, 3 * signature.bound.sizes[identifier] if signature.bound else 0
         )
-        if len({repr(_content(call)) for call in calls.values()}) > 1:
+        if len({repr(content(call)) for call in calls.values()}) > 1:
             raise NoProof("its call is rewritten for shards, and one number of parts does not tell how")
     followed = _followed(signature, identifier, calls)
     if not _same_on_the_whole(spec, concrete, base, followed, signature):
@@ -108,20 +108,21 @@ def whole_call(spec: OperatorSpec, concrete: ConcreteCall, signature: Signature,
     return followed
 
 
-def _content(call: Call) -> tuple[Any, ...]:
+def content(call: Call) -> tuple[Any, ...]:
+    """What of a call a hook may change."""
     return call.operator, call.args, dict(call.kwargs)
 
 
 def _followed(signature: Signature, identifier: str, calls: Mapping[int, Call]) -> Call:
-    leaves = {p: dict(_leaves(call)) for p, call in calls.items()}
+    found = {p: dict(leaves(call)) for p, call in calls.items()}
     first = next(iter(calls.values()))
     if any(call.operator != first.operator for call in calls.values()):
         raise NoProof("its call is rewritten for shards, by the number of parts")
-    if any(own.keys() != leaves[min(leaves)].keys() for own in leaves.values()):
+    if any(own.keys() != found[min(found)].keys() for own in found.values()):
         raise NoProof("its call is rewritten for shards, by the number of parts")
     changes: dict[Path, Any] = {}
-    for path in leaves[min(leaves)]:
-        column = {p: own[path] for p, own in leaves.items()}
+    for path in found[min(found)]:
+        column = {p: own[path] for p, own in found.items()}
         if any(isinstance(v, Expression) for v in column.values()):
             raise NoProof("its call is rewritten for shards, by the rank's place")
         if len(set(map(repr, column.values()))) > 1:
@@ -150,7 +151,9 @@ def _size(signature: Signature, identifier: str, path: Path, column: Mapping[int
     return Follows(whole // bound.sizes[identifier], (identifier,))
 
 
-def _leaves(call: Call) -> Iterator[tuple[Path, Any]]:
+def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
+    """The arguments of a call that are no lists, with their places."""
+
     def walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         if isinstance(value, list | tuple):
             for i, item in enumerate(value):
@@ -175,8 +178,13 @@ def _replace_leaves(call: Call, changes: Mapping[Path, Any]) -> Call:
 
 def resolved(call: Call, size: Callable[[str], Any]) -> Call:
     """The call with a number (or symbol) for every `Follows`; `size` gives those of identifiers."""
-    found = {path: leaf for path, leaf in _leaves(call) if isinstance(leaf, Follows)}
+    found = {path: leaf for path, leaf in leaves(call) if isinstance(leaf, Follows)}
     return _replace_leaves(call, {path: leaf.times * prod(map(size, leaf.identifiers)) for path, leaf in found.items()})
+
+
+def followed_in(call: Call, followed: Call) -> Call:
+    """The call with `Follows` where `followed` has them."""
+    return _replace_leaves(call, {path: leaf for path, leaf in leaves(followed) if isinstance(leaf, Follows)})
 
 
 def _same_on_the_whole(
@@ -186,7 +194,7 @@ def _same_on_the_whole(
     does so on the sample."""
     assert signature.bound is not None
     whole = resolved(followed, signature.bound.sizes.__getitem__)
-    if _content(whole) == _content(base):
+    if content(whole) == content(base):
         return True
     if (base.operator, whole.operator) not in _SAME_ON_THE_WHOLE and whole.operator != _MEANS:
         return False

@@ -27,6 +27,7 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import ConcreteCall, function_of
 from verify.op_proofs.guards import granted
+from verify.op_proofs.hook_forms import asked_otherwise
 from verify.op_proofs.hooks import NoProof, whole_call
 from verify.op_proofs.interpret import interpret
 from verify.op_proofs.sizes import Size, Symbols, equal, mentions, product, substituted
@@ -101,6 +102,8 @@ class _Prover:
         self.concrete = concrete
         self.deadline = time.thread_time() + seconds
         self.traces: dict[str, _Traced | str] = {}
+        self.blocks: dict[str, Call | NoProof | None] = {}
+        self.hooked: dict[str, Call | NoProof | None] = {}
 
     def prove(self, target: Choice) -> Proof:
         """The proof under the fewest conditions, or why the first attempt failed."""
@@ -138,7 +141,7 @@ class _Prover:
         together: frozenset[str] = frozenset()
         if isinstance(target, Split):
             together = frozenset(bound.tied.get(target.identifier, (target.identifier,)))
-            own = whole_call(self.spec, self.concrete, self.signature, target.identifier)
+            own = self.own(target.identifier)
             calls = calls if own is None else [own]
         every = frozenset(bound.sizes)
         free = frozenset(self.signature.identifiers)
@@ -154,10 +157,36 @@ class _Prover:
         for target in targets(self.signature):
             if isinstance(target, Split):
                 with suppress(NoProof):
-                    call = whole_call(self.spec, self.concrete, self.signature, target.identifier)
+                    call = self.own(target.identifier)
                     if call is not None:
                         found.setdefault(repr(call), call)
         return tuple(found.values())[:1]
+
+    def own(self, identifier: str) -> Call | None:
+        """The call that a proof of this split follows, if it is not the model's. Raises NoProof."""
+        if identifier not in self.hooked:
+            found = self.contiguous(identifier)
+            try:
+                if not isinstance(found, NoProof):
+                    names = [t.identifier for t in targets(self.signature) if isinstance(t, Split)]
+                    others = [n for n in names if not isinstance(self.contiguous(n), NoProof)]
+                    asked_otherwise(self.signature, identifier, found, others)
+            except NoProof as no_proof:
+                found = no_proof
+            self.hooked[identifier] = found
+        found = self.hooked[identifier]
+        if isinstance(found, NoProof):
+            raise found
+        return found
+
+    def contiguous(self, identifier: str) -> Call | NoProof | None:
+        """The same as far as equal contiguous blocks tell, or why there is none."""
+        if identifier not in self.blocks:
+            try:
+                self.blocks[identifier] = whole_call(self.spec, self.concrete, self.signature, identifier)
+            except NoProof as no_proof:
+                self.blocks[identifier] = no_proof
+        return self.blocks[identifier]
 
     def fixed(self, wanted: frozenset[str]) -> tuple[str, ...]:
         """The sizes that a proof was made for, of identifiers without a symbol."""
