@@ -135,7 +135,7 @@ def compile_traced(
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
     start = time.perf_counter()
     described.update(profiles(communicated, order, planned.signatures))
-    described["state"] = describe_state(traced.state)
+    described.update(state=describe_state(traced.state), batch=describe_state(traced.inputs))
     classes = len(described["communication_profile"]["classes"])
     report("profile", time.perf_counter() - start, f"{classes} classes of communication")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)

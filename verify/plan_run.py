@@ -47,7 +47,7 @@ from verify.randomise import logical_state
 from verify.rank_program import Task
 from verify.reference import Settings, Trajectory, run_reference
 from verify.report import Check, Report
-from verify.static.record import Stored, check_state
+from verify.static.record import Stored, check_batch, check_state
 from verify.trials import plan_trials
 from verify.verdict import Verdict
 
@@ -65,7 +65,10 @@ def verify_request(request: PlanRequest) -> Report:
         prepared = prepare(request, work / "program")
         if prepared.found is not None:
             request = replace(request, plan=prepared.found)  # searched once
-        state = _check_state(request, prepared)
+        stored = _stored(request, prepared)
+        if stored is not None and stored.unhashed:
+            prepared = replace(prepared, notes=(*prepared.notes, _unchecked(len(stored.unhashed))))
+        state = _check_folder(prepared, stored)
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
         outcomes: Sequence[Outcome] = ()
@@ -90,16 +93,27 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
     )
 
 
-def _check_state(request: PlanRequest, prepared: Prepared) -> list[Outcome]:
-    """What lies in the program's folder to start from; nothing where the model has no data."""
+def _stored(request: PlanRequest, prepared: Prepared) -> Stored | None:
+    """What lies in the program's folder to start from; None where the model has no data."""
     program = prepared.program
     state = program.state()
     if state is None:
-        return []
+        return None
     own = {**({} if prepared.traced is None else prepared.traced.state), **prepared.built}
     replaceable = prepared.model.state_dict().keys()
-    stored = Stored(program.manifest["state"], state, own, request.own_weights, replaceable)
-    return [check_state(stored, prepared.graph, str(program.path))]
+    return Stored(program.manifest["state"], state, own, request.own_weights, replaceable)
+
+
+def _unchecked(count: int) -> str:
+    values = f"the values of {count} tensor{'s' * (count != 1)} in state.pt were not checked"
+    return f"{values}: the program was compiled without them (on the meta device), and its manifest has no hashes"
+
+
+def _check_folder(prepared: Prepared, stored: Stored | None) -> list[Outcome]:
+    """The tensors in the program's folder: what it starts from, and its sample batch."""
+    program = prepared.program
+    batch = check_batch(program.manifest["batch"], program.batch(), prepared.graph, str(program.path))
+    return [*(() if stored is None else (check_state(stored, prepared.graph, str(program.path)),)), batch]
 
 
 def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory | None, Sequence[Outcome]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # what `--program` cannot do without
-_ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors", "state")
+_ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors", "state", "batch")
 _HELP = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 
@@ -97,13 +97,21 @@ class ProgramDirectory:
         file = self.path / "state.pt"
         if not file.is_file() and any(entry["sha256"] is None for entry in self.manifest["state"].values()):
             return None
-        from nnscaler.runtime.communicator import ProgramError
-        from nnscaler.runtime.program_directory import read_tensors  # imports torch, which a manifest does not need
+        return _tensors(file)
 
-        try:
-            return read_tensors(file)
-        except ProgramError as error:
-            raise NnscalerError("not_a_program", str(error), help=_HELP) from None
+    def batch(self) -> dict[str, Tensor]:
+        """The stored sample batch. Raises NnscalerError `not_a_program` where it is missing or cannot be read."""
+        return _tensors(self.path / "inputs.pt")
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    from nnscaler.runtime.communicator import ProgramError
+    from nnscaler.runtime.program_directory import read_tensors  # imports torch, which a manifest does not need
+
+    try:
+        return read_tensors(file)
+    except ProgramError as error:
+        raise NnscalerError("not_a_program", str(error), help=_HELP) from None
 
 
 def open_program(path: Path) -> ProgramDirectory:

@@ -24,7 +24,7 @@ import torch
 from nnscaler.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.distributed import torch_communicator
-from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime.executor import Batch, RankExecutor
 from nnscaler.runtime.process_group import Place, join, leave, torchrun_place
 from nnscaler.runtime.program_directory import ProgramDirectory, groups_of, pairs_of, rank_with_loss, read_program
 
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_ranks(program, place)
         _check_options(options)
         backend, device = _choose_device(options.device, place)
-        start = _start(program, place, options)
+        start, batch = _start(program, place, options), program.inputs()
     except ProgramError as error:
         print(f"error: {error}", file=sys.stderr)
         return COULD_NOT_RUN
     try:
-        finished = _train(program, start, place, backend, device, options)
+        finished = _train(program, start, batch, place, backend, device, options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ProgramError as error:
@@ -125,6 +125,7 @@ def _choose_device(choice: str, place: Place) -> tuple[str, torch.device]:
 def _train(
     program: ProgramDirectory,
     start: Checkpoint,
+    batch: Batch,
     place: Place,
     backend: str,
     device: torch.device,
@@ -141,7 +142,6 @@ def _train(
             backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
         )
     executor = _executor(program, start, place, communicator, device, options)
-    batch = program.inputs()
     optimizer = _optimizer(options, executor)
     source = rank_with_loss(stages)
     broken = False

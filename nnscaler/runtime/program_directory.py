@@ -19,7 +19,7 @@ from nnscaler.runtime.communicator import ProgramError
 from nnscaler.runtime.loader import load_role
 from nnscaler.runtime.reducer import holding
 from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
-from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.shards import same_bits, unravel
 
 FORMAT = 1  # of the manifests that this runtime understands
 _CONSTANT = "_constants."  # of the names of tensors that the model's code makes
@@ -67,21 +67,27 @@ class ProgramDirectory:
         that something else takes the place of. `part`, `of`: only so many of the names, so that ranks share the work.
         Raises ProgramError, which names the tensor.
         """
-        recorded, file = self.manifest.get("state"), self.path / "state.pt"
-        if recorded is None:
-            raise ProgramError(f"{self.path} has no record of its tensors, as older versions wrote it: {_AGAIN}")
+        recorded, file = self._recorded("state"), self.path / "state.pt"
         for name in sorted(set(recorded) - set(without))[part::of]:
             if name not in state:
                 raise ProgramError(f"{file} lacks `{name}`: {_AGAIN}")
             right, constant = recorded[name], name.startswith(_CONSTANT)
-            found = _entry(state[name], right["sha256"] is not None and (constant or not own_weights))
-            if found == {**right, "sha256": found["sha256"] and right["sha256"]}:
-                continue
+            hashed = right["sha256"] is not None and (constant or not own_weights)
+            found = _entry(state[name], hashed)
             if (found["dtype"], found["shape"]) != (right["dtype"], right["shape"]):
                 kinds = [f"{entry['dtype']}{entry['shape']}" for entry in (found, right)]
                 raise ProgramError(f"`{name}` in {file} is {kinds[0]}, and the program's is {kinds[1]}")
-            way = "it belongs to the model's code" if constant else "weights replaced on purpose need --own-weights"
-            raise ProgramError(f"`{name}` in {file} is not what the program was compiled with: {_AGAIN}; {way}")
+            if right["sha256"] is None and not own_weights:
+                why = "it was compiled without values (on the meta device)"
+                raise ProgramError(f"{self.path} has no hash of `{name}`, {why}: weights of yours need --own-weights")
+            if hashed and found["sha256"] != right["sha256"]:
+                way = "it belongs to the model's code" if constant else "weights replaced on purpose need --own-weights"
+                raise ProgramError(f"`{name}` in {file} is not what the program was compiled with: {_AGAIN}; {way}")
+        for names in self.tied[part::of]:
+            held = [name for name in names if name in state and name not in without]
+            other = next((name for name in held if not _same(state[held[0]], state[name])), None)
+            if other is not None:
+                raise ProgramError(f"`{held[0]}` and `{other}` in {file} differ, and in the model they are one tensor")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -95,8 +101,20 @@ class ProgramDirectory:
         return [list(entry["fqns"]) for entry in stored if len(entry.get("fqns", ())) > 1]
 
     def inputs(self) -> dict[str, Tensor]:
-        """The sample batch. Raises ProgramError."""
-        return self._tensors("inputs.pt", "the program is incomplete")
+        """The sample batch. Raises ProgramError, also where it is not the one that the program was compiled with."""
+        batch, recorded = self._tensors("inputs.pt", "the program is incomplete"), self._recorded("batch")
+        found = describe_state(batch)
+        for name in sorted({*recorded, *found}):
+            if found.get(name) != recorded.get(name):
+                wrong = f"`{name}` in {self.path / 'inputs.pt'} is not what the program was compiled with"
+                raise ProgramError(f"{wrong}: return another batch from sample_inputs() and {_AGAIN}")
+        return batch
+
+    def _recorded(self, entry: str) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] | None = self.manifest.get(entry)
+        if found is None:
+            raise ProgramError(f"{self.path} has no record of its tensors, as older versions wrote it: {_AGAIN}")
+        return found
 
     def _tensors(self, name: str, reason: str) -> dict[str, Tensor]:
         file = self.path / name
@@ -141,6 +159,12 @@ def describe_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         if id(tensor) not in known:
             known[id(tensor)] = _entry(tensor, not tensor.is_meta)
     return {name: known[id(tensor)] for name, tensor in state.items()}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two names hold the same; one file has a tied tensor once, so that mostly nothing is read."""
+    places = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (a, b)]
+    return places[0] == places[1] or same_bits(a, b)
 
 
 def _entry(tensor: Tensor, hashed: bool) -> dict[str, Any]:

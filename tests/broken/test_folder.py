@@ -12,12 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.text_parser import parse_graph
+from nnscaler.runtime.program_directory import describe_state
 from tests.broken.planting import Edit, Original
 from verify import Report
 from verify.finding import Finding
+from verify.plan_request import PlanRequest
+from verify.plan_run import verify_request
 from verify.static import check_program
+from verify.static.record import NAME
 
 
 def first_read(original: Original, program: Path) -> Finding:
@@ -155,6 +160,84 @@ def test_a_state_that_cannot_be_read_is_an_error(damage: str, normed: Original, 
         verified(normed, folder)
     assert caught.value.code == "not_a_program"
     assert str(file) in caught.value.message
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layer(x).square().mean()
+        return loss
+
+
+def change_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def without_hashes(manifest: dict[str, Any]) -> None:
+    for entry in manifest["state"].values():
+        entry["sha256"] = None
+
+
+def test_a_hash_that_is_gone(normed: Original, folder: Path) -> None:
+    """Nobody would say then which values the weights had, whether they were changed or not."""
+    change_manifest(folder, without_hashes)
+    report = verified(normed, folder)
+    assert report.exit_code == 1
+    assert {finding.code for finding in report.findings} == {"record_differs"}
+    first = "manifest.json has no hash of `_constants.0`, and the model has values of it"
+    assert report.findings[0].message == first
+
+
+def test_values_that_a_program_without_hashes_was_given(tmp_path: Path) -> None:
+    """The model is on the meta device: the weights are whatever the user made of them."""
+
+    def empty() -> nn.Module:
+        with torch.device("meta"):
+            return Empty()
+
+    batch = {"x": torch.randn(6, 4)}
+    program = nnscaler.parallelize(empty(), batch, ranks=2, plan="dp=2").save(tmp_path / "program")
+    torch.save({"layer.weight": torch.randn(4, 4), "layer.bias": torch.randn(4)}, program / "state.pt")
+    request = PlanRequest(empty, batch, ranks=2, program=program, level="static")
+    report = verify_request(request)
+    assert report.exit_code == 0, report.to_json()
+    assert any(note.startswith("the values of 2 tensors in state.pt were not checked") for note in report.notes)
+    assert [c.count for c in report.checks if c.name == NAME] == [0]
+
+
+def test_a_tied_weight_with_two_values(tmp_path: Path, staged: Original) -> None:
+    """Whoever replaces weights may forget a name; and who edits the hashes too is found out all the same."""
+    folder = staged.broken(tmp_path, [])
+    change(folder, lambda state: state.update({"head.weight": state["head.weight"] + 1}))
+    report = verified(staged, folder, own_weights=True)
+    assert report.exit_code == 1
+    assert [finding.code for finding in report.findings] == ["state_differs"]
+    message = "`words.weight` and `head.weight` in state.pt differ, and in the model they are one tensor"
+    assert report.findings[0].message == message
+    recorded = describe_state(torch.load(folder / "state.pt", weights_only=True))
+    change_manifest(folder, lambda manifest: manifest.update(state=recorded))
+    assert [finding.code for finding in verified(staged, folder).findings] == ["state_differs"]
+
+
+def test_another_sample_batch(normed: Original, folder: Path) -> None:
+    file = folder / "inputs.pt"
+    torch.save({name: value * 0 for name, value in torch.load(file, weights_only=True).items()}, file)
+    report = verified(normed, folder)
+    assert report.exit_code == 1
+    assert {finding.code for finding in report.findings} == {"record_differs"}
+    assert report.findings[0].message.endswith("in inputs.pt is not the one that the program was compiled with")
+    change_manifest(folder, lambda manifest: manifest.pop("batch"))
+    with pytest.raises(NnscalerError, match=r"manifest\.json lacks batch"):
+        verified(normed, folder)
+    file.unlink()
+    change_manifest(folder, lambda manifest: manifest.update(batch={}))
+    with pytest.raises(NnscalerError, match=r"inputs\.pt does not exist"):
+        verified(normed, folder)
 
 
 def role(manifest: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ def test_a_meta_model_gives_the_program_of_the_model_with_data(example: ModuleTy
     assert dict(meta.sources) == dict(real.sources)
     hashed = {name: {**entry, "sha256": None} for name, entry in real.manifest["state"].items()}
     assert {name: {**entry, "sha256": None} for name, entry in meta.manifest["state"].items()} == hashed
-    assert {**meta.manifest, "state": {}} == {**real.manifest, "state": {}}
+    assert {**meta.manifest, "state": {}, "batch": {}} == {**real.manifest, "state": {}, "batch": {}}
     assert all(tensor.is_meta for tensor in meta.state.values() if tensor.numel() > 100)
 
 

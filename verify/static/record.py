@@ -2,7 +2,8 @@
 
 Parameters, buffers and constants are compared by the hashes that the manifest has of each. Constants and buffers are
 compared with those that the model makes now as well, for they belong to the function: masks, tables, statistics. A
-model's parameters may be drawn anew each time that it is built, so that for them the hashes are all there is.
+model's parameters may be drawn anew each time that it is built, so that for them the hashes are all there is. So it is
+for the sample batch. All names of a tied tensor hold the same, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from verify.static.stored import stored_tensors
 from verify.static.text import RoleText
 from verify.verdict import Verdict
 
-MANIFEST, STATE = "manifest.json", "state.pt"
+MANIFEST, STATE, BATCH = "manifest.json", "state.pt", "inputs.pt"
 NAME = "parameters, buffers and constants"
 Entry = Mapping[str, Any]  # dtype, shape and sha256 of a stored tensor
 
@@ -95,22 +96,56 @@ class Stored:
     own_weights: bool = False
     replaceable: Collection[str] = ()
 
+    @property
+    def unhashed(self) -> frozenset[str]:
+        """Names of which nobody knows the values: the program was compiled without data, and the model has none."""
+        if self.own_weights:
+            return frozenset()
+        named = {name for name, entry in self.recorded.items() if entry["sha256"] is None}
+        return frozenset(name for name in named if name not in self.own or self.own[name].is_meta)
+
 
 def check_state(stored: Stored, graph: Graph, folder: str = "") -> Outcome:
-    """Compares every stored tensor with the manifest's record, and constants and buffers with the model's own."""
+    """Compares every stored tensor with the manifest's record, and constants and buffers with the model's own. Those of
+    a model without data have no hash: their names, shapes and dtypes are compared, and they are not counted."""
     finder = Finder(graph, folder, {})
     known = stored_tensors(graph)
-    for mistake in _mistakes(stored, known):
+    found = describe_state(stored.state)
+    wrong = list(_mistakes(stored, known, found))
+    told = {mistake.tensor for mistake in wrong}
+    for mistake in (*wrong, *(mistake for mistake in _untied(graph, found) if mistake.tensor not in told)):
         finder.add(STATE, 0, mistake)
-    count = len({*known, *stored.recorded, *stored.state})
+    count = len({*known, *stored.recorded, *stored.state} - stored.unhashed)
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
     detail = "weights are the user's own: names, shapes and dtypes agree" if stored.own_weights else ""
     check = Check(NAME, verdict, count, finder.count, detail=detail, supporting=True)
     return Outcome(check, finder.take())
 
 
-def _mistakes(stored: Stored, known: Mapping[str, LogicalTensor]) -> Iterator[Mistake]:
-    found = describe_state(stored.state)
+def check_batch(recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], graph: Graph, folder: str = "") -> Outcome:
+    """Compares the sample batch, on which the launcher trains, with the manifest's record of it."""
+    finder = Finder(graph, folder, {})
+    found = describe_state(batch)
+    for name in sorted({*recorded, *found}):
+        if found.get(name) != recorded.get(name):
+            message = f"`{name}` in {BATCH} is not the one that the program was compiled with"
+            finder.add(BATCH, 0, Mistake("record_differs", message, "the launcher trains on this batch"))
+    verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
+    check = Check("sample batch", verdict, len({*recorded, *found}), finder.count, supporting=True)
+    return Outcome(check, finder.take())
+
+
+def _untied(graph: Graph, found: Mapping[str, Entry]) -> Iterator[Mistake]:
+    """Names of one tensor that hold different values, also where the user wrote them: ranks read one of the names."""
+    for tensor in graph.with_role("parameter", "buffer", "constant"):
+        held = [name for name in tensor.fqns if name in found]
+        other = next((name for name in held if found[name] != found[held[0]]), None)
+        if other is not None:
+            message = f"`{held[0]}` and `{other}` in {STATE} differ, and in the model they are one tensor"
+            yield Mistake("state_differs", message, "ranks read one of the names, and the other is lost", tensor.name)
+
+
+def _mistakes(stored: Stored, known: Mapping[str, LogicalTensor], found: Mapping[str, Entry]) -> Iterator[Mistake]:
     moved = {n: e["sha256"] for n, e in stored.recorded.items() if n not in found or found[n]["sha256"] != e["sha256"]}
     was = {str(digest): name for name, digest in moved.items()}
     for name in sorted({*known, *stored.recorded, *found}):
@@ -143,7 +178,12 @@ def _other_values(
         return Mistake(
             "record_differs", f"{MANIFEST} has no hash of `{name}`", "its values cannot be checked", tensor.name
         )
-    if right["sha256"] is not None and right["sha256"] != found["sha256"]:
+    if name in stored.unhashed:
+        return None
+    if right["sha256"] is None:
+        message = f"{MANIFEST} has no hash of `{name}`, and the model has values of it"
+        return Mistake("record_differs", message, "its values cannot be checked", tensor.name)
+    if right["sha256"] != found["sha256"]:
         other = was.get(str(found["sha256"]))
         cause = "its values were changed after the program was compiled"
         if other is not None:

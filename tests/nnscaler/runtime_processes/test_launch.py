@@ -84,6 +84,7 @@ def write_program(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         "schedule": "1f1b",
         "roles": roles,
         "state": describe_state(state),
+        "batch": describe_state({"x": x}),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     torch.save(state, folder / "state.pt")
@@ -200,58 +201,6 @@ def test_options_that_cannot_be(
     assert message in capsys.readouterr().err
 
 
-def replace_tensor(folder: Path, name: str, value: torch.Tensor | None) -> None:
-    state = torch.load(folder / "state.pt", weights_only=True)
-    torch.save({n: t for n, t in {**state, name: value}.items() if t is not None}, folder / "state.pt")
-
-
-def test_weights_that_are_not_those_that_were_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_program_of_one_rank(tmp_path)
-    arguments = [str(tmp_path), "--device", "cpu", "--steps", "1"]
-    replace_tensor(tmp_path, "second.weight", torch.ones(1, 3))
-    assert launch.main(arguments) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "error: `second.weight` in " in told.err
-    assert "is not what the program was compiled with" in told.err and "need --own-weights" in told.err
-    assert launch.main([*arguments, "--own-weights"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].endswith("cpu, own weights")
-    for value, message in ((None, "lacks `second.weight`"), (torch.ones(3, 1), "is float32[3, 1], and the program's")):
-        replace_tensor(tmp_path, "second.weight", value)
-        assert launch.main([*arguments, "--own-weights"]) == 2
-        assert message in capsys.readouterr().err
-    (tmp_path / "state.pt").write_bytes(b"PK")
-    assert launch.main(arguments) == 2
-    assert "state.pt cannot be read, it may be cut short" in capsys.readouterr().err
-
-
-def test_a_constant_belongs_to_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state, _ = write_program_of_one_rank(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["state"] = describe_state({**state, "_constants.0": torch.ones(2)})
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    replace_tensor(tmp_path, "_constants.0", torch.zeros(2))
-    assert launch.main([str(tmp_path), "--device", "cpu", "--own-weights"]) == 2
-    assert "it belongs to the model's code" in capsys.readouterr().err
-
-
-def test_a_checkpoint_takes_the_place_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_program_of_one_rank(tmp_path / "program")
-    arguments = [str(tmp_path / "program"), "--device", "cpu", "--steps", "1"]
-    assert launch.main([*arguments, "--save", str(tmp_path / "saved")]) == 0
-    replace_tensor(tmp_path / "program", "second.weight", torch.ones(1, 3))
-    assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 0
-    capsys.readouterr()
-    for place, message in (("nothing", "is no checkpoint: it has no rank_0.pt"), ("other", "of another model")):
-        if place == "other":
-            piece = torch.load(tmp_path / "saved" / "rank_0.pt", weights_only=True)
-            piece["names"], piece["pieces"] = ["third"], [dict(piece["pieces"][0], name="third")]
-            (tmp_path / "other").mkdir()
-            torch.save(piece, tmp_path / "other" / "rank_0.pt")
-        assert launch.main([*arguments, "--load", str(tmp_path / place)]) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_a_loss_that_is_not_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_program_of_one_rank(tmp_path)
     arguments = [str(tmp_path), "--device", "cpu", "--steps", "3", "--lr", "1e20"]
@@ -276,14 +225,6 @@ def test_a_skipped_step_is_not_counted(tmp_path: Path, capsys: pytest.CaptureFix
     assert launch.main(arguments) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["1", "1"]
     assert (load_checkpoint(saved).step, load_checkpoint(saved).passes) == (0, 2)
-
-
-def test_a_checkpoint_that_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_program_of_one_rank(tmp_path)
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "rank_0.pt").write_bytes(b"PK")
-    assert launch.main([str(tmp_path), "--load", str(tmp_path / "saved")]) == 2
-    assert "rank_0.pt cannot be read, it may be cut short" in capsys.readouterr().err
 
 
 def test_groups_and_pairs(tmp_path: Path) -> None:
@@ -352,6 +293,7 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
         "schedule": "1f1b",
         "roles": [{"file": "role_0.py", "ranks": (0,), "stages": [0]}],
         "state": describe_state({"w": torch.tensor(3.0)}),
+        "batch": {},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     torch.save({"w": torch.tensor(3.0)}, folder / "state.pt")

@@ -1,0 +1,115 @@
+"""What the launcher starts from: the tensors of a program's folder, and those of a checkpoint in their places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnscaler.runtime import launch
+from nnscaler.runtime.program_directory import describe_state
+from tests.nnscaler.runtime_processes.test_launch import write_program_of_one_rank
+
+
+def replace_tensor(folder: Path, name: str, value: torch.Tensor | None) -> None:
+    state = torch.load(folder / "state.pt", weights_only=True)
+    torch.save({n: t for n, t in {**state, name: value}.items() if t is not None}, folder / "state.pt")
+
+
+def test_weights_that_are_not_those_that_were_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    arguments = [str(tmp_path), "--device", "cpu", "--steps", "1"]
+    replace_tensor(tmp_path, "second.weight", torch.ones(1, 3))
+    assert launch.main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "error: `second.weight` in " in told.err
+    assert "is not what the program was compiled with" in told.err and "need --own-weights" in told.err
+    assert launch.main([*arguments, "--own-weights"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("cpu, own weights")
+    for value, message in ((None, "lacks `second.weight`"), (torch.ones(3, 1), "is float32[3, 1], and the program's")):
+        replace_tensor(tmp_path, "second.weight", value)
+        assert launch.main([*arguments, "--own-weights"]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "state.pt").write_bytes(b"PK")
+    assert launch.main(arguments) == 2
+    assert "state.pt cannot be read, it may be cut short" in capsys.readouterr().err
+
+
+def change_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_hash_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    arguments = [str(tmp_path), "--device", "cpu", "--steps", "1"]
+    change_manifest(tmp_path, lambda manifest: manifest["state"]["second.weight"].update(sha256=None))
+    assert launch.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert "has no hash of `second.weight`" in told and "weights of yours need --own-weights" in told
+    assert launch.main([*arguments, "--own-weights"]) == 0
+
+
+def test_a_tied_weight_with_two_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, _ = write_program_of_one_rank(tmp_path)
+    more = {**state, "tied.weight": state["second.weight"] + 1}
+    tied = [{"fqns": ["second.weight", "tied.weight"]}]
+    change_manifest(tmp_path, lambda manifest: manifest.update(parameters=tied, state=describe_state(more)))
+    torch.save(more, tmp_path / "state.pt")
+    for own in ([], ["--own-weights"]):
+        assert launch.main([str(tmp_path), "--device", "cpu", "--steps", "1", *own]) == 2
+        assert "`second.weight` and `tied.weight` in " in capsys.readouterr().err
+    more["tied.weight"] = state["second.weight"]
+    torch.save(more, tmp_path / "state.pt")
+    assert launch.main([str(tmp_path), "--device", "cpu", "--steps", "1", "--own-weights"]) == 0
+
+
+def test_another_sample_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, x = write_program_of_one_rank(tmp_path)
+    torch.save({"x": x * 0}, tmp_path / "inputs.pt")
+    assert launch.main([str(tmp_path), "--device", "cpu"]) == 2
+    assert "inputs.pt is not what the program was compiled with" in capsys.readouterr().err
+    change_manifest(tmp_path, lambda manifest: manifest.pop("batch"))
+    assert launch.main([str(tmp_path), "--device", "cpu"]) == 2
+    assert "has no record of its tensors" in capsys.readouterr().err
+
+
+def test_a_constant_belongs_to_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, _ = write_program_of_one_rank(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest["state"] = describe_state({**state, "_constants.0": torch.ones(2)})
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    replace_tensor(tmp_path, "_constants.0", torch.zeros(2))
+    assert launch.main([str(tmp_path), "--device", "cpu", "--own-weights"]) == 2
+    assert "it belongs to the model's code" in capsys.readouterr().err
+
+
+def test_a_checkpoint_takes_the_place_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path / "program")
+    arguments = [str(tmp_path / "program"), "--device", "cpu", "--steps", "1"]
+    assert launch.main([*arguments, "--save", str(tmp_path / "saved")]) == 0
+    replace_tensor(tmp_path / "program", "second.weight", torch.ones(1, 3))
+    assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 0
+    capsys.readouterr()
+    for place, message in (("nothing", "is no checkpoint: it has no rank_0.pt"), ("other", "of another model")):
+        if place == "other":
+            piece = torch.load(tmp_path / "saved" / "rank_0.pt", weights_only=True)
+            piece["names"], piece["pieces"] = ["third"], [dict(piece["pieces"][0], name="third")]
+            (tmp_path / "other").mkdir()
+            torch.save(piece, tmp_path / "other" / "rank_0.pt")
+        assert launch.main([*arguments, "--load", str(tmp_path / place)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "rank_0.pt").write_bytes(b"PK")
+    assert launch.main([str(tmp_path), "--load", str(tmp_path / "saved")]) == 2
+    assert "rank_0.pt cannot be read, it may be cut short" in capsys.readouterr().err
