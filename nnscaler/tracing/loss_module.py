@@ -74,7 +74,12 @@ def _is_scalar(value: Any) -> bool:
 def _only_scalar(output: tuple[Any, ...] | list[Any]) -> Any:
     """The element that is the loss; the whole where none can be."""
     scalars = [(place, value) for place, value in enumerate(output) if _is_scalar(value)]
-    trained = [(place, value) for place, value in scalars if value.requires_grad] or scalars
+    trained = [(place, value) for place, value in scalars if value.requires_grad]
+    if not torch.is_grad_enabled():  # nothing has a gradient there
+        trained = trained or scalars
+    elif scalars and not trained:
+        message = f"the model returns {_describe(output)}, and no scalar in it has a gradient"
+        raise NnscalerError("no_loss", message, help=_TEMPLATE)
     plain = [(place, value) for place, value in trained if value.ndim == 0] or trained
     if len(plain) > 1:
         places = " and ".join(str(place) for place, _ in plain)

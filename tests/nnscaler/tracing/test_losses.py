@@ -15,6 +15,7 @@ import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir import Graph
 from nnscaler.tracing import trace
+from nnscaler.tracing.loss_module import loss_of
 
 
 @dataclass
@@ -88,6 +89,10 @@ def test_a_program_of_such_a_model(form: str) -> None:
             lambda logits, loss: (loss, logits.square().mean(), logits),
             "a tuple of float32[], float32[], float32[4, 4], and any of the scalars at 0 and 1 may be the loss",
         ),
+        (
+            lambda logits, loss: (logits, loss.detach()),
+            "a tuple of float32[4, 4], float32[], and no scalar in it has a gradient",
+        ),
         (lambda logits, loss: (logits, "mean"), "a tuple of float32[4, 4], str, not a scalar loss"),
         (lambda logits, loss: {"logits": logits, "cost": loss}, "a dict of 'logits', 'cost', not a scalar loss"),
         (lambda logits, loss: (), "a tuple of nothing, not a scalar loss"),
@@ -100,3 +105,10 @@ def test_what_is_no_loss(returned: Callable[[Tensor, Tensor], Any], message: str
         trace(Net(returned), batch())
     assert (caught.value.code, caught.value.message) == ("no_loss", f"the model returns {message}")
     assert "return the loss" in str(caught.value.help) and "--loss-fn" in str(caught.value.help)
+
+
+def test_without_gradients_the_only_scalar_is_the_loss() -> None:
+    """A run that only looks at the loss."""
+    with torch.no_grad():
+        made = Net(FORMS["second"])(**batch())
+        assert loss_of(made) is made[1]
