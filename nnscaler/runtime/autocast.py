@@ -33,10 +33,12 @@ class AutocastUnknown(Exception):
 @dataclass
 class Regions:
     """What is known while `autocast_on` is open. `named`: (device, dtype) of each region that names another device than
-    the one that runs, with the file and line where it is first entered."""
+    the one that runs, with the file and line where it is first entered. `switched_off`: (device, device around it) of
+    each disabled region that names another device than the enabled one that it is in, with its place."""
 
     device: str
     named: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+    switched_off: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
 
 _current: ContextVar[Regions | None] = ContextVar("autocast", default=None)
@@ -118,6 +120,10 @@ def _enter(real: Callable[..., Any]) -> Callable[..., Any]:
         if region._enabled and named != regions.device:
             dtype = str(region.fast_dtype).removeprefix("torch.")
             regions.named.setdefault((named, dtype), _place(sys._getframe(1)))
+        elif named != regions.device and torch.is_autocast_enabled(regions.device):
+            around = getattr(_entered()[-1][1], "_nnscaler_named", regions.device) if _entered() else regions.device
+            if around != named:
+                regions.switched_off.setdefault((named, around), _place(sys._getframe(1)))
         asked = [
             d for d in dict.fromkeys((*_ASKED, named)) if d != regions.device and autocast_mode.is_autocast_available(d)
         ]

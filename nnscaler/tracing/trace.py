@@ -99,12 +99,19 @@ def _read_by(graph: Graph, stitched: Stitched) -> Mapping[str, Tensor]:
 
 
 def _carried(regions: Regions) -> tuple[str, ...]:
-    """A note on each kind of autocast of another device than the one that the model is traced on."""
+    """A note on each kind of autocast of another device than the one that the model is traced on, and on each that is
+    switched off by a region of another device."""
     kept = "is kept, as autocast of the device that runs the program; by itself torch leaves it out here, on"
-    return tuple(
+    named = [
         f'{file}:{line}: torch.autocast("{device}", {dtype}) {kept} the {regions.device}'
         for (device, dtype), (file, line) in regions.named.items()
-    )
+    ]
+    off = [
+        f'{file}:{line}: torch.autocast("{device}", enabled=False) switches off torch.autocast("{around}") around it: '
+        "any device is the one that runs the program; by itself torch keeps that region on"
+        for (device, around), (file, line) in regions.switched_off.items()
+    ]
+    return (*named, *off)
 
 
 def _refuse_autocast(graph: Graph) -> None:

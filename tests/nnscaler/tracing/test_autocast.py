@@ -18,6 +18,10 @@ from nnscaler.runtime.autocast import autocast_on
 from nnscaler.tracing import trace
 
 Body = Callable[["Net", Tensor], Tensor]
+OFF = (
+    'torch.autocast("cuda", enabled=False) switches off torch.autocast("cpu") around it: any device is '
+    "the one that runs the program; by itself torch keeps that region on"
+)
 KEPT = "is kept, as autocast of the device that runs the program; by itself torch leaves it out here, on the cpu"
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch leaves regions of a device out that it lacks")
@@ -65,6 +69,13 @@ def off_inside(net: Net, x: Tensor) -> Tensor:
 
 def off_by_name_inside(net: Net, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16):
+        y = net.first(x)
+        with torch.autocast("cuda", enabled=False):
+            return net.second(y.float())
+
+
+def off_by_its_own_name_inside(net: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
         y = net.first(x)
         with torch.autocast("cuda", enabled=False):
             return net.second(y.float())
@@ -143,6 +154,7 @@ def quietly() -> Iterator[None]:
         (another_device, [LOW, FULL], '"xpu", bfloat16'),
         (off_inside, [LOW, FULL], '"cuda", bfloat16'),
         (off_by_name_inside, [LOW, FULL], ""),
+        (off_by_its_own_name_inside, [LOW, FULL], '"cuda", bfloat16'),
         (asking, [LOW, FULL], '"cuda", bfloat16'),
         (own_function, [LOW, FULL], '"cuda", bfloat16'),
         (decorated, [LOW, LOW], '"cuda", bfloat16'),
@@ -156,7 +168,8 @@ def test_regions_of_another_device_stay(body: Body, linears: list[tuple[str | No
     assert [(op.region.autocast, graph.tensors[op.outputs[0] or ""].dtype) for op in found] == linears
     notes = [note for note in traced.notes if "torch.autocast(" in note]
     told = [note.partition(": ")[2] for note in notes]
-    assert told == ([f"torch.autocast({named}) {KEPT}"] if named else [])
+    other = [OFF] if body is off_by_name_inside else []
+    assert told == ([f"torch.autocast({named}) {KEPT}"] if named else other)
     assert all(note.startswith(f"{__file__}:") for note in notes)
     if body is asking:
         assert [op.args[1] for op in graph.operations if op.operator.startswith("aten.mul.")] == [2]
