@@ -8,6 +8,7 @@ every name of a tied parameter, so that it is a state dict of the model.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import logical_indices, put
 
 FORMAT = 1
+_PROBE = 1 << 16  # bytes that are written on trial
 _FILE = re.compile(r"rank_(\d+)\.pt$")
 
 
@@ -36,6 +38,44 @@ class Checkpoint:
     step: int
     state: Mapping[str, Tensor]
     passes: int = 0
+
+
+class CannotWrite(ProgramError):
+    """The machine refuses a file of the checkpoint: the message has the path and the reason."""
+
+
+def check_writable(folder: str | Path, rank: int) -> None:
+    """Write this rank's file on trial, and make the folder where it is missing; leave what was there as it was.
+
+    Raises CannotWrite.
+    """
+    temporary = _temporary(Path(folder), rank)
+    with written(folder, rank):
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(bytes(_PROBE))
+        temporary.unlink()
+
+
+@contextlib.contextmanager
+def written(folder: str | Path, rank: int) -> Iterator[None]:
+    """Raise CannotWrite for an error of the machine in the body, which saves to `folder`, and leave no part of a file.
+
+    torch.save raises a RuntimeError when the disk is full, with the system's error behind it.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        with contextlib.suppress(OSError):
+            _temporary(Path(folder), rank).unlink()
+        reason = cause.strerror or type(cause).__name__
+        raise CannotWrite(f"cannot write the checkpoint {folder}: {reason}") from None
+
+
+def _temporary(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.new"
 
 
 def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
@@ -52,7 +92,7 @@ def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
         "names": sorted({name for stage in stages for name in _names(stage)}),
         "pieces": [piece for stage in stages for piece in _pieces(stage)],
     }
-    temporary = path / f"rank_{executor.rank}.new"
+    temporary = _temporary(path, executor.rank)
     with temporary.open("wb") as file:  # by a path, torch would hide why the disk refuses
         torch.save(content, file)
     temporary.replace(path / f"rank_{executor.rank}.pt")

@@ -21,7 +21,14 @@ from shlex import quote
 
 import torch
 
-from nnscaler.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from nnscaler.runtime.checkpoint import (
+    CannotWrite,
+    Checkpoint,
+    check_writable,
+    load_checkpoint,
+    save_checkpoint,
+    written,
+)
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.distributed import torch_communicator
 from nnscaler.runtime.executor import Batch, RankExecutor
@@ -32,8 +39,8 @@ COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 2 when the program cannot run so; 3 when a loss was not finite and training stopped for that;
-    101 when running it failed; 130 interrupted."""
+    """The exit code: 0; 2 when the program cannot run so, or its checkpoint cannot be written; 3 when a loss was not
+    finite and training stopped for that; 101 when running it failed; 130 interrupted."""
     options = _parse(arguments)
     try:
         place = torchrun_place() or Place(0, 1, 0, 1)
@@ -42,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_options(options)
         backend, device = _choose_device(options.device, place)
         start, batch = _start(program, place, options), program.inputs()
+        if options.save is not None:
+            check_writable(options.save, place.rank)
     except ProgramError as error:
         print(f"error: {error}", file=sys.stderr)
         return COULD_NOT_RUN
@@ -51,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except ProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return CRASHED
+        return COULD_NOT_RUN if isinstance(error, CannotWrite) else CRASHED
     except Exception:  # noqa: BLE001 - Python's own exit code 1 would say that something was refuted
         traceback.print_exc()
         return CRASHED
@@ -105,6 +114,8 @@ def _check_ranks(program: ProgramDirectory, place: Place) -> None:
 def _check_options(options: argparse.Namespace) -> None:
     if options.save is not None and options.optimizer != "sgd":
         raise ProgramError(f"--save keeps nothing of {options.optimizer}'s own state: training could not go on from it")
+    if options.steps < 1:
+        raise ProgramError(f"--steps {options.steps}: training makes at least 1")
     for name in ("clip_grad_norm", "loss_scale"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
@@ -163,7 +174,8 @@ def _train(
             optimizer.step()
         _report(value, number, _told(norm, skipped), options)
     if options.save is not None:
-        save_checkpoint(executor, options.save)
+        with written(options.save, place.rank):
+            save_checkpoint(executor, options.save)
     if place.world_size > 1:
         communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
         leave()
@@ -199,9 +211,21 @@ def _start(program: ProgramDirectory, place: Place, options: argparse.Namespace)
     unknown = sorted(set(loaded.state) - set(state))
     if unknown:
         raise ProgramError(f"{options.load} is a checkpoint of another model: {program.path} has no `{unknown[0]}`")
+    for name in sorted(loaded.state):
+        _check_same_kind(name, loaded.state[name], state[name], options.load)
     own, part, of = options.own_weights, place.local_rank, place.local_world_size
     program.check_state(state, own_weights=own, without=loaded.state, part=part, of=of)
     return replace(loaded, state={**state, **loaded.state})
+
+
+def _check_same_kind(name: str, found: torch.Tensor, right: torch.Tensor, folder: str) -> None:
+    """Raises ProgramError where a checkpoint's tensor is another model's. A run with --dtype saves floating tensors in
+    that, which any other run converts."""
+    floating = found.is_floating_point() and right.is_floating_point()
+    if found.shape != right.shape or (found.dtype != right.dtype and not floating):
+        kinds = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (found, right)]
+        message = f"`{name}` is {kinds[0]} in it, and the program's is {kinds[1]}"
+        raise ProgramError(f"{folder} is a checkpoint of another model: {message}")
 
 
 def _executor(

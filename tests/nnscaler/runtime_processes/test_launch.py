@@ -189,6 +189,8 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped(tmp_path: Path, capsys
     ("options", "message"),
     [
         (["--clip-grad-norm", "0"], "--clip-grad-norm 0 is not a positive number"),
+        (["--steps", "0"], "--steps 0: training makes at least 1"),
+        (["--steps", "-3"], "--steps -3: training makes at least 1"),
         (["--loss-scale", "nan"], "--loss-scale nan is not a positive number"),
         (["--save", "x", "--optimizer", "adamw"], "keeps nothing of adamw's own state"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -113,3 +114,44 @@ def test_a_checkpoint_that_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "saved" / "rank_0.pt").write_bytes(b"PK")
     assert launch.main([str(tmp_path), "--load", str(tmp_path / "saved")]) == 2
     assert "rank_0.pt cannot be read, it may be cut short" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_program_of_one_rank(tmp_path / "program")
+    arguments = [str(tmp_path / "program"), "--device", "cpu", "--steps", "1"]
+    assert launch.main([*arguments, "--dtype", "float64", "--save", str(tmp_path / "saved")]) == 0
+    assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 0  # in float32
+    file = tmp_path / "saved" / "rank_0.pt"
+    kept = torch.load(file, weights_only=True)
+    piece = next(piece for piece in kept["pieces"] if piece["name"] == "second.weight")
+    for tensor, kind in ((torch.ones(2, 3), "float32[2, 3]"), (torch.ones(1, 3, dtype=torch.int64), "int64[1, 3]")):
+        indices = tuple(torch.arange(size) for size in tensor.shape)
+        piece.update(shape=tuple(tensor.shape), indices=indices, tensor=tensor)
+        torch.save(kept, file)
+        capsys.readouterr()
+        assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 2
+        told = f"is a checkpoint of another model: `second.weight` is {kind} in it, and the program's is float32[1, 3]"
+        assert told in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before the first step; and a disk that is full after the last one is no crash."""
+    write_program_of_one_rank(tmp_path / "program")
+    (tmp_path / "file").write_text("")
+    arguments = [str(tmp_path / "program"), "--device", "cpu", "--steps", "1"]
+    assert launch.main([*arguments, "--save", str(tmp_path / "file" / "saved")]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err == f"error: cannot write the checkpoint {tmp_path}/file/saved: Not a directory\n"
+
+    def full(content: object, file: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")  # as torch does
+
+    monkeypatch.setattr(torch, "save", full)
+    assert launch.main([*arguments, "--save", str(tmp_path / "saved")]) == 2
+    assert capsys.readouterr().err == f"error: cannot write the checkpoint {tmp_path}/saved: No space left on device\n"
+    assert not list((tmp_path / "saved").iterdir())
