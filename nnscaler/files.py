@@ -162,7 +162,7 @@ def check_folder(path: Path) -> None:
     NnscalerError `not_a_program` where it is neither, and `cannot_write`.
     """
     with _staging(path) as folder:
-        check_writable(folder / MARK)
+        _try_to_write(folder / MARK)  # its error gets the user's path, not this one's
 
 
 @contextlib.contextmanager
@@ -207,4 +207,5 @@ def _staging(path: Path) -> Iterator[Path]:
         if cause is None:
             raise
         message = f"cannot write {path}: {cause.strerror or type(cause).__name__}"
-        raise NnscalerError("cannot_write", message, help="make room there, or name another folder") from error
+        room = "make room there, or name another folder" if cause.errno in NO_ROOM else "name another folder"
+        raise NnscalerError("cannot_write", message, help=room) from error

@@ -116,6 +116,14 @@ def test_a_disk_that_fills_while_a_program_is_written_leaves_no_part_of_it(
     assert sorted(path.name for path in here.iterdir() if path.suffix != ".py") == []
 
 
+def test_a_trial_that_fails_names_the_folder_that_was_asked_for(
+    here: Path, capsys: pytest.CaptureFixture[str], small_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PROBE", 5000)
+    assert compiled("program", "trap.py") == 2
+    assert capsys.readouterr().err.startswith("error: cannot write program: File too large\n  help: make room there")
+
+
 def test_the_old_program_stays_where_the_new_one_has_no_room(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
