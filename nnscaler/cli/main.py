@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nnscaler.cli.exit_codes import ExitCode
 from nnscaler.cli.guard import wrong_package
-from nnscaler.cli.stops import exit_code_of, stop_in_order
+from nnscaler.cli.stops import exit_code_of
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -75,21 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.COULD_NOT_RUN
     except BaseException as error:
         return _explain(error, console)
-
-
-def run_process() -> int:
-    """Run the command line as this process's only work: the console script's entry. Returns the exit code.
-
-    Importing torch, its exporter and sympy makes millions of objects that live to the end. The collector of cycles
-    would walk them again and again while they are made, and once more when the interpreter ends: a third of a short
-    command's time. What a command itself drops in cycles is still collected, in larger batches.
-    """
-    stopped = stop_in_order()
-    gc.set_threshold(200_000, 20, 20)
-    code = main()
-    gc.freeze()
-    signal = stopped()
-    return code if signal is None else exit_code_of(signal)
 
 
 def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:

@@ -132,7 +132,7 @@ def test_101_our_own_crash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_signal_that_is_lost_on_its_way_still_makes_the_exit_code(name: str) -> None:
     """Python drops an exception that is raised while a finaliser runs."""
     program = f"""
-import os, signal, sys, nnscaler.cli.main as m
+import os, signal, sys, nnscaler.cli.entry as entry, nnscaler.cli.main as m
 class Finalised:
     def __del__(self):
         os.kill(os.getpid(), signal.{name})
@@ -140,11 +140,29 @@ def command(argv=None):
     Finalised()
     return 0
 m.main = command
-sys.exit(m.run_process())
+sys.exit(entry.run_process())
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "Exception ignored" in found.stderr
     assert found.returncode == 128 + getattr(signal, name)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_before_the_command_is_imported(name: str) -> None:
+    """The entry imports the handlers first, so that no traceback is shown."""
+    program = f"""
+import os, signal, sys
+class Sends:
+    def find_spec(self, module, path=None, target=None):
+        if module == "nnscaler.cli.main":
+            os.kill(os.getpid(), signal.{name})
+sys.meta_path.insert(0, Sends())
+import nnscaler.__main__
+sys.exit(nnscaler.__main__.run_process())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    said = "interrupted" if name == "SIGINT" else "terminated"
+    assert (found.returncode, found.stderr) == (128 + getattr(signal, name), f"{said}\n")
 
 
 def test_130_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
