@@ -25,6 +25,9 @@ def check_options(options: argparse.Namespace) -> None:
     if getattr(options, "level", "all") == "run" and options.certificate is not None:
         message = "--certificate writes what was proved, and --level run proves nothing"
         raise NnscalerError("usage", message, help="--level static, or all")
+    if getattr(options, "level", "all") == "static" and options.dtype != "float64":
+        message = f"--dtype {options.dtype} is the dtype of a run, and --level static runs nothing"
+        raise NnscalerError("usage", message, help="--level run, or all")
     if getattr(options, "own_weights", False) and options.program is None:
         message = "--own-weights is about the weights in a program's folder, and none is given"
         raise NnscalerError("usage", message, help="name the folder: --program DIR")

@@ -60,6 +60,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*VERIFY, "--program", "program", "--memory", "1GB"], "--program has a plan already"),
     ([*VERIFY, "--program", "program", "--comm-profile"], "the program has no communication profile"),
     ([*VERIFY, "--level", "run", "--certificate", "proof.json"], "--level run proves nothing"),
+    ([*VERIFY, "--level", "static", "--dtype", "bfloat16"], "--level static runs nothing"),
     ([*VERIFY, "--output-format", "xml"], "'xml' is none of full, concise, json"),
     (["verify-op", "no_such.py::f"], "no_such.py"),
     (["reproduce", "nns1:damaged"], "the token is damaged"),
