@@ -102,7 +102,7 @@ def locate(file: str, beside: Path) -> Path | None:
     """The file of operators, as rank programs in the folder `beside` name it; None where there is none.
 
     It may lie beside the role file, where the manifest says (from the program's folder, or as it was), or in the
-    current folder. Raises ProgramError where it is not as it was when the program was compiled.
+    current folder. Raises ProgramError where it is not as it was when the program was compiled, or nothing says so.
     """
     if not file:
         return None
@@ -119,10 +119,15 @@ def locate(file: str, beside: Path) -> Path | None:
 
 
 def _record(file: str, beside: Path) -> dict[str, Any]:
-    """What the program's manifest has of the file; nothing where it has none."""
+    """What the program's manifest has of the file; nothing where there is no manifest. Raises ProgramError where it
+    leaves the file out: then nobody knows whether it was changed."""
     try:
         manifest = json.loads((beside / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found: dict[str, Any] = manifest.get("operator_files", {}).get(file, {})
-    return found
+    recorded: dict[str, dict[str, Any]] = manifest.get("operator_files", {})
+    if file.endswith(".py") and file not in recorded:
+        raise ProgramError(
+            f"{beside / 'manifest.json'} has no hash of {file}, from which operators come: compile again"
+        )
+    return recorded.get(file, {})

@@ -124,6 +124,21 @@ def test_a_changed_operator_file_is_named(project: Project) -> None:
     assert message in report.findings[0].message
 
 
+def test_an_operator_file_without_a_record_is_named(project: Project) -> None:
+    """Its hash would not be compared with the file as it is now."""
+    file = project.program / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["operator_files"][project.operators.name]
+    file.write_text(json.dumps(manifest))
+    report = project.verify()
+    assert report.exit_code == 1
+    assert report.findings[0].code == "record_differs"
+    message = f"manifest.json has no hash of {project.operators.name}, and the role programs take operators from it"
+    assert report.findings[0].message == message
+    with pytest.raises(ProgramError, match=f"has no hash of {project.operators.name}, from which operators come"):
+        locate(project.operators.name, project.program)
+
+
 def test_operators_are_found_from_the_program_s_record(project: Project, tmp_path: Path) -> None:
     name, text = project.operators.name, project.operators.read_text()
     assert locate(name, project.program) == project.operators

@@ -62,10 +62,13 @@ def _names_of_stage(stage: ast.ClassDef, operators: set[str]) -> Iterator[Proble
                     yield Problem(getattr(node, "lineno", stage.lineno), f"`{name}` is no name that a stage can have")
 
 
-def user_operators(call: ast.Call) -> dict[str, str]:
-    """Attribute of `user` -> registered name. Raises Unreadable for an operator that the file takes from elsewhere than
-    where it is registered in this process."""
+def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:
+    """Attribute of `user` -> registered name, and the files that they come from.
+
+    Raises Unreadable for an operator that the file takes from elsewhere than where it is registered in this process.
+    """
     found: dict[str, str] = {}
+    files: set[str] = set()
     if ast.unparse(call.func) != "user_operators" or call.args:
         raise Unreadable(call, f"`{ast.unparse(call)}` is no header of operators")
     for keyword in call.keywords:
@@ -80,7 +83,8 @@ def user_operators(call: ast.Call) -> dict[str, str]:
             )
             raise Unreadable(keyword.value, message)
         found[keyword.arg] = name
-    return found
+        files |= {file} if file.endswith(".py") else set()
+    return found, frozenset(files)
 
 
 def _origin(operator: str) -> tuple[tuple[str, ...], str] | None:

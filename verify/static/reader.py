@@ -55,13 +55,14 @@ def read_role(file: str, text: str) -> RoleText:
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
     user: dict[str, str] = {}
+    files: frozenset[str] = frozenset()
     problems = list(names_of_file(tree))
     for node in tree.body:
         match node:
             case ast.ClassDef():
                 stages.append(_stage(file, node, source))
             case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
-                user = user_operators(call)
+                user, files = user_operators(call)
             case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
                 values[name] = (node.lineno, read_value(node.value))
             case ast.Assign(targets=[ast.Name(id="aten")]) if ast.unparse(node.value) == "torch.ops.aten":
@@ -91,6 +92,7 @@ def read_role(file: str, text: str) -> RoleText:
         tuple(stages),
         user,
         tuple(problems),
+        files,
     )
 
 

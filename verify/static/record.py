@@ -60,8 +60,17 @@ def check_manifest(
         for name in right
         if found[name] != right[name]
     ]
-    files = sorted(manifest.get("operator_files", {}))
-    return len(right) + len(files), [*wrong, *_operator_files(files, folder)]
+    files = set(manifest.get("operator_files", {}))
+    named = {name for role in roles for name in role.files}
+    left_out = [
+        Mistake(
+            "record_differs",
+            f"{MANIFEST} has no hash of {name}, and the role programs take operators from it",
+            "nobody knows whether they compute what they did",
+        )
+        for name in sorted(named - files)
+    ]
+    return len(right) + len(files | named), [*wrong, *left_out, *_operator_files(sorted(files), folder)]
 
 
 def _operator_files(names: Sequence[str], folder: str) -> Iterator[Mistake]:

@@ -165,7 +165,7 @@ class StageText:
 
 @dataclass(frozen=True)
 class RoleText:
-    """One file. `user`: attribute of `user` -> registered name of the operator."""
+    """One file. `user`: attribute of `user` -> registered name of the operator. `files`: where these come from."""
 
     file: str
     ranks: tuple[int, ...]
@@ -174,3 +174,4 @@ class RoleText:
     stages: tuple[StageText, ...]
     user: Mapping[str, str]
     problems: tuple[Problem, ...] = ()
+    files: frozenset[str] = frozenset()

@@ -296,6 +296,7 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
         "roles": [{"file": "role_0.py", "ranks": (0,), "stages": [0]}],
         "state": describe_state({"w": torch.tensor(3.0)}),
         "batch": {},
+        "operator_files": {str(tmp_path / "model.py"): {"sha256": None}},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     torch.save({"w": torch.tensor(3.0)}, folder / "state.pt")
