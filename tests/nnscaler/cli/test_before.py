@@ -97,7 +97,7 @@ def fill(folder: Path) -> None:
     (folder / "gate.toml").write_text("[tool.nnscaler.gate]\nsed = 3\n")
     program = folder / "program"
     program.mkdir()
-    entries = dict.fromkeys(("format", "micro_batches", "schedule", "inputs", "tensors", "state"), 1)
+    entries = dict.fromkeys(("format", "micro_batches", "schedule", "inputs", "tensors", "state", "batch"), 1)
     (program / "manifest.json").write_text(json.dumps({**entries, "ranks": 2, "axes": [], "roles": []}))
 
 
