@@ -30,9 +30,14 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
+            wrong = f"{part!r} is not one of dp=N, tp=N, pp=N, zero=3"
+            if name in sizes:
+                wrong = f"{name} is named twice"
+            elif name in AXES and number.isdigit():
+                wrong = f"{part!r} is for no ranks, and N is at least 1"
             raise NnscalerError(
                 "plan_illegal",
-                f"--plan {text!r}: {part!r} is not one of dp=N, tp=N, pp=N, zero=3",
+                f"--plan {text!r}: {wrong}",
                 help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
             )
         sizes[name] = int(number)

@@ -99,6 +99,8 @@ def _init(real: Callable[..., None]) -> Callable[..., None]:
         cache_enabled: bool | None = None,
     ) -> None:
         regions = _current.get()
+        if regions is not None and regions.device != "cuda" and dtype == torch.float64:
+            enabled = False  # of an exact run: torch would switch it off with a warning that the user cannot act on
         if regions is None or device_type == regions.device:
             real(self, device_type, dtype, enabled, cache_enabled)
             return

@@ -139,7 +139,13 @@ def test_the_stage_of_zero_is_three(text: str) -> None:
     assert "dp=2,zero=3" in (raised.value.help or "")
 
 
-@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "dp=0", "ep=2", "dp=2,dp=2", "dp:2", "dp=-2"])
+@pytest.mark.parametrize(("text", "wrong"), [("dp=0", "'dp=0' is for no ranks"), ("dp=2,dp=2", "dp is named twice")])
+def test_a_number_that_no_axis_has(text: str, wrong: str) -> None:
+    with pytest.raises(NnscalerError, match=wrong):
+        parse_spec(text, 4)
+
+
+@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "ep=2", "dp:2", "dp=-2"])
 def test_what_is_no_specification_is_refused(text: str) -> None:
     with pytest.raises(NnscalerError, match=r"is not one of dp=N, tp=N, pp=N"):
         parse_spec(text, 4)

@@ -212,6 +212,14 @@ def test_torch_is_left_as_it_was() -> None:
     assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
 
 
+def test_a_region_of_an_exact_run_is_off_without_a_word() -> None:
+    with warnings.catch_warnings(), autocast_on("cpu"):
+        warnings.simplefilter("error")
+        for device in ("cpu", "cuda"):
+            with torch.autocast(device, torch.float64):
+                assert torch.mm(X, X.t()).dtype == torch.float32
+
+
 def test_only_the_thread_that_asks() -> None:
     """Ranks of a simulator are threads; one ends while others go on, and a stranger sees nothing of it."""
     inside, leave = threading.Barrier(4), threading.Event()
