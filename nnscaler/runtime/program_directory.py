@@ -67,7 +67,7 @@ class ProgramDirectory:
         that something else takes the place of. `part`, `of`: only so many of the names, so that ranks share the work.
         Raises ProgramError, which names the tensor.
         """
-        recorded, file = self._recorded("state"), self.path / "state.pt"
+        recorded, file = self._recorded(self.manifest.get("state")), self.path / "state.pt"
         for name in sorted(set(recorded) - set(without))[part::of]:
             if name not in state:
                 raise ProgramError(f"{file} lacks `{name}`: {_AGAIN}")
@@ -102,7 +102,10 @@ class ProgramDirectory:
 
     def inputs(self) -> dict[str, Tensor]:
         """The sample batch. Raises ProgramError, also where it is not the one that the program was compiled with."""
-        batch, recorded = self._tensors("inputs.pt", "the program is incomplete"), self._recorded("batch")
+        batch, recorded = (
+            self._tensors("inputs.pt", "the program is incomplete"),
+            self._recorded(self.manifest.get("batch")),
+        )
         found = describe_state(batch)
         for name in sorted({*recorded, *found}):
             if found.get(name) != recorded.get(name):
@@ -110,11 +113,10 @@ class ProgramDirectory:
                 raise ProgramError(f"{wrong}: return another batch from sample_inputs() and {_AGAIN}")
         return batch
 
-    def _recorded(self, entry: str) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] | None = self.manifest.get(entry)
-        if found is None:
+    def _recorded(self, entry: dict[str, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
+        if entry is None:
             raise ProgramError(f"{self.path} has no record of its tensors, as older versions wrote it: {_AGAIN}")
-        return found
+        return entry
 
     def _tensors(self, name: str, reason: str) -> dict[str, Tensor]:
         file = self.path / name
