@@ -65,6 +65,14 @@ _SYMMETRIC: Mapping[str, str] = {
 _SIZES = {"aten.reshape.default": "shape", "aten.view.default": "size"}
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
 _ONE_MORE = frozenset({"aten.unsqueeze.default", "aten.stack.default"})  # a dim is one of the result's
+# their dims are not those of the first tensor: of the result, of tensors that are broadcast first, numbers of copies;
+# or -1 is no dim at all. A test compares all others with torch
+_OTHER_DIMS = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "diag_embed cosine_similarity linalg_vecdot norm_except_dim tile _weight_norm _weight_norm_interface".split()
+    )
+)
 
 
 class NoCall(Exception):
@@ -228,20 +236,43 @@ def forms(line: Line) -> Iterator[Line]:
                 yield replace(line, function=other, kwargs={"self": second, "other": first})
 
 
+@cache
+def dim_arguments(operator: str) -> frozenset[str]:
+    """The arguments that are dims of the operator's first tensor; none where that is not known."""
+    found, spec = schema(operator), default_registry().lookup(operator)
+    if found is None or spec is None or spec.where is not None:  # tests know those alone that are annotated here
+        return frozenset()
+    if "backward" in operator or operator in _OTHER_DIMS:
+        return frozenset()
+    return frozenset(a.name for a in found.arguments if a.name in _DIMS and "int" in str(a.type))
+
+
 def wrapped(operator: str, arguments: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """The arguments with dims counted from the first. `dims`: those of the tensor that they are dims of."""
-    found = schema(operator)
-    if found is None or "backward" in operator:
-        return dict(arguments)
-    dims = max(dims, 1) + (operator in _ONE_MORE)  # of a scalar, 0 and -1 are the same
-    kinds = {a.name: str(a.type) for a in found.arguments if a.name in _DIMS}
+    """The arguments with dims counted from the first. `dims`: those of the operator's first tensor."""
+    names = dim_arguments(operator)
+    dims = _counted_dims(operator, dims)
 
     def counted(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [counted(v) for v in value]
         return value + dims if type(value) is int and -dims <= value < 0 else value
 
-    return {n: counted(v) if "int" in kinds.get(n, "") else v for n, v in arguments.items()}
+    return {n: counted(v) if n in names else v for n, v in arguments.items()}
+
+
+def _counted_dims(operator: str, dims: int) -> int:
+    return dims + 1 if operator in _ONE_MORE else max(dims, 1)  # of a scalar, 0 and -1 are the same
+
+
+def has_dims(operator: str, arguments: Mapping[str, Any], dims: int) -> bool:
+    """Whether the first tensor, which has so many dims, has those that the arguments name, and each once."""
+    for name in dim_arguments(operator) & set(arguments):
+        given = wrapped(operator, arguments, dims)[name]
+        numbers = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        known = all(type(n) is int and 0 <= n < _counted_dims(operator, dims) for n in numbers)
+        if not known or len(set(numbers)) < len(numbers):
+            return False
+    return True
 
 
 def with_sizes(operator: str, arguments: Mapping[str, Any], sizes: Sequence[int | Expression]) -> dict[str, Any]:
