@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.broken import test_normed, test_random_numbers, test_resting, test_sharded, test_staged
+from nnscaler.transform.plan import Plan, ReplicateStep
+from tests.broken import models, test_normed, test_random_numbers, test_resting, test_sharded, test_staged
 from tests.broken.planting import Bug, Edit, Original, compile_original
 from verify.catalogue import CODES
 
@@ -31,6 +35,78 @@ def test_bug_is_read(which: str, bug: Bug, request: pytest.FixtureRequest, tmp_p
     assert first.code in CODES
     assert first.cause or first.code in ("program_unreadable", "operation_differs", "not_covered"), first.message
     assert first.related[0][0] == "generated program"
+
+
+PIECE = "((0, 5, 1), (0, 10, 1))"  # the first 5 rows: the first micro-batch has 5 of 12, and the second one 7
+EXCHANGE = f'"linear@1", {{}}, ((0, 1, {PIECE}, {PIECE}),), ((1, 0, {PIECE}, {PIECE}),), ({{{{"micro": (5, 7)}}}}, 10))'
+UNEVEN = '{"micro": Sharded(0, sizes=(5, 7))}'
+OTHERWISE: list[tuple[str, str, tuple[Edit, ...]]] = [
+    (
+        "a variable whose name looks like that of what is dropped",
+        "small_sharded",
+        (
+            Edit('"x": Input("x"', '"_": Input("x"'),
+            Edit("def forward(self, x, y):", "def forward(self, _, y):\n        _ = aten.relu(_)"),
+            Edit("aten.linear(x, ", "aten.linear(_, "),
+        ),
+    ),
+    (
+        "a default of a function that nobody calls",
+        "small_sharded",
+        (
+            Edit(
+                "        tanh =",
+                "        def idle(a=aten.mul_.Tensor(linear, 2.0)):\n            return a\n\n        tanh =",
+            ),
+        ),
+    ),
+    (
+        "a built-in operator from a file",
+        "small_staged",
+        (
+            Edit("\n\n\nclass", '\n\nuser = user_operators(m=("nnscaler.mean_over", "other.py", "f"))\n\n\nclass', 1),
+            Edit("ops.mean_over(", "user.m(", 1),
+        ),
+    ),
+    ("a dim that is counted in another tensor", "alike", (Edit(", -1)", ", 0)"),)),
+    (
+        "pieces of the first micro-batch alone",
+        "small_staged",
+        (
+            Edit('Send("linear@1", 1, peers=(1,))', f"Exchange({EXCHANGE.format(1)}"),
+            Edit('Receive("linear@1", 0, (6, 10), "float32", peers=(0,))', f"Exchange({EXCHANGE.format(0)}", 1),
+            Edit('{"micro": Sharded(0)}', UNEVEN),
+            Edit('{"micro": Sharded(0)}', UNEVEN, 1),
+        ),
+    ),
+]
+
+
+class Alike(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(7))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cosine_similarity(self.w, x, dim=-1).sum() + y.sum()
+
+
+@pytest.fixture(scope="session")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    """A vector that is compared with every row, whole on each of two ranks."""
+    names = ("cosine_similarity", "sum_1", "sum_2", "add")
+    plan = Plan((("tp", 2),), (ReplicateStep(names, "tp"),))
+    return compile_original(tmp_path_factory.mktemp("alike"), Alike, models.points(), 2, plan)
+
+
+@pytest.mark.parametrize(("which", "edits"), [case[1:] for case in OTHERWISE], ids=[case[0] for case in OTHERWISE])
+def test_what_means_something_else_is_read(
+    which: str, edits: tuple[Edit, ...], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    original: Original = request.getfixturevalue(which)
+    assert original.read(original.folder).proved
+    found = [f for outcome in original.read(original.broken(tmp_path, edits)).outcomes for f in outcome.findings]
+    assert found and {f.code for f in found} <= {"program_unreadable", "operation_differs", "communication_mismatch"}
 
 
 def test_a_rounded_message_is_read(staged: Original, tmp_path: Path) -> None:

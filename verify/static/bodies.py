@@ -58,7 +58,8 @@ def _arguments(function: ast.FunctionDef) -> list[str]:
 
 
 def _check_nested(function: ast.FunctionDef) -> None:
-    """The name of a function that is recomputed means nothing else in the body."""
+    """Check that the head of a nested function runs nothing, also where nobody calls it, and that its name is no other
+    one of the body. Raises Unreadable."""
     names = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     taken = {*RESERVED, *names, *(a.arg for a in ast.walk(function) if isinstance(a, ast.arg))}
     for node in ast.walk(function):
@@ -66,6 +67,7 @@ def _check_nested(function: ast.FunctionDef) -> None:
             if node.name in taken:
                 raise Unreadable(node, f"`{node.name}` is defined, and means something else in a rank program")
             taken.add(node.name)
+            _arguments(node)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from op_registry.expression import Expression
 
-from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, State, explain_illegal, shape_of_rank
+from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, State, explain_illegal, is_uneven, shape_of_rank
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.runtime.shards import unravel
@@ -115,9 +115,29 @@ def _carries(
     shape: Sequence[int],
     uniform: Dims,
 ) -> bool:
-    """Whether every target rank gets each element of its shard exactly once, from where the source has it."""
-    there = _owned(source, source_layout, shape, uniform)
-    here = _owned(target, target_layout, shape, uniform)
+    """Whether every target rank gets each element of its shard exactly once, from where the source has it.
+
+    Micro-batches that are cut evenly lie alike: the first one shows what holds for all.
+    """
+    uneven = is_uneven((source_layout[-1], target_layout[-1]))
+    return all(
+        _carries_batch(pieces, source, source_layout, target, target_layout, shape, uniform, micro)
+        for micro in range(target.micro_batches if uneven else 1)
+    )
+
+
+def _carries_batch(
+    pieces: Sequence[Piece],
+    source: StageText,
+    source_layout: Layout,
+    target: StageText,
+    target_layout: Layout,
+    shape: Sequence[int],
+    uniform: Dims,
+    micro: int,
+) -> bool:
+    there = _owned(source, source_layout, shape, uniform, micro)
+    here = _owned(target, target_layout, shape, uniform, micro)
     got: Mapping[int, list[Piece]] = {rank: [p for p in pieces if p[1] == rank] for rank in here}
     if len(pieces) != sum(map(len, got.values())) or any(p[0] not in there for p in pieces):
         return False
@@ -148,12 +168,14 @@ def _inside(piece: tuple[int, int, int], size: int) -> bool:
     return whole and 0 <= piece[0] < piece[1] <= size and piece[2] >= 1
 
 
-def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims) -> dict[int, list[Indices]]:
-    """rank -> per dim the logical indices of its shard, of the first micro-batch. All those of a uniform dim are 0."""
+def _owned(
+    stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims, micro: int
+) -> dict[int, list[Indices]]:
+    """rank -> per dim the logical indices of its shard, of one micro-batch. All those of a uniform dim are 0."""
     axes = axes_of(stage.axes, stage.micro_batches)
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):
-        place = {**unravel(position, stage.axes), MICRO: 0}
+        place = {**unravel(position, stage.axes), MICRO: micro}
         result[rank] = [
             owned_indices(
                 size,

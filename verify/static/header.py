@@ -7,19 +7,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from op_registry.registry import default_registry
-
+from nnscaler.codegen.operators import is_builtin
+from nnscaler.codegen.origins import operator_origins
 from nnscaler.tracing.autograd_functions import function_of
 from verify.static.text import Problem
 from verify.static.values import Unreadable, read_value
 
-_OF_RUNTIME = frozenset(
+OF_RUNTIME = frozenset(
     (
         "Buffer Constant Exchange Input Invariant Loss Parameter Partial Receive Replicated Send Sharded Stage"
         " comm dtypes ops recompute user_operators"
     ).split()
 )
-_NEEDED = _OF_RUNTIME | {"aten", "torch", "user"}  # every other name of a stage is its own
+_NEEDED = OF_RUNTIME | {"aten", "torch", "user"}  # every other name of a stage is its own
 
 
 def names_of_file(tree: ast.Module) -> Iterator[Problem]:
@@ -32,7 +32,7 @@ def names_of_file(tree: ast.Module) -> Iterator[Problem]:
             yield Problem(node.lineno, f"`{name}` is read, and the file has not made it")
         match node:
             case ast.Import() | ast.ImportFrom():
-                bound |= {alias.name for alias in node.names if alias.name in _OF_RUNTIME | {"torch"}}
+                bound |= {alias.name for alias in node.names if alias.name in OF_RUNTIME | {"torch"}}
             case ast.Assign(targets=[ast.Name(id=name)]):
                 bound.add(name)
                 if name == "user" and isinstance(node.value, ast.Call):
@@ -76,8 +76,10 @@ def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:
         if keyword.arg is None or not isinstance(given, tuple) or [type(g) for g in given] != [str, str, str]:
             raise Unreadable(call, f"`{ast.unparse(keyword)}` names no operator")
         name, file, qualname = given
+        if is_builtin(name):  # the runtime would look in the file, and never at the operator of that name
+            raise Unreadable(keyword.value, f"`{name}` is built in, and `user` has what programs load of the user's")
         right = _origin(name)
-        if right is not None and (file not in right[0] or qualname != right[1]):
+        if file not in right[0] or qualname != right[1]:
             message = (
                 f"`{name}` is taken from {file!r}, {qualname!r}, and is registered in {right[0][0]!r}, {right[1]!r}"
             )
@@ -87,15 +89,15 @@ def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:
     return found, frozenset(files)
 
 
-def _origin(operator: str) -> tuple[tuple[str, ...], str] | None:
+def _origin(operator: str) -> tuple[tuple[str, ...], str]:
     """Where the operator comes from, as a text may write it (a name alone, or with its folders), and its name there;
-    None where this process has not made it."""
-    spec = default_registry().lookup(operator)
-    if spec is not None and spec.where is not None:
-        return (Path(spec.where.file).name, spec.where.file), spec.qualname or ""
+    nowhere where this process has not made it: no file is then known to have it."""
+    origin = operator_origins([operator], {}).get(operator)
+    if origin is not None:
+        return (Path(origin[0]).name, origin[0]), origin[1]
     function = function_of(operator)
     if function is None:
-        return None
+        return ("",), ""
     module = sys.modules.get(function[0])
     file = getattr(module, "__file__", None) or function[0]
     return (Path(file).name, file, function[0]), function[1]

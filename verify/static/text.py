@@ -43,7 +43,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Line:
     """One assignment. `hint` is its comment: what the writer says of the layouts. It is never trusted, only tried
-    first where several typings are legal. `targets` has "_" for what is dropped."""
+    first where several typings are legal. `targets` has "_" for what is dropped: it is a variable like others."""
 
     number: int
     text: str

@@ -138,8 +138,6 @@ class Walk:
     def _assign(self, target: str, known: Known, move: Move | None = None) -> None:
         variable = Variable(target)
         self.moved.pop(variable, None)
-        if target == "_":
-            return
         self.scope[variable] = known
         if move is not None:
             self.moved[variable] = move
