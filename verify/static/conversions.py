@@ -172,7 +172,7 @@ def _target(
     exchange = line.function == "comm.all_to_all"
     dim, outer = (given.get("to_dim"), given["to_outer"]) if exchange else (given.get("dim"), given["outer"])
     sections, sizes = ((), given["to_sizes"]) if exchange else (given["sections"], given["sizes"])
-    if not isinstance(dim, int) or not isinstance(outer, int) or not 0 <= dim < len(tensor.shape) or outer < 1:
+    if type(dim) is not int or type(outer) is not int or not 0 <= dim < len(tensor.shape) or outer < 1:
         raise Mistake("layouts_disagree", f"`{line.text}`: `{tensor.name}` has {len(tensor.shape)} dims")
     if sections:
         if outer != 1 or sizes:

@@ -42,9 +42,14 @@ def _loss(reading: Reading, graph: Graph) -> Mistake | None:
         return Mistake("operation_differs", message, "another tensor is returned", graph.loss)
     assert stage.loss is not None
     try:
-        declared = normal(axes.layout(stage.loss), axes.sizes, True)
+        written = axes.layout(stage.loss)
     except Mistake as mistake:
         return mistake
+    other = [state for state in written if state not in (INVARIANT, PARTIAL)]  # refused on axes of one rank as well
+    if other:
+        message = f"the loss is declared {other[0]}, and the runtime takes one number, or a sum of numbers"
+        return Mistake("layouts_disagree", message, None, graph.loss)
+    declared = normal(written, axes.sizes, True)
     for axis, parts, have, told in zip(axes.names, axes.sizes, held.layout, declared, strict=True):
         if have != told or told not in (INVARIANT, PARTIAL):  # what training starts from is one number or a sum
             message = f"the loss is {have} over {axis}, and declared {told}"

@@ -20,7 +20,7 @@ from op_registry.expression import Expression
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import shape_of_rank
 from verify.static.arguments import variables
-from verify.static.forms import operator_of
+from verify.static.forms import has_dims, operator_of
 from verify.static.held import Axes, Held
 from verify.static.text import Line, Variable
 
@@ -45,6 +45,7 @@ _TOTAL = frozenset(
         " cat.default stack.default zeros_like.default ones_like.default"
     ).split()
 )
+_OF_MEMORY = frozenset({"memory_format", "layout", "device", "pin_memory"})  # without values nothing shows their effect
 _MANY = 64  # places in a mesh that are looked at one by one
 Locals = tuple[torch.Tensor, ...]
 
@@ -106,7 +107,7 @@ def _as_before(path: Sequence[Move], locals_: Sequence[Locals], place: int) -> i
 def _viewed(line: Line, operand: torch.Tensor) -> torch.Tensor | None:
     """The result of a move as a view of the operand; None where it is none, or may fail."""
     operator, source = operator_of(line.function, {}), line.kwargs["self"]
-    if operator is None or list(variables(line.kwargs)) != [source]:
+    if operator is None or list(variables(line.kwargs)) != [source] or not _may_run(operator, line, operand.ndim):
         return None
     if operator == "aten.clone.default":
         return operand
@@ -130,6 +131,9 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
     given = {variable: tensor for variable, tensor in tensors.items() if tensor is not None and tensor.numel()}
     if operator is None or operator not in _TOTAL | _MOVES or len(given) < len(tensors):
         return None
+    first = next((given[v].ndim for v in variables(line.kwargs)), 0)
+    if not _may_run(operator, line, first):
+        return None
     if operator == "aten.to.dtype" and all(t.is_floating_point() for t in given.values()):
         return _call(operator, line.kwargs, given)  # wrong if anything reads it
     if operator in _TOTAL:
@@ -144,6 +148,11 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
             return None
     made = _call(operator, line.kwargs, given)
     return made if made is not None and all(made.dtype == t.dtype for t in given.values()) else None
+
+
+def _may_run(operator: str, line: Line, dims: int) -> bool:
+    """Whether kernels refuse no argument that tensors without values take. `dims`: of the first operand."""
+    return not _OF_MEMORY.intersection(line.kwargs) and has_dims(operator, line.kwargs, dims)
 
 
 def local_tensors(held: Held, graph: Graph, axes: Axes) -> Locals:
@@ -182,7 +191,7 @@ def _call(operator: str, kwargs: Mapping[str, Any], tensors: Mapping[Variable, t
     try:
         with torch.no_grad():
             made = function(**{name: value(given) for name, given in kwargs.items()})
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, OverflowError):
         return None
     return made if isinstance(made, torch.Tensor) else None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nnscaler.ir.layout import Layout, Sharded
+from nnscaler.ir.layout import Layout, Sharded, State, explain_illegal
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import Operation
 from verify.static.held import Axes, Mistake
@@ -49,6 +49,8 @@ def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: S
         return f"`{line.text}` does not say where its numbers lie"
     if name not in (op.name, f"{op.name}_of_step"):
         return f"`{line.text}` draws the numbers of `{name}`, and is `{op.name}`"
+    if not all(isinstance(state, State) for state in states.values()):
+        return f"`{line.text}` does not say in which layout its numbers lie"
     if tuple(told) != tuple(shape):
         return f"`{line.text}` draws for a tensor of shape {tuple(told)}, and the whole has {tuple(shape)}"
     for axis, parts, state in zip(axes.names, axes.sizes, layout, strict=True):
@@ -60,8 +62,11 @@ def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: S
                 f"`{line.text}` draws over {axis} as if its result were {given or 'whole'}, and it is "
                 f"{right or 'whole'} there"
             )
-    unknown = set(states) - set(axes.names)
-    return f"`{line.text}` names the axes {sorted(unknown)}, which the stage does not have" if unknown else ""
+    try:
+        reason = explain_illegal(axes.layout(states), axes.sizes, shape)  # on axes of one rank as well: it is cut there
+    except Mistake as mistake:
+        reason = mistake.message
+    return f"`{line.text}` cannot draw so: {reason}" if reason else ""
 
 
 def other_draws(line: Line, op: Operation) -> Mistake:

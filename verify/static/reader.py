@@ -10,7 +10,7 @@ from op_registry.expression import Expression
 
 from nnscaler.ir.layout import State
 from verify.static.bodies import read_body
-from verify.static.header import names_of_file, user_operators
+from verify.static.header import OF_RUNTIME, names_of_file, user_operators
 from verify.static.text import (
     Body,
     ExchangeText,
@@ -69,7 +69,9 @@ def read_role(file: str, text: str) -> RoleText:
                 pass
             case ast.Import(names=[ast.alias(name="torch", asname=None)]):
                 pass
-            case ast.ImportFrom(module="nnscaler.runtime", level=0) if all(a.asname is None for a in node.names):
+            case ast.ImportFrom(module="nnscaler.runtime", level=0) if all(
+                alias.asname is None and alias.name in OF_RUNTIME for alias in node.names
+            ):
                 pass
             case ast.Expr(value=ast.Constant()):
                 pass

@@ -154,7 +154,10 @@ class Walk:
             message = f"`{line.function}` cannot be called as in `{line.text}`: {error}"
             self._wrong(line, Mistake("operation_differs", message))
             return
-        used = list(variables(line.kwargs))[: 1 if line.is_conversion else None]
+        if line.is_conversion and not isinstance(line.kwargs.get("x"), Variable):
+            self._wrong(line, Mistake("program_unreadable", f"`{line.text}` converts something else than one tensor"))
+            return
+        used = [line.kwargs["x"]] if line.is_conversion else list(variables(line.kwargs))
         knowns = {v: self._known(line.number, v) for v in used}
         if line.is_conversion or not any(isinstance(k, Idle) for k in knowns.values()):
             knowns = {v: self.read(line.number, v) for v in used}
@@ -187,7 +190,7 @@ class Walk:
         items = known.items if isinstance(known, Parts) else ()
         if line.function == ITEM and known is not None:
             place = line.args[1]
-            items = items[place : place + 1] if place >= 0 else items[len(items) + place : len(items) + place + 1]
+            items = (items[place],) if -len(items) <= place < len(items) else ()
         if known is not None and (len(items) != len(line.targets) or (line.function == ITEM and line.sequence)):
             message = f"`{line.text}` takes apart what is no sequence of that many tensors"
             self._wrong(line, Mistake("program_unreadable", message))
