@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType
@@ -201,15 +202,30 @@ def canonical(line: Line, user: Mapping[str, str]) -> Line:
 
 
 def _with_overload(line: Line) -> str:
-    """`aten.add.Tensor` for the `aten.add` of two tensors: torch goes by the arguments' types."""
+    """`aten.add.Tensor` for the `aten.add` of two tensors: torch goes by the arguments' types, and may take a tensor of
+    one element for a number. Raises NoCall where the overload depends on that."""
     namespace, _, name = line.function.partition(".")
     if namespace != "aten" or "." in name or _only_overload(line.function):
         return line.function
+    try:
+        overload = _resolved(name, line, torch.empty(0))
+    except (RuntimeError, TypeError) as error:
+        raise NoCall(f"`{line.function}` has no overload for these arguments") from error
+    with suppress(RuntimeError, TypeError):
+        other = _resolved(name, line, torch.tensor(1))
+        if other != overload:
+            raise NoCall(f"`{line.function}` is its overload `{overload}` or `{other}`, by what its tensors hold")
+    return f"{line.function}.{overload}"
+
+
+def _resolved(packet: str, line: Line, later: torch.Tensor) -> str:
+    """The overload for the line's arguments. `later`: what stands for every tensor but the first."""
+    tensors = iter([torch.empty(0)])
 
     def value(given: Any) -> Any:
         match given:
             case Variable():
-                return torch.empty(0)
+                return next(tensors, later)
             case DType(name=name):
                 return getattr(torch, name)
             case Expression():
@@ -218,12 +234,9 @@ def _with_overload(line: Line) -> str:
                 return [value(v) for v in given]
         return torch.device("cpu") if given is Mark.DEVICE else given
 
-    try:
-        kwargs = {name: value(v) for name, v in line.kwargs.items()}
-        overload = torch._C._jit_resolve_packet(f"aten::{name}", *map(value, line.args), **kwargs)
-    except (RuntimeError, TypeError) as error:
-        raise NoCall(f"`{line.function}` has no overload for these arguments") from error
-    return f"{line.function}.{overload}"
+    args = [value(v) for v in line.args]
+    kwargs = {name: value(v) for name, v in line.kwargs.items()}
+    return str(torch._C._jit_resolve_packet(f"aten::{packet}", *args, **kwargs))
 
 
 def forms(line: Line) -> Iterator[Line]:
