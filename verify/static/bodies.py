@@ -14,7 +14,7 @@ from nnscaler.ir.operation import Region
 from verify.static.forms import python_operator
 from verify.static.shadowing import RESERVED
 from verify.static.text import ALIAS, ITEM, Body, Line, Problem, Recomputed, Statement, Variable
-from verify.static.values import Unreadable, read_value
+from verify.static.values import Unreadable, cannot_be_read, read_value
 
 _NO_GRAD = "torch.no_grad()"
 _AUTOCAST = "torch.autocast"
@@ -89,9 +89,11 @@ class _Reader:
                         pass
                     case _:
                         raise Unreadable(node, f"`{_first_line(node)}` is no statement that a rank program has")
-            except Unreadable as error:
+            except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
                 stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-                yield Problem(error.line or node.lineno, str(error), tuple(n.id for n in stored))
+                number = error.line if isinstance(error, Unreadable) and error.line else node.lineno
+                why = str(error) if isinstance(error, Unreadable) else cannot_be_read(self.source, number, error)
+                yield Problem(number, why, tuple(n.id for n in stored))
 
     def _assignment(
         self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]

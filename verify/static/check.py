@@ -12,6 +12,7 @@ tested. Ranks of a role run one text without branches, so they call the same col
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,17 +104,24 @@ def check_program(
         for mistake in wrong:
             finder.add(MANIFEST, 0, mistake)
         outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))
-    return replace(_interpret(roles, graph, finder, outcomes), seconds=time.perf_counter() - started)
+    try:
+        result = _interpret(roles, graph, finder, outcomes)
+    except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
+        message = f"the role programs cannot be read: {type(error).__name__}: {error}"
+        finder.add(roles[0].file, 0, Mistake("program_unreadable", message))
+        last = Outcome(_check("program", len(roles), finder), finder.take())
+        result = StaticResult((*outcomes, last), (), 0, (), {}, frozenset(), 0.0)
+    return replace(result, seconds=time.perf_counter() - started)
 
 
 def _read(file: str, text: str) -> RoleText:
     try:
         return read_role(file, text)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:  # a declaration with odd arguments
-        unreadable = Unreadable.__new__(Unreadable)
-        Exception.__init__(unreadable, f"a declaration cannot be read: {type(error).__name__}: {error}")
-        unreadable.line = 0
-        raise unreadable from error
+    except Unreadable:
+        raise
+    except Exception as error:  # a declaration with odd arguments
+        why = f"a declaration cannot be read: {type(error).__name__}: {error}"
+        raise Unreadable(ast.Module([], []), why) from error
 
 
 def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: Sequence[Outcome]) -> StaticResult:

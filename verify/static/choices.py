@@ -99,19 +99,25 @@ def _unevenly(identifier: str, size: int, parts: int, tables: Sequence[tuple[int
     if sizes:
         yield Split(identifier, sizes=sizes)
     for table in (t for t in tables if len(t) == parts):
-        for unit in _divisors(gcd(*table)):
-            block = sum(table) // unit
+        for parts_of_block in _multiples(table, size):
+            block = sum(parts_of_block)
             if block > 0 and size % block == 0:
-                yield Split(identifier, size // block, (), tuple(part // unit for part in table))
-        steps = [b - a for a, b in pairwise(table)]
-        for unit in _divisors(gcd(*steps)):
-            for sign in (unit, -unit):
-                first = tuple(step // sign for step in steps)
-                yield Split(identifier, sizes=(*first, size - sum(first)))
+                yield Split(identifier, size // block, (), parts_of_block)
+        for first in _multiples([b - a for a, b in pairwise(table)], size):
+            for sign in (1, -1):
+                steps = tuple(sign * step for step in first)
+                yield Split(identifier, sizes=(*steps, size - sum(steps)))
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _multiples(numbers: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """The numbers in every whole unit in which none is larger than `most`, which the model says: the text may have any
+    numbers. The smallest unit comes first."""
+    common = gcd(*numbers)
+    if common:
+        smallest = [number // common for number in numbers]
+        for times in range(min(common, most // max(map(abs, smallest))), 0, -1):
+            if common % times == 0:
+                yield tuple(number * times for number in smallest)
 
 
 def matches(need: State, have: State, needs_grad: bool, uniform: Dims = NO_DIMS) -> bool:

@@ -86,7 +86,7 @@ def _candidates(held: Held, here: Axes, shape: Sequence[int | Expression], tenso
     for name, parts in here.pairs[:-1]:
         states: list[State] = [INVARIANT]
         if parts > 1:
-            states += _uneven(name, shape)
+            states += _uneven(name, shape, tensor.shape)
             states += [Sharded(d, o) for d, n in enumerate(tensor.shape) for o in outers if n % (o * parts) == 0]
         options.append(states)
     for states_of in product(*options):
@@ -96,11 +96,11 @@ def _candidates(held: Held, here: Axes, shape: Sequence[int | Expression], tenso
             yield layout
 
 
-def _uneven(axis: str, shape: Sequence[int | Expression]) -> Iterator[Sharded]:
-    """Cuts over an axis that give the sizes which a local shape lists for it."""
+def _uneven(axis: str, shape: Sequence[int | Expression], whole: Sequence[int]) -> Iterator[Sharded]:
+    """Cuts over an axis that give the sizes which a local shape lists for it. `whole`: the shape of the whole."""
     for dim, size in enumerate(shape):
         table = dict(size.terms).get(axis) if isinstance(size, Expression) else None
-        if isinstance(table, tuple):
+        if isinstance(table, tuple) and sum(table) == whole[dim] and min(table) >= 0:
             common = gcd(*table)
             for outer in (n for n in range(1, common + 1) if common % n == 0):
                 yield Sharded(dim, outer, (), tuple(part // outer for part in table))

@@ -95,7 +95,9 @@ class Parameter:
 def _only_overload(packet: str) -> bool:
     namespace, _, name = packet.partition(".")
     found = getattr(getattr(torch.ops, namespace), name, None)
-    return found is not None and [o for o in found.overloads() if not o.endswith("out")] == ["default"]
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        return False
+    return [o for o in found.overloads() if not o.endswith("out")] == ["default"]
 
 
 def operator_of(function: str, user: Mapping[str, str]) -> str | None:
@@ -141,10 +143,12 @@ def _of_schema(operator: str) -> tuple[Parameter, ...] | None:
     )
 
 
-@cache
 def _of_function(function: Any) -> tuple[Parameter, ...] | None:
-    if not isinstance(function, FunctionType):
-        return None
+    return _of_python(function) if isinstance(function, FunctionType) else None
+
+
+@cache
+def _of_python(function: FunctionType) -> tuple[Parameter, ...] | None:
     found: list[Parameter] = []
     for p in inspect.signature(function, follow_wrapped=False).parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):

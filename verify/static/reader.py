@@ -23,6 +23,7 @@ from verify.static.text import (
 )
 from verify.static.values import Unreadable, read_value
 
+_MOST = 1 << 20  # ranks on one axis, or micro-batches: what is derived for each of them has an end
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -31,10 +32,22 @@ def _tuple_of(kind: type, value: Any) -> bool:
     return isinstance(value, tuple) and all(type(item) is kind for item in value)
 
 
+def _is_pieces(value: Any) -> bool:
+    """Whether these are messages of an exchange: (source, destination, slices there, slices here)."""
+    return isinstance(value, tuple) and all(
+        isinstance(piece, tuple)
+        and len(piece) == 4
+        and _tuple_of(int, piece[:2])
+        and all(isinstance(side, tuple) and all(_tuple_of(int, s) and len(s) == 3 for s in side) for side in piece[2:])
+        for piece in value
+    )
+
+
 # what the runtime takes for each argument of a declaration; other kinds might mean one thing here and another there
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("fqn", "name", "key", "dtype"), lambda value: type(value) is str),
     **dict.fromkeys(("used", "needs_grad"), lambda value: type(value) is bool),
+    **dict.fromkeys(("messages", "backward"), _is_pieces),
     "stage": lambda value: type(value) is int,
     "peers": lambda value: _tuple_of(int, value),
     "reduce": lambda value: _tuple_of(str, value),
@@ -48,9 +61,9 @@ def read_role(file: str, text: str) -> RoleText:
     try:
         tree = ast.parse(text)
         compile(text, file, "exec", dont_inherit=True)  # what only the compiler refuses; nothing of it runs
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = ast.Pass(lineno=getattr(error, "lineno", 0) or 0, col_offset=0)
-        raise Unreadable(place, f"is no Python: {error}") from error
+        raise Unreadable(place, f"is no Python: {error or type(error).__name__}") from error
     source = text.splitlines()
     stages: list[StageText] = []
     values: dict[str, tuple[int, Any]] = {}
@@ -79,8 +92,8 @@ def read_role(file: str, text: str) -> RoleText:
                 line = ast.unparse(node).partition("\n")[0]
                 problems.append(Problem(node.lineno, f"`{line}` is no part of a rank program"))
     missing = {"STAGES", "RANKS", "SCHEDULE"} - set(values)
-    if missing:
-        raise Unreadable(tree, f"has no {', '.join(sorted(missing))}")
+    if missing or not stages:
+        raise Unreadable(tree, f"has no {', '.join(sorted(missing)) or 'stages'}")
     if not _tuple_of(int, values["RANKS"][1]) or type(values["SCHEDULE"][1]) is not str:
         raise Unreadable(tree, f"RANKS is {values['RANKS'][1]!r}, and SCHEDULE {values['SCHEDULE'][1]!r}")
     declared = [v.name for v in values["STAGES"][1]]
@@ -123,7 +136,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
     sizes = (fixed["micro_batches"], *fixed["axes"].values())
     named = all(type(axis) is str for axis in fixed["axes"]) and type(fixed["index"]) is int
-    if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and n >= 1 for n in sizes):
+    if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
         raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
     updates = read_value(found["updates"][0]) if "updates" in found else {}
     if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from verify.static.held import Mistake
 from verify.static.text import RoleText, StageText
 
-_INSTRUCTION = re.compile(r"([FB])(\d+)\.(\d+)$")
+_INSTRUCTION = re.compile(r"([FB])([0-9]{1,9})\.([0-9]{1,9})$")
 Instruction = tuple[str, int, int]  # kind, stage, micro-batch
 
 
@@ -55,7 +55,7 @@ def _read(role: RoleText) -> tuple[list[Instruction], list[Mistake]]:
             continue
         order.append(instruction)
     for stage, micros in counts.items():
-        for micro in range(micros):
+        for micro in range(min(micros, len(order) + 1)):  # so many words leave out one of these, if there are more
             forward, backward = ("F", stage, micro), ("B", stage, micro)
             if forward not in order:
                 message = f"SCHEDULE of {role.file} never runs {_text(forward)}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from op_registry.call import DType
 from op_registry.expression import Expression, by_index, index
@@ -13,6 +16,7 @@ from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from verify.static.text import Mark, Variable
 
 _STATES: dict[str, type] = {"Sharded": Sharded, "Partial": Partial, "Replicated": Replicated, "Invariant": Invariant}
+_SHOWN = 120  # letters of a line that cannot be read
 
 
 class Unreadable(Exception):
@@ -23,11 +27,18 @@ class Unreadable(Exception):
         self.line: int = getattr(node, "lineno", 0)
 
 
+def cannot_be_read(source: Sequence[str], number: int, error: Exception) -> str:
+    """Say that a line is none that the prover knows what to make of: reading it failed with this error."""
+    text = source[number - 1].strip() if 0 < number <= len(source) else ""
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return f"`{shown}` cannot be read: {type(error).__name__}: {str(error)[:_SHOWN]}"
+
+
 def read_value(node: ast.expr) -> Any:
     """The value of an argument. Raises Unreadable for what depends on the rank in any other way than affinely."""
     match node:
         case ast.Constant(value=value):
-            return value
+            return _bounded(node, value)
         case ast.Name(id=name):
             return Mark.STAGE if name == "self" else Variable(name)
         case ast.Attribute():
@@ -68,6 +79,8 @@ def _entry(node: ast.Subscript, table: Any, place: Any) -> Any:
 def _attribute(node: ast.Attribute) -> Any:
     match node:
         case ast.Attribute(value=ast.Name(id="dtypes"), attr=name):
+            if not isinstance(getattr(torch, name, None), torch.dtype):
+                raise Unreadable(node, f"`{ast.unparse(node)}` is no dtype")
             return DType(name)
         case ast.Attribute(value=ast.Name(id="self"), attr="device"):
             return Mark.DEVICE
@@ -92,11 +105,19 @@ def _call(node: ast.Call) -> Any:
             if not _is_state(state):
                 raise Unreadable(node, f"`{ast.unparse(node)}` is no layout")
             return state
-        case ast.Name(id="float") if len(given) == 1 and not named:
-            return float(given[0])
-        case ast.Name(id="complex") if not named:
-            return complex(*given)
+        case ast.Name(id="float" | "complex" as name) if given and not named:
+            try:
+                return float(*given) if name == "float" else complex(*given)
+            except (TypeError, ValueError) as error:
+                raise Unreadable(node, f"`{ast.unparse(node)}`: {error}") from error
     raise Unreadable(node, f"`{ast.unparse(node)}` stands inside of another call")
+
+
+def _bounded(node: ast.expr, value: Any) -> Any:
+    """The value, if it is no whole number of more bits than those that torch calculates with."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise Unreadable(node, "a whole number has more than 64 bits")
+    return value
 
 
 def _is_state(state: Any) -> bool:
@@ -115,6 +136,7 @@ def _of_numbers(node: ast.expr, op: ast.operator, left: Any, right: Any) -> int 
     """A difference or a quotient of two plain numbers."""
     if type(left) in (int, float) and type(right) in (int, float) and (isinstance(op, ast.Sub) or right != 0):
         difference: int | float = left - right if isinstance(op, ast.Sub) else left / right
+        _bounded(node, difference)
         return difference
     raise Unreadable(node, f"`{ast.unparse(node)}` is arithmetic that a rank program does not have")
 
@@ -125,5 +147,5 @@ def _arithmetic(node: ast.expr, function: Any, left: Any, right: Any) -> Any:
     affine = isinstance(left, int | Expression) and isinstance(right, int | Expression)
     both = isinstance(left, Expression) and isinstance(right, Expression)
     if plain or (affine and not (both and function is operator.mul)):
-        return function(left, right)
+        return _bounded(node, function(left, right))
     raise Unreadable(node, f"`{ast.unparse(node)}` is arithmetic that a rank program does not have")

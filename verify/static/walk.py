@@ -21,6 +21,7 @@ from verify.static.operations import Typed, Typer
 from verify.static.random_numbers import draws_numbers
 from verify.static.text import ALIAS, ITEM, Line, Problem, Recomputed, StageText, Statement, Variable
 from verify.static.uniform import NO_DIMS, same_pieces
+from verify.static.values import cannot_be_read
 
 _MANY = 64  # layouts of uniform operands, taken together, that are looked through
 
@@ -98,7 +99,11 @@ class Walk:
                     self.reading.note(statement.line, Mistake("program_unreadable", statement.why))
                     self.scope.update({Variable(name): None for name in statement.targets})
                 case Line():
-                    self._line(statement)
+                    try:
+                        self._line(statement)
+                    except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
+                        why = cannot_be_read(self.reading.stage.source, statement.number, error)
+                        self._wrong(statement, Mistake("program_unreadable", why))
                 case Recomputed():
                     self._recomputed(statement)
 
