@@ -218,12 +218,12 @@ class _Reader:
         *body, last = function.body
         if not isinstance(last, ast.Return) or last.value is None:
             raise Unreadable(last, f"`{function.name}` does not end with a return")
-        value = read_value(last.value)
+        before, value = self.value(last.value, last, Region())
         results = value if isinstance(value, tuple) else (value,)
         alike = isinstance(value, tuple) == isinstance(node.targets[0], ast.Tuple) and len(results) == len(targets)
         if not alike or not all(isinstance(r, Variable) for r in results):
             raise Unreadable(last, f"`{function.name}` returns {len(results)} values for {len(targets)} variables")
-        inside = tuple(self.statements(body, Region()))
+        inside = (*self.statements(body, Region()), *before)
         lines = tuple(s for s in inside if isinstance(s, Line | Problem))
         if len(lines) != len(inside):
             raise Unreadable(function, f"`{function.name}` recomputes inside of a recomputation")

@@ -99,15 +99,15 @@ def check_program(
     if len(roles) < len(sources) or not roles:  # what the others lack may be there: nothing more can be said
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
     outcomes = [read]
-    if manifest is not None:
-        count, wrong = check_manifest(manifest, roles, graph, folder)
-        for mistake in wrong:
-            finder.add(MANIFEST, 0, mistake)
-        outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))
     try:
+        if manifest is not None:
+            count, wrong = check_manifest(manifest, roles, graph, folder)
+            for mistake in wrong:
+                finder.add(MANIFEST, 0, mistake)
+            outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))
         result = _interpret(roles, graph, finder, outcomes)
     except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
-        message = f"the role programs cannot be read: {type(error).__name__}: {error}"
+        message = f"the program cannot be read: {type(error).__name__}: {error}"
         finder.add(roles[0].file, 0, Mistake("program_unreadable", message))
         last = Outcome(_check("program", len(roles), finder), finder.take())
         result = StaticResult((*outcomes, last), (), 0, (), {}, frozenset(), 0.0)

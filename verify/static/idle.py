@@ -46,6 +46,7 @@ _TOTAL = frozenset(
     ).split()
 )
 _OF_MEMORY = frozenset({"memory_format", "layout", "device", "pin_memory"})  # without values nothing shows their effect
+_LARGEST = 1 << 26  # elements that a rank has memory for beside its own tensors
 _MANY = 64  # places in a mesh that are looked at one by one
 Locals = tuple[torch.Tensor, ...]
 
@@ -147,7 +148,10 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
         if _call(operator, line.kwargs, scattered) is None:
             return None
     made = _call(operator, line.kwargs, given)
-    return made if made is not None and all(made.dtype == t.dtype for t in given.values()) else None
+    largest = max((tensor.numel() for tensor in given.values()), default=0)
+    if made is None or made.numel() > max(largest, _LARGEST):
+        return None
+    return made if all(made.dtype == t.dtype for t in given.values()) else None
 
 
 def _may_run(operator: str, line: Line, dims: int) -> bool:

@@ -198,6 +198,15 @@ def test_their_originals_are(name: str, programs: dict[str, Program]) -> None:
     assert check_program(program.sources, program.graph).proved
 
 
+def test_a_recomputed_function_may_return_what_it_computes(programs: dict[str, Program]) -> None:
+    program = programs["recomputed"]
+    lines = r"^( +)linear = (aten\.linear\(.*?\))  #.*\n +return linear,$"
+    for more, right in (("", True), (" * 2.0", False)):
+        changed = {f: re.sub(lines, rf"\1return \2{more},", t, flags=re.MULTILINE) for f, t in program.sources.items()}
+        assert changed != program.sources
+        assert check_program(changed, program.graph).proved == right
+
+
 def test_copies_in_one_order_on_all_stages_are_proved(programs: dict[str, Program]) -> None:
     program = programs["tied"]
     swapped = {f: t.replace("copies=((0, 1), (2, 3))", "copies=((2, 3), (0, 1))") for f, t in program.sources.items()}

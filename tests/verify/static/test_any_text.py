@@ -186,7 +186,13 @@ def test_an_error_elsewhere_is_a_finding_of_the_program(
     monkeypatch.setattr(check, name, fail)
     found = read(dropping, (r"\Z", "\n"))
     assert found[-1].code == "program_unreadable"
-    assert "the role programs cannot be read: RecursionError: too deep" in found[-1].message
+    assert "the program cannot be read: RecursionError: too deep" in found[-1].message
+
+
+@pytest.mark.parametrize("manifest", [{"operator_files": 5}, {"roles": 5}, {"ranks": []}, {"operator_files": {5: 5}}])
+def test_a_manifest_that_makes_no_sense_is_a_finding(manifest: dict[str, Any], dropping: Program) -> None:
+    assert check_program(dropping.sources, dropping.graph, "", dropping.manifest).proved
+    assert not check_program(dropping.sources, dropping.graph, "", {**dropping.manifest, **manifest}).proved
 
 
 def _calls(make: Callable[[], Tensor]) -> dict[tuple[str, str], list[Any]]:

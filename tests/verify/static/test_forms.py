@@ -120,6 +120,7 @@ MISSES = [
     ("an unused line for another device's memory", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.zeros_like(gelu, pin_memory=True)"),
     ("an unused line of another memory format", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.contiguous(gelu, memory_format=2)"),
     ("a copy of a memory format that is none", r"(        )(gelu = .*)", r"\1\2\n\1gelu = aten.clone(gelu, memory_format='a')"),
+    ("an unused line that no memory holds", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.expand(gelu, (1000000000, 4, 6, 14)) * 2.0"),
     ("an unused line in place", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.mul_.Tensor(gelu, 2.0)"),
     ("an unused line that draws", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.rand_like(gelu)"),
     ("an unused line that communicates", r"(        )(gelu = .*)", r"\1\2\n\1unused = comm.all_reduce(gelu, self.tp)"),
