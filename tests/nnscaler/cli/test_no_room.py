@@ -61,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No file grows beyond 3000 bytes, as on a disk that fills up later than it was tried."""
     monkeypatch.setattr(files, "PROBE", 1000)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep half a file of it
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     yield
@@ -132,6 +133,7 @@ def test_the_old_program_stays_where_the_new_one_has_no_room(
     old = {path.name: path.read_bytes() for path in Path("program").iterdir()}
     assert set(old) == {"role_0.py", "manifest.json", "plan.json", "graph.txt", "state.pt", "inputs.pt"}
     monkeypatch.setattr(files, "PROBE", 1000)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep half a file of it
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     try:
@@ -233,6 +235,7 @@ def test_a_disk_that_fills_up_during_a_run_is_no_verdict(backend: str, here: Pat
 # the limit is set after the parent has written its own files, and is inherited by what it starts
 _LIMITED = """
 import resource, sys
+sys.dont_write_bytecode = True  # half a file of it would be kept
 from nnscaler import files
 from nnscaler.cli.main import main
 import verify.plan_run
