@@ -72,7 +72,7 @@ class AxisShard:
 
     @property
     def contiguous(self) -> bool:
-        """Whether each shard is one block."""
+        """Return whether each shard is one block."""
         return self.parts == 1 or (self.outer == 1 and not self.sections)
 
 

@@ -94,7 +94,7 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
 
 
 def _stored(request: PlanRequest, prepared: Prepared) -> Stored | None:
-    """What lies in the program's folder to start from; None where the model has no data."""
+    """Return what lies in the program's folder to start from; None where the model has no data."""
     program = prepared.program
     state = program.state()
     if state is None:

@@ -164,7 +164,7 @@ def describe_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two names hold the same; one file has a tied tensor once, so that mostly nothing is read."""
+    """Return whether two names hold the same; one file has a tied tensor once, so that mostly nothing is read."""
     places = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (a, b)]
     return places[0] == places[1] or same_bits(a, b)
 

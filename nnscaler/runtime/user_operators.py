@@ -119,8 +119,10 @@ def locate(file: str, beside: Path) -> Path | None:
 
 
 def _record(file: str, beside: Path) -> dict[str, Any]:
-    """What the program's manifest has of the file; nothing where there is no manifest. Raises ProgramError where it
-    leaves the file out: then nobody knows whether it was changed."""
+    """Return what the program's manifest has of the file; nothing where there is no manifest.
+
+    Raises ProgramError where it leaves the file out: then nobody knows whether it was changed.
+    """
     try:
         manifest = json.loads((beside / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from op_registry.call import AxisShard, Call
 from op_registry.errors import AnnotationError
 from op_registry.spec import Refusal
 
@@ -25,10 +24,9 @@ from verify.op_checks.enumerate import Base, Target
 from verify.op_checks.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.op_checks.options import DRAWS, Kind
 from verify.op_checks.outcome import Outcome
-from verify.op_checks.partition import AXES
 from verify.op_checks.proofs import Strength, prove_base
 from verify.op_checks.runner import CaseResult, WholeRaised
-from verify.op_proofs.hook_forms import left_alone
+from verify.op_proofs.hook_forms import composes, left_alone
 from verify.verdict import Verdict
 
 KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
@@ -236,38 +234,6 @@ def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evid
     weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))
     if small.runner.spec.random:
         return found[claim]
-    if not _axis_by_axis(small, first, second):
+    if not composes(small.signature, first, second):
         return replace(found[claim], blocker="its call is rewritten for both axes at once")
     return replace(found[claim], verdict=weakest.verdict, blocker=weakest.blocker)
-
-
-def _axis_by_axis(small: Representative, first: str, second: str) -> bool:
-    """Whether the operator's hook, if it has one, has nothing to do with one of the splits."""
-    if small.runner.spec.localize is None:
-        return True
-    try:
-        call = _content(small.signature.call)
-        if first == second:  # shards of two axes are those of one that has as many parts
-            return _rewritten(small, first, first) == _rewritten(small, first, parts=4)
-        for one, other in ((first, second), (second, first)):
-            if _rewritten(small, one) == call and _rewritten(small, other, one) == _rewritten(small, other):
-                return True
-    except Refusal:
-        return False
-    return False
-
-
-def _rewritten(small: Representative, *names: str, parts: int = 2) -> tuple[str, object, object]:
-    """What the hook makes of the call where one axis after the other splits these identifiers."""
-    spec, bound = small.runner.spec, small.signature.bound
-    assert bound is not None and spec.localize is not None
-    shards: dict[str, tuple[AxisShard, ...]] = {}
-    for axis, name in zip(AXES, names, strict=False):
-        for member in bound.tied.get(name, (name,)):
-            before = shards.get(member, ())
-            shards[member] = (*before, AxisShard(axis, parts, parts ** len(before)))
-    return _content(spec.localize(small.signature.call, shards))
-
-
-def _content(call: Call) -> tuple[str, object, object]:
-    return call.operator, call.args, dict(call.kwargs)

@@ -115,11 +115,10 @@ def exercised_by(case: Case, signature: Signature) -> Claimed | None:
     if len(case.choices) != 1 or case.inputs.dtype != "float64" or bound is None:
         return None
     choice = case.choices[0]
-    if isinstance(choice, Split):
-        return Claimed(kind_of(signature), choice.identifier, form_of(case), bound.text)
-    if isinstance(choice, RunPartial):
-        return Claimed(kind_of(signature), choice.slots, "partial", bound.text)
-    return None
+    if not isinstance(choice, Split | RunPartial):
+        return None
+    target: Target = choice.identifier if isinstance(choice, Split) else choice.slots
+    return Claimed(kind_of(signature), target, form_of(case), bound.text)
 
 
 def form_of(case: Case) -> Form:

@@ -46,7 +46,7 @@ class Whole:
 
     @property
     def comparable(self) -> bool:
-        """Whether the gradients are finite, and the outputs too but for infinities among other numbers."""
+        """Return whether the gradients are finite, and the outputs too but for infinities among other numbers."""
         if self.finite:
             return True
         held = [t for t in self.outputs if t is not None and not is_finite(t)]

@@ -1,4 +1,4 @@
-"""What a `localize` hook makes of a call beyond the equal contiguous blocks that a proof follows.
+"""Ask a `localize` hook what it makes of a call beyond the equal contiguous blocks that a proof follows.
 
 A proof knows the call of such a block: the model's, or one in which sizes follow the shard. It is a proof of every
 split only where the hook makes that same call of the others: of strided blocks, of sections, of unequal shards, of
@@ -53,7 +53,7 @@ def asked_otherwise(signature: Signature, identifier: str, followed: Call | None
             if made is not None and not _same(made, _expected(asked, whole, form)):
                 raise NoProof(f"its call is rewritten otherwise for other shards ({_said(asked, form)})")
         for form in _beside(asked, identifier, others) if number in PAIRED else ():
-            if not _axis_by_axis(asked, whole, form):
+            if _axis_by_axis(asked, whole, form) is False:
                 raise NoProof(f"its call is not rewritten axis by axis ({_said(asked, form)})")
 
 
@@ -67,6 +67,23 @@ def left_alone(signature: Signature, identifier: str) -> bool:
     except NoProof:
         return False
     return bool(made) and all(found is not None and _same(found, wanted) for found, wanted in made)
+
+
+def composes(signature: Signature, first: str, second: str) -> bool:
+    """Return whether the hook makes of two splits at once what each makes by itself: False too where it refuses one.
+
+    The same identifier twice is split as by one axis that has as many parts.
+    """
+    if signature.spec is None or signature.spec.localize is None:
+        return True
+    try:
+        if first != second:
+            return _axis_by_axis(signature, signature.call, ((Split(first), Split(second)), (2, 2))) is True
+        nested = _made(signature, ((Split(first), Split(first, 2)), (2, 2)))
+        flat = _made(signature, ((Split(first),), (4,)))
+    except NoProof:
+        return False
+    return nested is not None and flat is not None and _same(nested, flat)
 
 
 def _same(made: list[dict[Any, Any]], wanted: list[dict[Any, Any]]) -> bool:
@@ -176,7 +193,7 @@ def _axes(parts: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def _made(signature: Signature, form: Form) -> Made:
-    """What the hook makes of the call on every rank; None where it refuses. Raises NoProof where it raises."""
+    """Return what the hook makes of the call on every rank; None where it refuses. Raises NoProof where it raises."""
     choices, parts = form
     assert signature.spec is not None and signature.spec.localize is not None
     try:
@@ -191,7 +208,7 @@ def _made(signature: Signature, form: Form) -> Made:
 
 
 def _expected(signature: Signature, whole: Call, form: Form) -> list[dict[Any, Any]]:
-    """What a proof of the whole's call says of the same ranks."""
+    """Return what a proof of the whole's call says of the same ranks."""
     choices, parts = form
     assert signature.bound is not None
     name = choices[0].identifier
@@ -223,13 +240,13 @@ def _at(call: Call, place: Mapping[str, int]) -> dict[Any, Any]:
     return found
 
 
-def _axis_by_axis(signature: Signature, whole: Call, form: Form) -> bool:
-    """Whether the call of two splits is what each of them by itself makes of the model's, or of `whole`, which says the
-    same as the hook does."""
+def _axis_by_axis(signature: Signature, whole: Call, form: Form) -> bool | None:
+    """Return whether the call of two splits is what each of them by itself makes of the model's, or of `whole`, which
+    says the same as the hook does; None where the hook refuses both at once."""
     (one, other), parts = form
     both = _made(signature, form)
     if both is None:
-        return True
+        return None
     first, second = _made(signature, ((one,), parts[:1])), _made(signature, ((other,), parts[1:]))
     if first is None or second is None:
         return False  # together they are not refused
@@ -242,7 +259,7 @@ def _axis_by_axis(signature: Signature, whole: Call, form: Form) -> bool:
 
 
 def _composed(base: dict[Any, Any], one: dict[Any, Any], other: dict[Any, Any], both: dict[Any, Any]) -> bool:
-    """Whether both splits together change what each of them changes, and a number that both do by what each does."""
+    """Return whether both splits together change what each changes, and a number that both change by both factors."""
     if one == base or other == base:
         return both == (other if one == base else one)
     if not one.keys() == other.keys() == both.keys():

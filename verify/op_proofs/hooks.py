@@ -109,7 +109,7 @@ def whole_call(spec: OperatorSpec, concrete: ConcreteCall, signature: Signature,
 
 
 def content(call: Call) -> tuple[Any, ...]:
-    """What of a call a hook may change."""
+    """Return what of a call a hook may change."""
     return call.operator, call.args, dict(call.kwargs)
 
 

@@ -26,6 +26,7 @@ from verify.static.text import ExchangeText, Piece, StageText
 from verify.static.uniform import NO_DIMS, Dims
 
 Indices = npt.NDArray[np.int64]
+Owned = Mapping[int, Sequence[Indices]]  # rank -> per dim of the tensor the logical indices of its shard
 _LARGEST = 1 << 26  # elements of a local tensor whose pieces are checked one by one
 
 
@@ -115,46 +116,37 @@ def _carries(
     shape: Sequence[int],
     uniform: Dims,
 ) -> bool:
-    """Whether every target rank gets each element of its shard exactly once, from where the source has it.
+    """Return whether every target rank gets each element of its shard exactly once, from where the source has it.
 
     Micro-batches that are cut evenly lie alike: the first one shows what holds for all.
     """
     uneven = is_uneven((source_layout[-1], target_layout[-1]))
     return all(
-        _carries_batch(pieces, source, source_layout, target, target_layout, shape, uniform, micro)
+        _is_complete(
+            pieces,
+            _owned(source, source_layout, shape, uniform, micro),
+            _owned(target, target_layout, shape, uniform, micro),
+        )
         for micro in range(target.micro_batches if uneven else 1)
     )
 
 
-def _carries_batch(
-    pieces: Sequence[Piece],
-    source: StageText,
-    source_layout: Layout,
-    target: StageText,
-    target_layout: Layout,
-    shape: Sequence[int],
-    uniform: Dims,
-    micro: int,
-) -> bool:
-    there = _owned(source, source_layout, shape, uniform, micro)
-    here = _owned(target, target_layout, shape, uniform, micro)
+def _is_complete(pieces: Sequence[Piece], there: Owned, here: Owned) -> bool:
+    """Return whether every rank `here` gets each of its elements exactly once, from a rank that has it `there`."""
     got: Mapping[int, list[Piece]] = {rank: [p for p in pieces if p[1] == rank] for rank in here}
     if len(pieces) != sum(map(len, got.values())) or any(p[0] not in there for p in pieces):
         return False
     for rank, indices in here.items():
         if prod(len(i) for i in indices) > _LARGEST:
             return False
-        seen = np.zeros([len(i) for i in indices], dtype=np.int8)
+        seen = np.zeros([len(i) for i in indices], dtype=np.int8)  # [elements of the shard]: how often each arrives
         for origin, _, from_slices, to_slices in got[rank]:
-            if len(from_slices) != len(shape) or len(to_slices) != len(shape):
+            if len(from_slices) != len(indices) or len(to_slices) != len(indices):
                 return False
-            for dim in range(len(shape)):
-                if not _inside(from_slices[dim], len(there[origin][dim])) or not _inside(
-                    to_slices[dim], len(indices[dim])
-                ):
+            for own, wanted, cut, put in zip(there[origin], indices, from_slices, to_slices, strict=True):
+                if not _inside(cut, len(own)) or not _inside(put, len(wanted)):
                     return False
-                a = there[origin][dim][slice(*from_slices[dim])]
-                if not np.array_equal(a, indices[dim][slice(*to_slices[dim])]):
+                if not np.array_equal(own[slice(*cut)], wanted[slice(*put)]):
                     return False
             seen[tuple(slice(*s) for s in to_slices)] += 1
         if not (seen == 1).all():
@@ -168,10 +160,8 @@ def _inside(piece: tuple[int, int, int], size: int) -> bool:
     return whole and 0 <= piece[0] < piece[1] <= size and piece[2] >= 1
 
 
-def _owned(
-    stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims, micro: int
-) -> dict[int, list[Indices]]:
-    """rank -> per dim the logical indices of its shard, of one micro-batch. All those of a uniform dim are 0."""
+def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims, micro: int) -> Owned:
+    """Return what each rank of a stage holds in one micro-batch. All indices of a uniform dim are 0."""
     axes = axes_of(stage.axes, stage.micro_batches)
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):

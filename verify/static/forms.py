@@ -282,7 +282,7 @@ def _counted_dims(operator: str, dims: int) -> int:
 
 
 def has_dims(operator: str, arguments: Mapping[str, Any], dims: int) -> bool:
-    """Whether the first tensor, which has so many dims, has those that the arguments name, and each once."""
+    """Return whether the first tensor, which has so many dims, has those that the arguments name, and each once."""
     for name in dim_arguments(operator) & set(arguments):
         given = wrapped(operator, arguments, dims)[name]
         numbers = given if isinstance(given, list | tuple) else [] if given is None else [given]

@@ -155,7 +155,7 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
 
 
 def _may_run(operator: str, line: Line, dims: int) -> bool:
-    """Whether kernels refuse no argument that tensors without values take. `dims`: of the first operand."""
+    """Return whether kernels refuse no argument that tensors without values take. `dims`: of the first operand."""
     return not _OF_MEMORY.intersection(line.kwargs) and has_dims(operator, line.kwargs, dims)
 
 

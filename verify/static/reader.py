@@ -33,7 +33,7 @@ def _tuple_of(kind: type, value: Any) -> bool:
 
 
 def _is_pieces(value: Any) -> bool:
-    """Whether these are messages of an exchange: (source, destination, slices there, slices here)."""
+    """Return whether these are messages of an exchange: (source, destination, slices there, slices here)."""
     return isinstance(value, tuple) and all(
         isinstance(piece, tuple)
         and len(piece) == 4

@@ -137,7 +137,7 @@ def _lengths(state: Sharded) -> tuple[int, ...]:
     return tuple(size * state.outer for size in state.sizes)
 
 
-def same_pieces(layout: Layout, uniform: Dims, sizes: Sequence[int]) -> Iterator[Layout]:
+def equal_layouts(layout: Layout, uniform: Dims, sizes: Sequence[int]) -> Iterator[Layout]:
     """Yield the layouts in which every rank holds the same piece as in this one, which is the first: with equal cuts of
     uniform dims over other axes, into as many parts. `sizes`: of the axes. A line that makes zeros of a shard's shape
     does not say which axis cut them."""
@@ -146,7 +146,7 @@ def same_pieces(layout: Layout, uniform: Dims, sizes: Sequence[int]) -> Iterator
         return
     dim = min(uniform)
     for other in _cut_otherwise(layout, dim, sizes):
-        yield from same_pieces(other, uniform - {dim}, sizes)
+        yield from equal_layouts(other, uniform - {dim}, sizes)
 
 
 def _cut_otherwise(layout: Layout, dim: int, sizes: Sequence[int]) -> Iterator[Layout]:

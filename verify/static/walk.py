@@ -20,7 +20,7 @@ from verify.static.idle import Locals, Move, as_before, idle_result, moves
 from verify.static.operations import Typed, Typer
 from verify.static.random_numbers import draws_numbers
 from verify.static.text import ALIAS, ITEM, Line, Problem, Recomputed, StageText, Statement, Variable
-from verify.static.uniform import NO_DIMS, same_pieces
+from verify.static.uniform import NO_DIMS, equal_layouts
 from verify.static.values import cannot_be_read
 
 _MANY = 64  # layouts of uniform operands, taken together, that are looked through
@@ -220,7 +220,7 @@ class Walk:
 
     def _layouts(self, held: Held) -> Iterator[Layout]:
         uniform = self.typer.uniform.get(held.tensor, NO_DIMS)
-        return same_pieces(held.layout, uniform, self.reading.axes.sizes)
+        return equal_layouts(held.layout, uniform, self.reading.axes.sizes)
 
     def _computed(self, line: Line, held: dict[Variable, Held]) -> None:
         """A conversion, or an operation of the model. Raises Mistake."""

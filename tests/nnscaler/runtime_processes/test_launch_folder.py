@@ -1,4 +1,4 @@
-"""What the launcher starts from: the tensors of a program's folder, and those of a checkpoint in their places."""
+"""Start the launcher from the tensors of a program's folder, and those of a checkpoint in their places."""
 
 from __future__ import annotations
 

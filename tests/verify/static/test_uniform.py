@@ -21,7 +21,7 @@ from nnscaler.runtime.shards import shard
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep
 from verify.static import StaticResult, check_program
-from verify.static.uniform import Dims, same_pieces, uniform_dims
+from verify.static.uniform import Dims, equal_layouts, uniform_dims
 
 
 class Attention(nn.Module):
@@ -197,7 +197,7 @@ def test_layouts_of_the_same_pieces(sizes: tuple[int, ...], uniform: Dims) -> No
     for layout in product(states, repeat=len(sizes)):
         if explain_illegal(layout, sizes, shape):
             continue
-        first, *others = same_pieces(layout, uniform, sizes)
+        first, *others = equal_layouts(layout, uniform, sizes)
         assert first == layout and len({first, *others}) == 1 + len(others)
         found += len(others)
         for other in others:
