@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.autocast import AutocastUnknown
+from nnscaler.runtime.autograd_engine import start_autograd
 from nnscaler.tracing.as_eager import as_eager
 from nnscaler.tracing.attributes import attributes_kept
 from nnscaler.tracing.autograd_functions import OpaqueFunction, opaque_autograd_functions
@@ -149,6 +150,7 @@ def _export(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     every other process. The cause is not known; what torch keeps between exports is dropped before the second try,
     and an error that comes again is raised.
     """
+    start_autograd()
     try:
         return torch.export.export(module, tensors, strict=False)
     except RuntimeError as error:

@@ -23,6 +23,7 @@ from op_registry.bind_call import size_arguments
 from op_registry.call import Call, DType, TensorArgument
 
 from nnscaler.ir.signature import Signature
+from nnscaler.runtime.autograd_engine import start_autograd
 from verify.op_proofs.asked import Guards
 from verify.op_proofs.hooks import resolved
 from verify.op_proofs.sizes import Size, size_of
@@ -40,6 +41,7 @@ class World:
     """The symbols of one trace, and the mode under which tensors of their sizes are made."""
 
     def __init__(self) -> None:
+        start_autograd()
         self.shape_env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
         self.shape_env.guards = self.guards = Guards()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)

@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
+import torch
+
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.autograd_engine import start_autograd
 from nnscaler.runtime.fair_clock import FairClock
 from nnscaler.runtime.rank_process import die_with_parent, leave_stopping_to_parent
 
@@ -35,6 +38,7 @@ Task = Callable[[Note], Result]
 
 _NOTE_BYTES = 4096
 LASTING = "NNSCALER_LASTING_FOLDER"  # a variable of children: the temporary folder for what outlives them
+_PATIENCE = 60.0  # seconds for a task that does nothing
 _TICK = 0.25  # seconds between two looks at what runs
 
 
@@ -96,9 +100,11 @@ def why_not_fork() -> str | None:
         return "this system has no fork"
     if sys.platform == "darwin":
         return "macOS libraries do not survive a fork"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return "CUDA is initialised, and does not survive a fork"
+    (event,) = run_forked([lambda note: None], 1, _PATIENCE)
+    if not isinstance(event, Done):
+        return "torch's autograd has started threads in this process, and does not survive a fork"
     return None
 
 
@@ -282,13 +288,8 @@ def _settle(inherited: Sequence[Connection], trace: int, parent: int, folder: st
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # what the operator prints, in whatever language, is no result
     sys.stdout = sys.stderr
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
-        # The first use of autograd after a fork destroys torch's engine and makes it anew, without a lock
-        # (PythonEngine::get_python_engine): ranks, which are threads, that come there at once corrupt the heap.
-        with torch.enable_grad():
-            torch.ones((), requires_grad=True).exp()
+    torch.set_num_threads(1)
+    start_autograd()
 
 
 def _serve(tasks: Sequence[Task[Result]], connection: Connection, memory: mmap.mmap) -> None:

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
+from verify.op_run import pool
 from verify.op_run.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
+from verify.operators import verify_op
 
 pytestmark = pytest.mark.skipif(why_not_fork() is not None, reason="no fork")
 
@@ -193,6 +195,30 @@ def test_in_this_process() -> None:
     events = list(run_here([works, raises]))
     assert isinstance(events[0], Done) and isinstance(events[1], Raised)
     assert isinstance(events[1].error, ValueError)
+
+
+def test_autograd_that_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+    monkeypatch.setattr(pool, "start_autograd", start)
+    assert "autograd" in (why_not_fork() or "")
+    report = verify_op("aten.relu.default")
+    assert report.verdict.passes and any("unprotected" in note and "autograd" in note for note in report.notes)
+
+
+def test_autograd_survives_a_fork_after_a_trace() -> None:
+    """A build for GPUs counts one as soon as tensors are faked: the engine has to be there before."""
+    script = (
+        "import torch, nnscaler\n"
+        "from verify.op_run.pool import why_not_fork\n"
+        "nnscaler.parallelize(torch.nn.Linear(4, 4), {'input': torch.ones(4, 4)}, ranks=2, plan='dp=2',"
+        " loss_fn=lambda output, batch: output.sum())\n"
+        "torch.ones(3, requires_grad=True).sum().backward()\n"
+        "print(why_not_fork())"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "None"
 
 
 def test_why_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nnscaler.runtime.autograd_engine import start_autograd
 from verify.op_checks.concrete import dtype_name, outputs_of, plain_of
 from verify.op_proofs.bounded.errors import Unsupported
 
@@ -87,6 +88,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
 
     Raises Unsupported where the trace would not be the whole story, and whatever the function raises.
     """
+    start_autograd()
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [blank.make() for blank in blanks]
         args, kwargs = prepare(inputs)

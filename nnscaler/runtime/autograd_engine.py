@@ -1,0 +1,19 @@
+"""Start torch's autograd engine while this is safe: before tensors are faked, and right after a fork."""
+
+from __future__ import annotations
+
+import torch
+
+
+def start_autograd() -> None:
+    """Run one backward pass, with which torch starts its engine in this process.
+
+    The engine counts the devices when it is first used, and starts a thread for each: a process with such threads has
+    no autograd after a fork. From the first FakeTensorMode on, a build of torch for GPUs counts one where there is
+    none, so that the engine has to be there before. After a fork it is destroyed and made anew at its first use,
+    without a lock (PythonEngine::get_python_engine): threads that come there at once corrupt the heap.
+
+    Raises RuntimeError where autograd does not survive the fork that this process comes from.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).exp().backward()
