@@ -114,14 +114,15 @@ class Enumerator:
         self.seed = runner.options.seed
         self.half_line = False  # whether only positive inputs show anything
 
-    def draws(self, sizes: tuple[tuple[str, int], ...], count: int = DRAWS) -> list[Inputs]:
-        """Up to `count` inputs of these sizes on which the whole operator shows something."""
+    def draws(self, sizes: tuple[tuple[str, int], ...], count: int = DRAWS, again: int = 0) -> list[Inputs]:
+        """Return up to `count` inputs of these sizes on which the whole operator shows something; others for each
+        number of `again`."""
         found: list[Inputs] = []
         beyond: list[Inputs] = []  # with infinities, as of a mask
         zeros: list[Inputs] = []
         candidates = [*enumerate(self.guards.values), *enumerate(FALLBACKS, 10), *enumerate(FALLBACKS, 20)]
         for number, kind in candidates:
-            inputs = replace(self.base.inputs, sizes=sizes, kind=kind, seed=self.seed * 1000 + number)
+            inputs = replace(self.base.inputs, sizes=sizes, kind=kind, seed=self.seed * 1000 + 100 * again + number)
             if kind == "given" and (self.drawn or any(i.kind == "given" for i in found)):
                 continue
             prepared = self.prepared(inputs)
@@ -175,6 +176,12 @@ class Enumerator:
             yield from self.small(target)
         if self.guards.dtypes and draws:
             yield from self.low(target, draws)
+
+    def more(self, target: Target, again: int) -> Iterator[Case]:
+        """Yield the same partitions on other inputs, where those of `singles` let a wrong result look right."""
+        for inputs in self.draws(self.sizes_for([target]), again=again):
+            if inputs.kind != "given":
+                yield from self.forms(target, inputs)
 
     def forms(self, target: Target, inputs: Inputs) -> Iterator[Case]:
         """Every way of splitting these inputs in a few numbers of shards."""
