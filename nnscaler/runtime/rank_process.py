@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nnscaler.runtime.communicator import ProgramError
-from nnscaler.runtime.distributed import torch_communicator
+from nnscaler.runtime.communicator_factory import torch_communicator
 from nnscaler.runtime.job import JobDirectory
 from nnscaler.runtime.loader import load_user_module
 from nnscaler.runtime.process_group import join

@@ -23,7 +23,6 @@ KNOWN_CIRCLES = [
     # The gate and `reproduce` turn what they know into words of a command line, which the command parses again. They
     # need a record of what is to be verified instead.
     frozenset(f"nnscaler.cli.{name}" for name in "gate gate_work main plan_replay reproduce verify_plan".split()),
-    frozenset(f"nnscaler.runtime.{name}" for name in ("distributed", "gloo_communicator", "nccl_communicator")),
     frozenset({"verify.op_checks.partition", "verify.op_checks.random_calls"}),
     # Advice calls the oracle, which calls advice.
     frozenset(
@@ -45,7 +44,6 @@ LATE = {
     ("nnscaler.cli", "op_registry"): "the same",
     ("nnscaler.pytest_plugin", "nnscaler.cli"): "it is loaded in every test run of everybody who installed nnscaler",
     ("nnscaler.planning.auto", "nnscaler.planning"): "plans that are named need neither planner nor HiGHS",
-    ("nnscaler.runtime.distributed", "nnscaler.runtime"): "a circle",
     ("nnscaler.targets", "nnscaler.runtime"): "a file that is there is found without torch",
     ("op_registry.register", "op_registry.torch_operators"): "annotations are read without torch",
     ("op_registry.registry", "op_registry.builtin"): "the front door of the registry is open before its operators are",
