@@ -23,7 +23,6 @@ KNOWN_CIRCLES = [
     # The gate and `reproduce` turn what they know into words of a command line, which the command parses again. They
     # need a record of what is to be verified instead.
     frozenset(f"nnscaler.cli.{name}" for name in "gate gate_work main plan_replay reproduce verify_plan".split()),
-    frozenset({"verify.op_checks.partition", "verify.op_checks.random_calls"}),
     # Advice calls the oracle, which calls advice.
     frozenset(
         {
@@ -49,7 +48,6 @@ LATE = {
     ("op_registry.registry", "op_registry.builtin"): "the front door of the registry is open before its operators are",
     ("verify", "verify.operators"): "the names of the front door are imported on first use",
     ("verify", "verify.plans"): "the same",
-    ("verify.op_checks.random_calls", "verify.op_checks.partition"): "a circle",
     ("verify.op_checks.user_code", "nnscaler.runtime"): "targets are read without torch",
     ("verify.op_run.one", "verify.op_advice"): "a circle",
     ("verify.operators", "verify.op_run"): "a circle",
