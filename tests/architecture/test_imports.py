@@ -26,8 +26,8 @@ KNOWN_CIRCLES = [
     # Advice calls the oracle, which calls advice.
     frozenset(
         {
-            *(f"verify.op_advice.{name}" for name in ("infer", "tested", "widen")),
-            *(f"verify.op_checks.{name}" for name in ("contradiction", "derived", "verification")),
+            *(f"verify.op_advice.{name}" for name in ("contradiction", "derived", "infer", "tested", "widen")),
+            "verify.op_checks.verification",
             "verify.op_run.many",
             "verify.op_run.one",
             "verify.operators",

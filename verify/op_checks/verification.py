@@ -12,13 +12,13 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.placement import RunPartial, Split
 from verify.finding import Finding
+from verify.op_advice.derived import derived_linear, wider
 from verify.op_advice.widen import repair
 from verify.op_checks.audit import audit
 from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
 from verify.op_checks.claims import Claimed, claims_of, kind_of, untested
 from verify.op_checks.derivative import check_derivative
-from verify.op_checks.derived import derived_linear, wider
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
 from verify.op_checks.findings import not_tested, refuted_by_proof, survived, unusable, wrong_linear, wrong_split
 from verify.op_checks.opcheck import opcheck

@@ -10,8 +10,8 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from verify.environment import environment
 from verify.finding import Finding
+from verify.op_advice.contradiction import contradiction
 from verify.op_checks.cases import Case
-from verify.op_checks.contradiction import contradiction
 from verify.op_checks.options import OpOptions
 from verify.op_checks.user_code import is_users
 from verify.op_run.job import Job, shown
