@@ -23,16 +23,6 @@ KNOWN_CIRCLES = [
     # The gate and `reproduce` turn what they know into words of a command line, which the command parses again. They
     # need a record of what is to be verified instead.
     frozenset(f"nnscaler.cli.{name}" for name in "gate gate_work main plan_replay reproduce verify_plan".split()),
-    # Advice calls the oracle, which calls advice.
-    frozenset(
-        {
-            *(f"verify.op_advice.{name}" for name in ("contradiction", "derived", "infer", "tested", "widen")),
-            "verify.op_checks.verification",
-            "verify.op_run.many",
-            "verify.op_run.one",
-            "verify.operators",
-        }
-    ),
 ]
 # `nnscaler` tells type checkers its public names, which it imports on first use; its version is read below it.
 FRONT_DOOR = frozenset({"nnscaler", "nnscaler.codegen.generate", "nnscaler.compile"})
@@ -49,8 +39,6 @@ LATE = {
     ("verify", "verify.operators"): "the names of the front door are imported on first use",
     ("verify", "verify.plans"): "the same",
     ("verify.op_checks.user_code", "nnscaler.runtime"): "targets are read without torch",
-    ("verify.op_run.one", "verify.op_advice"): "a circle",
-    ("verify.operators", "verify.op_run"): "a circle",
     ("verify.program_directory", "nnscaler.runtime"): "a manifest is read without torch",
 }
 

@@ -161,7 +161,7 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
     if any(isinstance(c, RunPartial) for c in failed.case.choices):
         return wrong_linear(spec, failed)
     if all(isinstance(c, Split) for c in failed.case.choices):
-        return wrong_split(spec, failed, None)
+        return wrong_split(spec, failed)
     message = f"`{spec.name}`, run whole on every rank, does not give every rank what the whole gives"
     cause = "its backward is not linear in the gradient that it is given, or copies of it do not agree"
     facts = {"shapes": ", ".join(str(t.shape) for t in failed.signature.call.tensors())}
