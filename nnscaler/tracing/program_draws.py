@@ -213,11 +213,11 @@ def _place(operation: Operation) -> tuple[str, int] | None:
 
 
 def _user_places() -> tuple[tuple[str, int], ...]:
-    """The frames outside of torch and of nnscaler, the innermost first."""
+    """The frames outside of torch, of nnscaler and of this module, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in ("torch", "nnscaler", "contextlib"):
+        if module != __name__ and module.split(".")[0] not in ("torch", "nnscaler", "contextlib"):
             found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
