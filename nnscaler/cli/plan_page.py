@@ -7,7 +7,7 @@ from typing import Any
 
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
-from nnscaler.communication.replay import Replay
+from nnscaler.performance.replay import Replay
 from nnscaler.planning.cluster.units import show_bytes, show_seconds
 from nnscaler.planning.planner.plan import Found
 from nnscaler.scheduling.timeline_rows import timeline_rows

@@ -112,8 +112,8 @@ def _error(what: str, found: Calibration, better: str) -> str:
 def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None, folder: Path) -> Profile:
     import torch
 
-    from nnscaler.cli.profile_steps import Steps, time_steps, with_overheads
     from nnscaler.ir.signature import signatures
+    from nnscaler.performance.time_steps import Steps, time_steps, with_overheads
     from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.cost.measure import measure
 
@@ -152,7 +152,7 @@ def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | N
 
 
 def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
-    from nnscaler.tracing.time_call import time_call
+    from nnscaler.performance.time_call import time_call
 
     try:
         return time_call(call.call, call.needs_grad, device)

@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Protocol
 
 from nnscaler.communication.communicated import Compute
-from nnscaler.communication.replay import Programmed, programmed
 from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
+from nnscaler.performance.replay import Programmed, programmed
 from nnscaler.planning.cluster.found import available_cores, found_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.measure import crowded
