@@ -198,7 +198,8 @@ class _Named(Now):
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Tensor:
     """A tensor of the result's shape: for an operator in place its argument, else the result of another call."""
     name = str(func)
-    return args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
+    shaped: Tensor = args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
+    return shaped
 
 
 def _keep(name: str, numbers: tuple[Any, ...]) -> float | None:
