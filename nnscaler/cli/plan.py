@@ -132,8 +132,8 @@ def _write(
     options: argparse.Namespace,
 ) -> None:
     """The files that are asked for. Raises NnscalerError("cannot_write")."""
-    from nnscaler.cli.plan_page import plan_page
     from nnscaler.files import write_text
+    from verify.report_formats.html.plan_page import plan_page
 
     console: Console = options.console
     texts: list[tuple[Path | None, str]] = [(options.out, found.plan.to_json())]
