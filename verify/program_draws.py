@@ -124,7 +124,7 @@ class ProgramDraws(FixedDraws):
     """
 
     def __init__(self, draws: Sequence[Draw | None] | None = None, seed: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Called] = []
         self._draws, self._seed, self._step = draws, seed, 0
         self._position = 0
