@@ -1,7 +1,6 @@
 """Makes a profile of this machine: which shards and collectives to time, and what follows from the times.
 
-The timing itself is handed in, since nothing on this floor runs programs: `nnscaler.performance.time_call` and
-`nnscaler.runtime.collective_times` are what the command line hands in.
+The timing itself is handed in, since nothing on this floor runs programs: see `nnscaler.performance.measure_model`.
 """
 
 from __future__ import annotations
