@@ -18,7 +18,7 @@ from verify.op_advice.widen import repair, widen
 from verify.op_checks.findings import wrong
 from verify.op_checks.options import OpOptions
 from verify.op_checks.runner import CaseResult, Runner
-from verify.op_checks.verification import Reproduce, Verification, verify_record
+from verify.op_oracle import Reproduce, Verification, verify_record
 from verify.report import Report
 
 

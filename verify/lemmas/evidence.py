@@ -26,9 +26,9 @@ from verify.op_checks.findings import refuted_by_proof, wrong_linear, wrong_spli
 from verify.op_checks.options import DRAWS, Kind
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.partition import AXES
-from verify.op_checks.proofs import prove_base
 from verify.op_checks.runner import CaseResult, WholeRaised
 from verify.op_checks.strength import Strength
+from verify.op_proofs.cheapest_first import prove_base
 from verify.op_proofs.hook_forms import left_alone
 from verify.verdict import Verdict
 

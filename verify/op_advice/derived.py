@@ -15,7 +15,7 @@ from verify.op_checks.check import as_check, check_target
 from verify.op_checks.enumerate import Base, Enumerator, Unusable, bases
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.runner import Runner, WholeRaised
-from verify.op_checks.verification import Verification
+from verify.op_oracle import Verification
 from verify.report import Check
 
 

@@ -19,7 +19,7 @@ from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.runner import Runner
 from verify.op_checks.target import annotated
-from verify.op_checks.verification import verify_record
+from verify.op_oracle import verify_record
 from verify.report import Report
 from verify.verdict import Verdict
 

@@ -28,11 +28,11 @@ from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.probed import Probed
-from verify.op_checks.proofs import prove_base
 from verify.op_checks.runner import CaseResult, Runner
 from verify.op_checks.shrink import shrink
 from verify.op_checks.strength import TESTED, Strength, weakest
 from verify.op_checks.subsets import check_subsets
+from verify.op_proofs.cheapest_first import prove_base
 from verify.report import Check, Report
 from verify.verdict import Verdict, merge
 
