@@ -24,12 +24,12 @@ import torch
 from nnscaler.compile import compile_traced, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.random_plan import random_plan
 from nnscaler.runtime.loader import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from verify.plan_request import DTYPES, PlanRequest
 from verify.plan_run import verify_request
+from verify.random_plan import random_plan
 from verify.random_plans import MESHES, PIPELINES
 from verify.self_test.plans.judge import read_statically
 from verify.self_test.plans.subjects import EXAMPLES, MODELS, shorten

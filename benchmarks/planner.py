@@ -208,9 +208,9 @@ def order(repeats: int) -> None:
     import numpy as np
 
     from nnscaler.cli.main import main as command
-    from nnscaler.communication.replay import replay
     from nnscaler.compile import compile_traced
     from nnscaler.ir.signature import signatures
+    from nnscaler.performance.replay import replay
     from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.cost.table import load_profile

@@ -44,9 +44,6 @@ class NnscalerError(Exception):
         return type(self)(self.code, prefix + self.message, self.where or where, self.help)
 
 
-ToolError = NnscalerError
-
-
 class AnnotationError(NnscalerError):
     """An annotation that is not in the language, breaks its rules, or does not fit a call."""
 

@@ -9,22 +9,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from nnscaler.files import NO_ROOM, no_room
 from nnscaler.runtime.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.fair_clock import join_within
+from nnscaler.runtime.job import JobOutcome
+from nnscaler.runtime.launcher import ForkServer, launch
+from nnscaler.runtime.program_directory import groups_of, pairs_of, read_program
 from nnscaler.runtime.simulator import Simulator
 from verify.apart import run_apart
 from verify.failure import Failure
 from verify.op_run.pool import Died, TimedOut
 from verify.rank_program import RankResult, Task, run_rank
-
-if TYPE_CHECKING:
-    from nnscaler.runtime.job import JobOutcome
-    from nnscaler.runtime.launcher import ForkServer
 
 STALL = 6.0  # seconds in which no rank gets on, all of them waiting, that make a deadlock
 GRACE = 10.0  # seconds after its time that the simulator has to say that it is up
@@ -116,9 +114,6 @@ def run_processes(
 ) -> tuple[RankResult, ...] | Failure:
     """A process per rank, on a GPU each where there are some. A failure is looked at again on the simulator, which
     knows which call of which rank does not match."""
-    from nnscaler.runtime.launcher import launch
-    from nnscaler.runtime.program_directory import groups_of, pairs_of, read_program
-
     # NCCL's groups are made before the program runs; gloo needs none
     stages = list(read_program(task.program).stages()) if backend == "nccl" else []
     with contextlib.ExitStack() as stack:
@@ -151,8 +146,6 @@ def start_server() -> ForkServer:
 
     torch imports its symbolic shapes at the first backward pass: better once here than in every rank.
     """
-    from nnscaler.runtime.launcher import ForkServer
-
     return ForkServer(preload=("verify.rank_program", "torch.fx.experimental.symbolic_shapes"))
 
 

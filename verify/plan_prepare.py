@@ -17,11 +17,11 @@ from nnscaler.compile import compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import Traced, trace
-from nnscaler.tracing.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.plan_request import PlanRequest
 from verify.program_directory import ProgramDirectory, open_program
+from verify.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from verify.randomise import randomise_parameters
 from verify.reference import record_draws
 

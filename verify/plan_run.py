@@ -23,7 +23,6 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.checkpoint import load_checkpoint
 from nnscaler.runtime.communicator import ProgramError
 from nnscaler.runtime.loader import load_role
-from nnscaler.tracing.program_draws import UnmatchedDraws
 from nnscaler.transform.plan import Plan
 from verify.backends import run_program
 from verify.calibrate import measure_condition
@@ -43,6 +42,7 @@ from verify.plan_prepare import Prepared, prepare
 from verify.plan_proof import Proof, combine, prove_program
 from verify.plan_report import keep_program, make_report
 from verify.plan_request import BACKENDS, DTYPES, PlanRequest, check_request
+from verify.program_draws import UnmatchedDraws
 from verify.randomise import logical_state
 from verify.rank_program import Task
 from verify.reference import Settings, Trajectory, run_reference

@@ -19,7 +19,6 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.random_plan import random_plan
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.plan import Axes, Plan
@@ -27,6 +26,7 @@ from verify.finding import Finding
 from verify.plan_prepare import matched_draws
 from verify.plan_run import PlanRequest, Prepared, run_and_compare
 from verify.program_directory import open_program
+from verify.random_plan import random_plan
 from verify.randomise import randomise_parameters
 from verify.reference import Settings, run_reference
 from verify.verdict import Verdict, merge

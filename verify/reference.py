@@ -19,8 +19,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.tracing.locations import location_of_exception
 from nnscaler.tracing.loss_module import loss_of
 from nnscaler.tracing.precision import exact, run_backward, with_draws, without_dropout
-from nnscaler.tracing.program_draws import Draw, ProgramDraws, UnmatchedDraws
 from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.program_draws import Draw, ProgramDraws, UnmatchedDraws
 
 UPDATE_SHARE = 0.02  # a step of SGD moves the parameters by about this share of their size
 CLIP_SHARE = 0.5  # of the norm of the gradients: clipping is active

@@ -131,11 +131,10 @@ def _version() -> str:
 def _explain(error: BaseException, console: Console | None) -> int:
     """What the user reads instead of our traceback, and the exit code."""
     write = console.error if console is not None else lambda text: print(text, file=sys.stderr)
-    from op_registry.errors import ToolError
-
+    from nnscaler.errors import NnscalerError
     from nnscaler.files import machine_error
 
-    told = error if isinstance(error, ToolError) else machine_error(error)
+    told = error if isinstance(error, NnscalerError) else machine_error(error)
     if told is not None:
         write(f"error: {told}")
         return ExitCode.COULD_NOT_RUN

@@ -14,9 +14,9 @@ from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_search_options
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from nnscaler.communication.replay import Replay
     from nnscaler.ir.graph import Graph
     from nnscaler.ir.signature import Signature
+    from nnscaler.performance.replay import Replay
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.plan import Found
 
@@ -116,7 +116,7 @@ def _replayed(
     graph: Graph, known: Mapping[str, Signature], found: Found, cost: CostModel, options: argparse.Namespace
 ) -> Replay | None:
     """None where it would take long, and nothing asks for it."""
-    from nnscaler.communication.replay import replay
+    from nnscaler.performance.replay import replay
 
     asked = options.replay or options.html is not None or options.compare is not None
     if not asked and 2 * found.plan.micro_batches * found.plan.stages > MANY:
@@ -132,8 +132,8 @@ def _write(
     options: argparse.Namespace,
 ) -> None:
     """The files that are asked for. Raises NnscalerError("cannot_write")."""
-    from nnscaler.cli.plan_page import plan_page
     from nnscaler.files import write_text
+    from verify.report_formats.html.plan_page import plan_page
 
     console: Console = options.console
     texts: list[tuple[Path | None, str]] = [(options.out, found.plan.to_json())]

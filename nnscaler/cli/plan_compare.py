@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
-    from nnscaler.communication.replay import Replay
     from nnscaler.ir.graph import Graph
     from nnscaler.ir.signature import Signature
+    from nnscaler.performance.replay import Replay
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.transform.plan import Plan
 
@@ -40,7 +40,7 @@ def other_plan(path: Path, ranks: int) -> Plan:
 
 def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, Signature], cost: CostModel) -> Replay:
     """The other plan's step, by the same costs. Raises NnscalerError where it is not legal for this graph."""
-    from nnscaler.communication.replay import replay
+    from nnscaler.performance.replay import replay
 
     try:
         return replay(graph, signatures, plan, cost)

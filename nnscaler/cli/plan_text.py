@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nnscaler.communication.replay import Replay
+    from nnscaler.performance.replay import Replay
     from nnscaler.planning.planner.plan import Found
 
 

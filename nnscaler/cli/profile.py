@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +12,12 @@ from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_verbosity, pos
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from nnscaler.planning.cost.shards import ShardCall
-    from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Profile
-    from nnscaler.runtime.launcher import ForkServer
-    from nnscaler.tracing import Traced
+    from nnscaler.planning.cost.table import Calibration, Profile
 
 EPILOG = """examples:
   nnscaler profile gpt.py --ranks 4 --out profile.json      every shard that a plan over 4 ranks may run
   nnscaler profile gpt.py --ranks 4 --micro-batches 4       of pipelines too
 """
-_LIMIT = 600.0  # seconds for the collectives
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
@@ -64,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     console: Console = options.console
     check_temporary()
     check_targets(options.model, options.loss_fn)
+    from nnscaler.performance.measure_model import measure_model
     from nnscaler.runtime.launcher import ForkServer
 
     model = load_model_file(options.model, options.seed, options.loss_fn)
@@ -71,7 +66,15 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
-        profile = _profile(traced(model, console, options.specialise), options, server, folder)
+        profile = measure_model(
+            traced(model, console, options.specialise),
+            options.ranks,
+            options.micro_batches,
+            server,
+            folder,
+            console,
+            10 if console.verbosity >= 2 else 100,
+        )
     profile.save(options.out)
     for name, reason in profile.skipped:
         console.warning(f"not measured: {name}: {reason}")
@@ -107,79 +110,3 @@ def _error(what: str, found: Calibration, better: str) -> str:
         f"median {found.analytic_median:.0%}, p95 {found.analytic_p95:.0%}; "
         f"{better}: median {found.calibrated_median:.0%}, p95 {found.calibrated_p95:.0%}"
     )
-
-
-def _profile(traced: Traced, options: argparse.Namespace, server: ForkServer | None, folder: Path) -> Profile:
-    import torch
-
-    from nnscaler.cli.profile_steps import Steps, time_steps, with_overheads
-    from nnscaler.ir.signature import signatures
-    from nnscaler.planning.cluster.found import found_cluster
-    from nnscaler.planning.cost.measure import measure
-
-    console: Console = options.console
-    ranks: int = options.ranks
-    on_gpu = torch.cuda.is_available()
-    cluster = found_cluster(ranks)
-    cluster = replace(cluster, device=replace(found_cluster(1).device, memory=cluster.device.memory))
-    if on_gpu and ranks > 1:
-        console.warning("links between GPUs are not measured: the cluster's description says what they do")
-    collectives = () if on_gpu or server is None else _collectives(ranks, server, console)
-    steps = Steps() if on_gpu else time_steps(traced, ranks, options.micro_batches, folder, server, console)
-    start = time.perf_counter()
-    often = 10 if console.verbosity >= 2 else 100
-
-    def said(number: int, count: int) -> None:
-        if number % often == 0 or number == count:
-            console.progress(f"operators    {time.perf_counter() - start:5.1f} s  {number} of {count}")
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks run
-    try:
-        device = "cuda" if on_gpu else "cpu"
-        profile = measure(
-            traced.graph,
-            signatures(traced.graph),
-            cluster,
-            lambda call: _timed(call, device),
-            collectives,
-            options.micro_batches,
-            said,
-        )
-        return profile if on_gpu else with_overheads(profile, steps, ranks)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
-    from nnscaler.tracing.time_call import time_call
-
-    try:
-        return time_call(call.call, call.needs_grad, device)
-    except Exception as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _collectives(ranks: int, server: ForkServer, console: Console) -> tuple[CollectiveEntry, ...]:
-    """What collectives take between processes of this machine; nothing, with a warning, where these fail."""
-    from nnscaler.planning.cost.measure import collective_calls
-    from nnscaler.planning.cost.table import CollectiveEntry
-    from nnscaler.runtime.launcher import launch
-
-    calls = collective_calls(ranks)
-    start = time.perf_counter()
-    groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
-    outcome = launch(
-        ranks,
-        "nnscaler.runtime.collective_times:time_collectives",
-        {"calls": calls},
-        timeout=_LIMIT,
-        groups=groups,
-        server=server,
-    )
-    if not outcome.ok:
-        console.warning(f"collectives were not measured: {outcome.describe()}")
-        return ()
-    console.progress(f"collectives  {time.perf_counter() - start:5.1f} s  {len(calls)} between {ranks} processes")
-    slowest = [max(times) for times in zip(*outcome.results(), strict=True)]
-    return tuple(CollectiveEntry(*call, taken) for call, taken in zip(calls, slowest, strict=True))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _CLEAR = "\r\x1b[2K"
 
 
-class Progress:
+class ProgressLine:
     """Nothing is written under -q, nor for a single operator."""
 
     def __init__(self, console: Console, total: int, environment: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ class Progress:
             sys.stderr.write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
             sys.stderr.flush()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *error: object) -> None:

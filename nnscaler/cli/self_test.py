@@ -77,7 +77,7 @@ def _run_ops(options: argparse.Namespace) -> int:
 
     console: Console = options.console
     torch.set_num_threads(1)
-    found = run_self_test(_Progress(console), options.quick)
+    found = run_self_test(_EveryTwoSeconds(console), options.quick)
     console.lines(self_test_lines(found))
     return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
 
@@ -93,12 +93,12 @@ def _run_soundness_ops(options: argparse.Namespace) -> int:
     if count < 1:
         raise NnscalerError("usage", "--count is at least 1")
     torch.set_num_threads(1)
-    found = run_soundness(_Progress(console), count, options.seed)
+    found = run_soundness(_EveryTwoSeconds(console), count, options.seed)
     console.lines(soundness_lines(found))
     return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
 
 
-class _Progress:
+class _EveryTwoSeconds:
     """One line of progress every two seconds."""
 
     def __init__(self, console: Console) -> None:

@@ -161,11 +161,11 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
 
 def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Console) -> list[Result]:
     """Every result; each is told on stderr as it comes."""
-    from nnscaler.cli.progress import Progress
+    from nnscaler.cli.progress import ProgressLine
     from verify.op_run.many import run_many
 
     found: list[Result] = []
-    progress = Progress(console, len(jobs), os.environ)
+    progress = ProgressLine(console, len(jobs), os.environ)
     with closing(run_many(jobs, asked, settings, progress.started)) as results, progress:
         for result in results:
             found.append(result)

@@ -1,7 +1,7 @@
-"""Communicators between processes, over torch.distributed. `torch_communicator` chooses; gloo and NCCL differ.
+"""What communicators over torch.distributed share, whatever the backend.
 
-What both share is here: each call is reported to a `Reporter` (what a hung rank was doing), and torch's errors become
-`CommunicationError`s that name the call.
+Each call is reported to a `Reporter` (what a hung rank was doing), and torch's errors become `CommunicationError`s that
+name the call.
 """
 
 from __future__ import annotations
@@ -58,30 +58,3 @@ def reduce_in_order(tensors: Sequence[Tensor], reduction: str) -> Tensor:
     for tensor in tensors[1:]:
         total = torch.maximum(total, tensor) if reduction == "max" else total.add_(tensor)
     return total
-
-
-def torch_communicator(
-    backend: str,
-    rank: int,
-    world_size: int,
-    device: torch.device | str = "cpu",
-    *,
-    groups: Sequence[Sequence[int]] = (),
-    pairs: Sequence[tuple[int, int]] = (),
-    reporter: Reporter | None = None,
-) -> TorchCommunicator:
-    """A communicator of the default process group, which exists already (`process_group.join`).
-
-    backend: "gloo", or "nccl" with a CUDA device. groups and pairs, for NCCL only: the groups of collectives and the
-    (source, destination) pairs of messages, the same on every rank. Groups that are not named are made when they are
-    first used; messages of pairs that are not named go through host memory.
-    """
-    from nnscaler.runtime.gloo_communicator import GlooCommunicator
-    from nnscaler.runtime.nccl_communicator import NcclCommunicator
-
-    place = torch.device(device)
-    if backend == "gloo":
-        return GlooCommunicator(rank, world_size, place, reporter)
-    if backend == "nccl":
-        return NcclCommunicator(rank, world_size, place, reporter, groups=groups, pairs=pairs)
-    raise CommunicationError(f"unknown backend {backend!r}: gloo or nccl")

@@ -30,7 +30,7 @@ from nnscaler.runtime.checkpoint import (
     written,
 )
 from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
-from nnscaler.runtime.distributed import torch_communicator
+from nnscaler.runtime.communicator_factory import torch_communicator
 from nnscaler.runtime.executor import Batch, RankExecutor
 from nnscaler.runtime.process_group import Place, join, leave, torchrun_place
 from nnscaler.runtime.program_directory import ProgramDirectory, groups_of, pairs_of, rank_with_loss, read_program

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from nnscaler.runtime.communicator import ProgramError
-from nnscaler.runtime.distributed import torch_communicator
+from nnscaler.runtime.communicator_factory import torch_communicator
 from nnscaler.runtime.job import JobDirectory
+from nnscaler.runtime.loader import load_user_module
 from nnscaler.runtime.process_group import join
 from nnscaler.runtime.status import StatusWriter
 
@@ -72,8 +73,6 @@ def resolve(target: str) -> Callable[..., Any]:
     if not module_name or not path:
         raise ProgramError(f"{target!r} is not of the form package.module:function")
     if module_name.endswith(".py"):
-        from nnscaler.runtime.loader import load_user_module
-
         found: Any = load_user_module(module_name)
     else:
         found = importlib.import_module(module_name)

@@ -17,7 +17,7 @@ import verify
 from nnscaler.errors import NnscalerError
 from verify import Verdict
 from verify.catalogue import CODES
-from verify.operators import verify_spec
+from verify.op_report import verify_spec
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

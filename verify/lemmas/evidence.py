@@ -24,8 +24,9 @@ from verify.op_checks.enumerate import Base, Target
 from verify.op_checks.findings import refuted_by_proof, wrong_linear, wrong_split
 from verify.op_checks.options import DRAWS, Kind
 from verify.op_checks.outcome import Outcome
-from verify.op_checks.proofs import Strength, prove_base
 from verify.op_checks.runner import CaseResult, WholeRaised
+from verify.op_checks.strength import Strength
+from verify.op_proofs.cheapest_first import prove_base
 from verify.op_proofs.hook_forms import composes, left_alone
 from verify.verdict import Verdict
 
@@ -159,7 +160,7 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
     if any(isinstance(c, RunPartial) for c in failed.case.choices):
         return wrong_linear(spec, failed)
     if all(isinstance(c, Split) for c in failed.case.choices):
-        return wrong_split(spec, failed, None)
+        return wrong_split(spec, failed)
     message = f"`{spec.name}`, run whole on every rank, does not give every rank what the whole gives"
     cause = "its backward is not linear in the gradient that it is given, or copies of it do not agree"
     facts = {"shapes": ", ".join(str(t.shape) for t in failed.signature.call.tensors())}

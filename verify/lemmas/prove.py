@@ -23,8 +23,6 @@ from verify.lemmas.stand_in import Unrepresented
 from verify.lemmas.statement import Claim, RunsWhole, claims_of, strided
 from verify.verdict import Verdict
 
-Progress = Callable[[str], None]
-
 
 @dataclass
 class _Form:
@@ -49,7 +47,7 @@ def prove_obligations(
     obligations: Sequence[Obligation],
     *,
     seconds: float,
-    progress: Progress | None = None,
+    progress: Callable[[str], None] | None = None,
     memo: Memo | None = None,
     seed: int = 0,
 ) -> LemmaResult:
@@ -72,7 +70,7 @@ def prove_obligations(
 
 
 def _gather(
-    subjects: Sequence[Subject], seconds: float, progress: Progress, memo: Memo
+    subjects: Sequence[Subject], seconds: float, progress: Callable[[str], None], memo: Memo
 ) -> dict[int, Mapping[Claim, Evidence]]:
     """Evidence by the representative's id: all tests first, then proofs while there is time."""
     deadline = time.thread_time() + seconds

@@ -16,8 +16,6 @@ from verify.missing.suggest import Advice, advise
 from verify.missing.uses import Missing, find_missing, places
 from verify.op_run.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -75,7 +73,9 @@ class MissingReport:
         }
 
 
-def report_missing(model: str, traced: Traced, timeout: float, progress: Progress = lambda text: None) -> MissingReport:
+def report_missing(
+    model: str, traced: Traced, timeout: float, progress: Callable[[str], None] = lambda text: None
+) -> MissingReport:
     """Looks for an annotation of every operator that lacks one and that a parameter reaches; `timeout`: seconds for
     each, in a process of its own."""
     missing = find_missing(traced)
@@ -113,7 +113,9 @@ def _forms(missing: Missing, spec: Any, values: Mapping[str, Any]) -> tuple[Form
         return f"it cannot be tried on smaller shapes: {type(error).__name__}: {first}"
 
 
-def _advice(asked: Sequence[tuple[Any, tuple[Form, ...] | str]], timeout: float, progress: Progress) -> list[Advice]:
+def _advice(
+    asked: Sequence[tuple[Any, tuple[Form, ...] | str]], timeout: float, progress: Callable[[str], None]
+) -> list[Advice]:
     """The advice on each, from child processes where this system has them."""
     tasks = [
         (lambda note, spec=spec, given=given: Advice(reason=given) if isinstance(given, str) else advise(spec, given))

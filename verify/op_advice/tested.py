@@ -9,6 +9,7 @@ from typing import Any
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError, NnscalerError
+from verify.op_advice.derived import add_derived
 from verify.op_advice.question import Question
 from verify.op_checks.check import check_target
 from verify.op_checks.claims import Claimed, claims_of, untested
@@ -18,6 +19,7 @@ from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.runner import Runner
 from verify.op_checks.target import annotated
+from verify.op_oracle import verify_record
 from verify.report import Report
 from verify.verdict import Verdict
 
@@ -44,11 +46,9 @@ def report_on(spec: OperatorSpec, options: OpOptions | None = None) -> Report:
 
     Nothing is proved: that takes longer than a suggestion may.
     """
-    from verify.operators import verify_spec
-
     plain = replace(options or OpOptions(), prove=False, suggest=False)
-    report = verify_spec(spec, replace(plain, cases=FEW))
-    return verify_spec(spec, plain) if report.verdict is Verdict.INCONCLUSIVE else report
+    report = verify_record(spec, replace(plain, cases=FEW))
+    return verify_record(spec, plain, advise=add_derived) if report.verdict is Verdict.INCONCLUSIVE else report
 
 
 def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | None = None) -> bool:

@@ -8,8 +8,8 @@ from verify.op_checks.cases import Case
 from verify.op_checks.enumerate import Enumerator, Target
 from verify.op_checks.options import DRAWS
 from verify.op_checks.outcome import Outcome
-from verify.op_checks.proofs import TESTED, Strength
 from verify.op_checks.runner import Runner, WholeRaised
+from verify.op_checks.strength import TESTED, Strength
 from verify.report import Check
 from verify.verdict import Verdict
 

@@ -17,6 +17,7 @@ from op_registry.expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,6 @@ def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
     namespace, _, rest = name.partition(".")
     found: Any = None
     if namespace == "nnscaler":
-        from nnscaler.runtime import ops
-
         found = getattr(ops, rest, None)
     elif rest:
         if namespace in _DEFINED_BY:

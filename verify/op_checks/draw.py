@@ -17,6 +17,7 @@ from torch import Tensor
 from op_registry.annotation.rules import parse_checked, tied_identifiers
 from op_registry.annotation.sizes import BoundAnnotation
 from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Opaque, Operand
+from op_registry.call import DType, TensorArgument
 from op_registry.samples import Sample, replace_tensors
 from op_registry.samples.sample import Tensor as SampleTensor
 from op_registry.spec import OperatorSpec
@@ -182,8 +183,6 @@ def resize(concrete: ConcreteCall, bound: BoundAnnotation, sizes: Mapping[str, i
 
 
 def _replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    from op_registry.call import DType, TensorArgument
-
     if isinstance(value, TensorArgument):
         return next(tensors)
     if isinstance(value, DType):

@@ -1,4 +1,4 @@
-"""From a counter-example to a finding: what was split, on what, what came out, why, and what to write instead."""
+"""From a counter-example to a finding: what was split, on what, what came out, and why."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from op_registry.spec import OperatorSpec
 
+from nnscaler.errors import AnnotationError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.finding import Finding
 from verify.op_checks.claims import Claimed
@@ -15,8 +16,16 @@ from verify.op_checks.runner import CaseResult
 SHOWN = 4  # claims and reasons in a finding
 
 
-def wrong_split(spec: OperatorSpec, result: CaseResult, help: str | None) -> Finding:
-    """A split that the annotation allows, and that is wrong. `help`: the way out, tested."""
+def wrong(spec: OperatorSpec, result: CaseResult) -> Finding:
+    """The finding of a counter-example."""
+    choice = result.case.choices[0]
+    if isinstance(choice, RunPartial) and len(result.case.choices) == 1:
+        return wrong_linear(spec, result)
+    return wrong_split(spec, result)
+
+
+def wrong_split(spec: OperatorSpec, result: CaseResult) -> Finding:
+    """A split that the annotation allows, and that is wrong."""
     bound = result.signature.bound
     assert bound is not None
     choices = [c for c in result.case.choices if isinstance(c, Split)]
@@ -24,13 +33,13 @@ def wrong_split(spec: OperatorSpec, result: CaseResult, help: str | None) -> Fin
     facts = counter_example(result)
     if result.raised is not None:
         message = f"`{spec.name}` raises on a shard of {names}, which `{bound.text}` says may be split"
-        return Finding("shard_raises", message, spec.where, facts, help=help)
+        return Finding("shard_raises", message, spec.where, facts)
     assert result.compared is not None
     what = result.compared.mismatches[0].what
     message = f"{what} of `{spec.name}` is wrong when {names} is split, as `{bound.text}` allows"
     if len(result.case.choices) > 1:
         message = f"{what} of `{spec.name}` is wrong on a mesh of two axes that split {names}"
-    return Finding("annotation_wrong", message, spec.where, facts, _cause(result), help)
+    return Finding("annotation_wrong", message, spec.where, facts, _cause(result))
 
 
 def wrong_linear(spec: OperatorSpec, result: CaseResult) -> Finding:
@@ -114,6 +123,12 @@ def unusable(spec: OperatorSpec, problem: Unusable) -> Finding:
     elif problem.code in ("annotation_does_not_fit", "uninformative"):
         help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs on which the operator runs"
     return Finding(problem.code, str(problem), spec.where, help=help)
+
+
+def does_not_fit(spec: OperatorSpec, error: AnnotationError) -> Finding:
+    """A call of the operator to which its annotation cannot be bound."""
+    first, _, rest = error.message.partition("\n")
+    return Finding("annotation_does_not_fit", first, spec.where, cause=rest.strip() or None, help=error.help)
 
 
 def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[str]) -> Finding:

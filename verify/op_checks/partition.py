@@ -82,6 +82,15 @@ class Partition:
         """Partial maxima have no gradient: neither side gets one."""
         return any(isinstance(s, Partial) and s.reduction != "sum" for states in self.states_out for s in states)
 
+    def random_arguments(self, rank: Sequence[int]) -> dict[str, Any]:
+        """What a random operator is called with beside its own arguments, on one rank."""
+        tensors = self.signature.call.tensors()
+        shape = tensors[0].shape if tensors else next(o.shape for o in self.signature.call.outputs if o is not None)
+        states = self.states_in[0] if tensors else self.states_out[0]
+        names = AXES[: len(self.parts)]
+        axes, place = dict(zip(names, self.parts, strict=True)), dict(zip(names, rank, strict=True))
+        return random_arguments(shape, axes, place, dict(zip(names, states, strict=True)))
+
 
 def gradient_state(state: State) -> State:
     """How a tensor's gradient lies, from how its value lies."""
@@ -173,7 +182,7 @@ def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: 
         coordinates = dict(zip(AXES, rank, strict=False))
         args, kwargs = with_tensors(partition.call, part, coordinates, dtype)
         if spec.random:
-            kwargs = {**kwargs, **random_arguments(partition, rank)}
+            kwargs = {**kwargs, **partition.random_arguments(rank)}
         try:
             with torch.enable_grad():
                 results.append(function(*args, **kwargs))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nnscaler.ir import layout as ir_layout
 from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.runtime.role import RunContext
-
-if TYPE_CHECKING:
-    from verify.op_checks.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,20 @@ def runtime_state(state: ir_layout.State) -> State:
     return Invariant()
 
 
-def random_arguments(partition: Partition, rank: Sequence[int]) -> dict[str, Any]:
-    """The arguments that the compiler adds to a random operator's call, for one rank."""
-    from verify.op_checks.partition import AXES
+def random_arguments(
+    shape: tuple[int, ...], axes: Mapping[str, int], rank: Mapping[str, int], states: Mapping[str, ir_layout.State]
+) -> dict[str, Any]:
+    """Return the arguments that the compiler adds to a random operator's call, for one rank.
 
-    tensors = partition.signature.call.tensors()
-    shape = tensors[0].shape if tensors else next(o.shape for o in partition.signature.call.outputs if o is not None)
-    states = partition.states_in[0] if tensors else partition.states_out[0]
-    names = AXES[: len(partition.parts)]
-    place = Place(dict(zip(names, partition.parts, strict=True)), dict(zip(names, rank, strict=True)), RunContext())
-    held = {axis: runtime_state(s) for axis, s in zip(names, states, strict=True)}
-    return {"stage": place, "name": "operation", "states": held, "logical_shape": shape}
+    shape   of the logical tensor that says where the numbers lie: the first input, or the output where there is none
+    axes    axis -> ranks along it
+    rank    axis -> the rank's place
+    states  axis -> how that tensor lies along it
+    """
+    held = {axis: runtime_state(state) for axis, state in states.items()}
+    return {"stage": Place(axes, rank, RunContext()), "name": "operation", "states": held, "logical_shape": shape}
 
 
 def whole_arguments(shape: Sequence[int]) -> dict[str, Any]:
     """The same for the whole operator, on one rank."""
-    return {"stage": Place({}, {}, RunContext()), "name": "operation", "states": {}, "logical_shape": tuple(shape)}
+    return random_arguments(tuple(shape), {}, {}, {})

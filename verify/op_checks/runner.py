@@ -28,7 +28,7 @@ from verify.op_checks.lay import local_shape, ranks_of
 from verify.op_checks.options import OpOptions
 from verify.op_checks.partition import AXES, Compared, Partition, ShardRaised, compare_partition, make_partition
 from verify.op_checks.preflight import remembers, succeeds, tried_on_meta
-from verify.op_checks.random_calls import random_arguments, whole_arguments
+from verify.op_checks.random_calls import whole_arguments
 from verify.op_checks.tolerance import Bound, float64_bound, low_bound
 from verify.op_checks.values import refill, varied
 from verify.op_checks.whole import Whole, run_whole
@@ -314,7 +314,7 @@ class Runner:
         ranks = ranks_of(partition.parts)
         for rank in (ranks[0], ranks[-1]):
             shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
-            more = random_arguments(partition, rank) if self.spec.random else {}
+            more = partition.random_arguments(rank) if self.spec.random else {}
             described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
             tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
             if isinstance(tried, Exception):

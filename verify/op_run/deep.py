@@ -17,7 +17,7 @@ from verify.op_checks.cases import Case
 from verify.op_checks.enumerate import Base, Target, Unusable, bases
 from verify.op_checks.options import OpOptions
 from verify.op_checks.runner import CaseResult, Runner, WholeRaised
-from verify.op_checks.verification import Verification
+from verify.op_report import refutation
 from verify.op_run.job import Job
 from verify.op_run.one import Reproduce, verify_job
 from verify.op_run.pool import Note
@@ -69,7 +69,7 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
     check = Check(NAME, verdict, tally.count, refuted, seconds, f"{tally.cases} cases", supporting=True)
     findings = report.findings
     if tally.failed is not None:
-        finding = Verification(job.spec, options).wrong(tally.failed)
+        finding = refutation(job.spec, tally.failed, options)
         findings = (*findings, finding.with_reproduce(reproduce(finding.code, tally.failed.case)))
     return replace(
         report,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.errors import NnscalerError
 from verify.op_checks.options import OpOptions
-from verify.op_checks.proofs import SPENT
+from verify.op_proofs.cheapest_first import SPENT
 from verify.op_run.cache import Cache, key_of
 from verify.op_run.fingerprint import Opaque
 from verify.op_run.job import Job

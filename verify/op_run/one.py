@@ -10,14 +10,15 @@ from pathlib import Path
 from nnscaler.errors import NnscalerError
 from verify.environment import environment
 from verify.finding import Finding
+from verify.op_advice.contradiction import contradiction
+from verify.op_advice.infer import suggest_annotation
 from verify.op_checks.cases import Case
-from verify.op_checks.contradiction import contradiction
 from verify.op_checks.options import OpOptions
 from verify.op_checks.user_code import is_users
+from verify.op_report import verify_spec
 from verify.op_run.job import Job, shown
 from verify.op_run.pool import Died, Note, TimedOut
 from verify.op_run.token import Token, encode
-from verify.operators import verify_spec
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
@@ -72,8 +73,6 @@ def verify_job(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) -
 
 def _suggested(job: Job, options: OpOptions) -> Report:
     """The report on the widest annotation that was found for an operator without one."""
-    from verify.op_advice.infer import suggest_annotation
-
     started = time.perf_counter()
     found = suggest_annotation(job.spec, options)
     if found:

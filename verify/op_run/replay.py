@@ -12,10 +12,10 @@ from nnscaler.files import write_text
 from verify.environment import environment
 from verify.finding import Finding
 from verify.op_checks.options import OpOptions
-from verify.op_checks.runner import CaseResult, WholeRaised
+from verify.op_checks.runner import CaseResult, Runner, WholeRaised
 from verify.op_checks.target import matching
 from verify.op_checks.user_code import import_module
-from verify.op_checks.verification import Verification
+from verify.op_report import refutation
 from verify.op_run.emitted_test import Wanted, write_tests
 from verify.op_run.job import Job, make_job
 from verify.op_run.literals import NotWritable
@@ -57,9 +57,8 @@ def replay(token: Token, timeout: float) -> Report:
 def _case(token: Token, job: Job, options: OpOptions, note: Note) -> Report:
     assert token.case is not None
     started = time.perf_counter()
-    verification = Verification(job.spec, options, note)
     try:
-        result = verification.runner.run(token.case)
+        result = Runner(job.spec, options, note).run(token.case)
     except WholeRaised as raised:
         raise _gone(f"the whole operator does not run on its inputs any more: {raised}") from None
     except KeyError as error:
@@ -67,7 +66,7 @@ def _case(token: Token, job: Job, options: OpOptions, note: Note) -> Report:
     if result.refused:
         raise _gone(f"its split is not legal any more: {result.refused}")
     line = f"nnscaler reproduce {encode(token)}"
-    findings = (replace(verification.wrong(result), reproduce=line),) if result.failed else ()
+    findings = (replace(refutation(job.spec, result, options), reproduce=line),) if result.failed else ()
     return _report(token, job, findings, _count(result), time.perf_counter() - started, result)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from op_registry.builtin import SPECS
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
@@ -64,8 +65,6 @@ def find_jobs(
 
 def builtin_operators() -> list[OperatorSpec]:
     """Every operator that comes with an annotation, by name."""
-    from op_registry.builtin import SPECS
-
     return sorted(SPECS, key=lambda spec: spec.name)
 
 

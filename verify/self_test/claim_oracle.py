@@ -23,7 +23,6 @@ from verify.op_checks.lay import local_shape, ranks_of
 from verify.op_checks.options import Safeguards
 from verify.op_checks.partition import AXES, Partition, ShardRaised, compare_partition, make_partition
 from verify.op_checks.preflight import tried_on_meta
-from verify.op_checks.random_calls import random_arguments
 from verify.op_checks.runner import Prepared
 from verify.self_test.claims import PARTS
 from verify.self_test.second_opinion import holds
@@ -118,7 +117,7 @@ def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) ->
     for rank in (ranks[0], ranks[-1]):
         shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
         described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
-        more = random_arguments(partition, rank) if subject.spec.random else {}
+        more = partition.random_arguments(rank) if subject.spec.random else {}
         tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
         if isinstance(tried, Exception):
             return False

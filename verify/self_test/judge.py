@@ -8,7 +8,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from verify.op_checks.options import OpOptions, Safeguards
-from verify.operators import verify_spec
+from verify.op_report import verify_spec
 from verify.verdict import Verdict
 
 

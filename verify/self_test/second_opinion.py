@@ -22,7 +22,6 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.op_checks.concrete import function_of, outputs_of, with_tensors
 from verify.op_checks.partition import make_partition
-from verify.op_checks.random_calls import random_arguments
 from verify.op_checks.whole import Whole
 
 AXIS = "shards"
@@ -123,7 +122,7 @@ def _decide(q: _Question) -> bool:
         leaves = [_leaf(q, i, column[rank]) for i, column in enumerate(columns)]
         args, kwargs = with_tensors(call, leaves, {AXIS: rank})
         if spec.random:
-            kwargs = {**kwargs, **random_arguments(make_partition(q.signature, [q.choice], [q.parts]), (rank,))}
+            kwargs = {**kwargs, **make_partition(q.signature, [q.choice], [q.parts]).random_arguments((rank,))}
         found = outputs_of(function(*args, **kwargs))
         outputs.append([None if o is None else o.detach() for o in found])
         gradients.append(_gradients(q, found, leaves, rank))

@@ -29,7 +29,7 @@ from verify.op_checks.enumerate import leaders_of
 from verify.op_checks.options import OpOptions, Safeguards
 from verify.op_checks.runner import Prepared, Runner
 from verify.op_proofs.prove import prove
-from verify.operators import verify_spec
+from verify.op_report import verify_spec
 from verify.report import Report
 from verify.report_formats.line import Line, plain
 from verify.self_test.annotation_edits import edited

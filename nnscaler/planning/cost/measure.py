@@ -1,7 +1,6 @@
 """Makes a profile of this machine: which shards and collectives to time, and what follows from the times.
 
-The timing itself is handed in, since nothing on this floor runs programs: `nnscaler.tracing.time_call` and
-`nnscaler.runtime.collective_times` are what the command line hands in.
+The timing itself is handed in, since nothing on this floor runs programs: see `nnscaler.performance.measure_model`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from nnscaler.planning.cost.work import Work, shard_work
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of the tensors that collectives are timed on
 Timer = Callable[[ShardCall], tuple[float, float] | str]  # forward and backward, or why it could not be run
 CollectiveCall = tuple[Collective, int, int]  # kind, ranks of a group, bytes
-Progress = Callable[[int, int], None]  # number, of how many
 
 
 def collective_calls(ranks: int) -> tuple[CollectiveCall, ...]:
@@ -38,12 +36,12 @@ def measure(
     timer: Timer,
     collectives: Sequence[CollectiveEntry] = (),
     micro_batches: int = 1,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """The profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
 
     `cluster`: the machine as it was found, each device undivided; the profile's is that with the figures that were
-    measured. Operators run alone here: see `crowded`.
+    measured. Operators run alone here: see `crowded`. `progress`: is told the number of each shard, and of how many.
     """
     calls = shard_calls(graph, signatures, cluster.devices, micro_batches)
     timed: list[tuple[ShardCall, float, float]] = []

@@ -20,7 +20,7 @@ from nnscaler.planning.planner.configurations import Configuration, configuratio
 from nnscaler.planning.planner.cuts import cuts_of
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
-from nnscaler.planning.planner.search import Progress, Search, search
+from nnscaler.planning.planner.search import Search, search
 from nnscaler.planning.planner.subject import FREE, Subject
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.choose import follow_batch
@@ -60,7 +60,7 @@ def find_plan(
     memory: float | None = None,
     cost: CostModel | None = None,
     constraint: Constraint | None = None,
-    progress: Progress = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
     """The fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
 
@@ -91,7 +91,7 @@ def _find_plan(
     memory: float | None,
     cost: CostModel | None,
     constraint: Constraint | None,
-    progress: Progress,
+    progress: Callable[[str], None],
 ) -> Found:
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
@@ -109,7 +109,7 @@ def _find_plan(
                 progress(f"{c}: {known[key]}")
         return known[key] is not None
 
-    def look(most: float, told: Progress) -> Search:
+    def look(most: float, told: Callable[[str], None]) -> Search:
         return search(subject, cluster.devices, most, allowed, told, impossible)
 
     try:

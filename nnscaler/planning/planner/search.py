@@ -25,7 +25,6 @@ from nnscaler.planning.solver.problem import Infeasible
 
 BOUNDS = (rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
 CLOSE = 0.005  # a search ends when what is left can save less than this share
-Progress = Callable[[str], None]
 Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
 
 
@@ -55,7 +54,7 @@ def search(
     ranks: int,
     memory: float,
     permitted: Callable[[Configuration], bool] = lambda _: True,
-    progress: Progress = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     impossible: Callable[[Configuration], bool] = lambda _: False,
 ) -> Search:
     """The best configuration of `ranks`, each with `memory` bytes, among those permitted. `impossible`: whether one

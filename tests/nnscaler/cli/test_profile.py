@@ -16,7 +16,7 @@ from nnscaler.planning.cost.table_cost import TableCost
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps are timed for a moment only."""
-    monkeypatch.setattr("nnscaler.cli.profile_steps._SECONDS", 0.01)
+    monkeypatch.setattr("nnscaler.performance.time_steps._SECONDS", 0.01)
 
 
 def test_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +57,7 @@ def test_what_cannot_be_measured_is_said(
     def fails(*_: object) -> tuple[float, float]:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("nnscaler.tracing.time_call.time_call", fails)
+    monkeypatch.setattr("nnscaler.performance.measure_model.time_call", fails)
     out = tmp_path / "p.json"
     assert main(["profile", str(tmp_path / "model.py"), "--ranks", "1", "--out", str(out)]) == 0
     said = capsys.readouterr()

@@ -22,7 +22,6 @@ from nnscaler.communication.profile import CommunicationProfile, communication_p
 from nnscaler.compile import compile_traced
 from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.random_plan import random_plan
 from nnscaler.runtime import reducer
 from nnscaler.runtime.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.executor import RankExecutor
@@ -32,6 +31,7 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
+from verify.random_plan import random_plan
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import nnscaler
-from nnscaler.communication.replay import replay
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
+from nnscaler.performance.replay import replay
 from nnscaler.planning.auto import cluster_of, cost_of, parse_auto, search_plan
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.difference import differences

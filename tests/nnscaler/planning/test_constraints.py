@@ -38,11 +38,11 @@ from nnscaler.planning.planner.plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.planner.search import CLOSE
 from nnscaler.planning.policies import make_plan
-from nnscaler.planning.random_plan import random_plan
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.choose import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import EXAMPLES, graph_of, subject_of
+from verify.random_plan import random_plan
 
 
 def found(graph: Graph, ranks: int, *kept: Constraint) -> Found:

@@ -24,7 +24,7 @@ from verify.lemmas.evidence import Evidence
 from verify.lemmas.obligation import Stated
 from verify.lemmas.representative import represent
 from verify.lemmas.statement import Claim, Splits
-from verify.op_checks.proofs import Strength
+from verify.op_checks.strength import Strength
 from verify.op_run.cache import Cache
 from verify.verdict import Verdict
 

@@ -25,7 +25,7 @@ from verify.op_checks.enumerate import enumerate_cases
 from verify.op_checks.options import Kind, OpOptions, Safeguards
 from verify.op_checks.runner import Runner
 from verify.op_checks.values import varied
-from verify.operators import verify_spec
+from verify.op_report import verify_spec
 from verify.report import Report
 from verify.self_test.mutant import Hook, spec_of
 from verify.verdict import Verdict

@@ -19,7 +19,7 @@ from verify.op_checks.check import as_check
 from verify.op_checks.enumerate import enumerate_cases
 from verify.op_checks.options import OpOptions, Safeguards
 from verify.op_checks.outcome import Outcome
-from verify.operators import verify_spec
+from verify.op_report import verify_spec
 from verify.verdict import Verdict
 
 

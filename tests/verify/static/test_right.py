@@ -12,8 +12,8 @@ from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.random_plan import random_plan
 from nnscaler.tracing import Traced
+from verify.random_plan import random_plan
 from verify.random_plans import MESHES, PIPELINES, UNLIKE
 from verify.static import StaticResult, check_program
 from verify.static.held import normal

@@ -12,10 +12,10 @@ import torch
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.planning.random_plan import random_plan
 from nnscaler.runtime.loader import load_user_module
 from nnscaler.tracing import Traced, trace
 from tests.verify.static.test_right import check_layouts, findings
+from verify.random_plan import random_plan
 from verify.random_plans import MESHES, PIPELINES, UNLIKE, Mesh
 from verify.static import check_program
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.predict import Prediction, predict
 from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.performance.predict import Prediction, predict
 from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.result import plan_of

@@ -1,4 +1,8 @@
-"""All that is checked of one operator, in order: the operator itself, its splits, its linear sets, pairs, proofs."""
+"""All that is checked of one operator, in order: the operator itself, its splits, its linear sets, pairs, proofs.
+
+This is the oracle. It knows nothing of advice, which asks it: `verify_record` says when its tests are done, and whoever
+calls it may add to them before proofs follow.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,26 @@ from typing import Any
 from op_registry.bind_call import named_values
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.errors import AnnotationError
+from verify.environment import environment
 from verify.finding import Finding
-from verify.op_advice.widen import repair
 from verify.op_checks.audit import audit
 from verify.op_checks.cases import Case
 from verify.op_checks.check import as_check, check_target, run_cases
 from verify.op_checks.claims import Claimed, claims_of, kind_of, untested
 from verify.op_checks.derivative import check_derivative
-from verify.op_checks.derived import derived_linear, wider
 from verify.op_checks.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
-from verify.op_checks.findings import not_tested, refuted_by_proof, survived, unusable, wrong_linear, wrong_split
+from verify.op_checks.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
 from verify.op_checks.opcheck import opcheck
 from verify.op_checks.options import DRAWS, OpOptions
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.probed import Probed
-from verify.op_checks.proofs import TESTED, Strength, prove_base, weakest
 from verify.op_checks.runner import CaseResult, Runner
 from verify.op_checks.shrink import shrink
+from verify.op_checks.strength import TESTED, Strength, weakest
 from verify.op_checks.subsets import check_subsets
-from verify.report import Check
+from verify.op_proofs.cheapest_first import prove_base
+from verify.report import Check, Report
 from verify.verdict import Verdict, merge
 
 Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line
@@ -79,10 +83,12 @@ class Verification:
         self.checks: list[Check] = []
         self.claims: list[Claim] = []
         self.findings: list[Finding] = []
+        self.counter_examples: dict[int, CaseResult] = {}  # position among the findings -> what showed it
         self.notes: dict[str, None] = {}
         self.text = ""
+        self.tested: list[Base] = []  # sample calls whose tests ran to their end
 
-    def run(self) -> None:
+    def test(self) -> None:
         """Raises Unusable and AnnotationError where the whole operator cannot be run."""
         started = time.perf_counter()
         found = self.bases()
@@ -108,9 +114,11 @@ class Verification:
             step(found)
             if self.findings and self.options.fail_fast:
                 break
-        if not self.findings and self.spec.target is not None:
-            self.advise(found)
-        strengths = self.proofs(found)
+        self.tested = found
+
+    def prove(self) -> None:
+        """Tries to prove what passed its tests, and makes the check of every claim."""
+        strengths = self.proofs(self.tested)
         for claim in self.claims:
             wanted = [strengths.get(key, TESTED) for key in claim.needs]
             strength = weakest(wanted)
@@ -135,15 +143,6 @@ class Verification:
         message = f"on sample call {missing[0]} `{self.spec.name}` raises {why_unused(self.runner, missing[0])}"
         self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
         return Check("whole operator", Verdict.INCONCLUSIVE, len(found), 0, detail=message)
-
-    def advise(self, found: list[Base]) -> None:
-        """What a user's operator could do and does not claim."""
-        if self.options.explain and self.options.cases is None and not any(base.linear for base in found):
-            check, notes = derived_linear(self.runner, found[0])
-            self.checks += [check] if check is not None else []
-            self.notes.update(dict.fromkeys(notes))
-        if self.options.suggest:
-            self.notes.update(dict.fromkeys(wider(self.runner)))
 
     def bases(self) -> list[Base]:
         """Where cases start from. An operator that cannot be run is audited all the same: that it changes its inputs
@@ -305,8 +304,9 @@ class Verification:
         if outcome.failures:
             failed = outcome.failures[0]
             smallest = shrink(self.runner, failed) if self.options.explain else failed
-            finding = self.wrong(smallest)
+            finding = wrong(self.spec, smallest)
             line = self.reproduce(finding.code, smallest.case) if self.reproduce is not None else None
+            self.counter_examples[len(self.findings)] = smallest
             self.findings.append(finding.with_reproduce(line))
         elif self.options.safeguards.mutants and outcome.survived(DRAWS):
             self.findings.append(survived(self.spec, target, outcome.survived(DRAWS)))
@@ -320,19 +320,51 @@ class Verification:
             self.findings.append(unusable(self.spec, Unusable("uninformative", message)))
         self.claims.append(Claim(name, (*needs, *unproved), outcome, time.perf_counter() - started))
 
-    def wrong(self, result: CaseResult) -> Finding:
-        """The finding of a counter-example, with the way out."""
-        choice = result.case.choices[0]
-        if isinstance(choice, RunPartial) and len(result.case.choices) == 1:
-            return wrong_linear(self.spec, result)
-        help = None
-        bound = result.signature.bound
-        if isinstance(choice, Split) and len(result.case.choices) == 1 and bound is not None:
-            advice = repair(self.spec, choice.identifier, self.options) if self.options.explain else None
-            if advice is not None:
-                said = "freeze it" if advice.freezes else "this annotation holds (tested)"
-                help = f'{said}: "{advice.text}"\n{advice.sentence}'
-        return wrong_split(self.spec, result, help)
+
+def verify_record(
+    spec: OperatorSpec,
+    options: OpOptions | None = None,
+    *,
+    reproduce: Reproduce | None = None,
+    progress: Callable[[str], None] | None = None,
+    runner: Runner | None = None,
+    advise: Callable[[Verification], None] = lambda verification: None,
+) -> Report:
+    """What the oracle says of an operator.
+
+    reproduce  gives the line that findings show
+    progress   is told what runs, before it runs
+    runner     runs the operator on other samples than its own
+    advise     is called between tests and proofs, and may add to what was found
+    """
+    started = time.perf_counter()
+    options = options or OpOptions()
+    verification = Verification(spec, options, progress, reproduce, runner)
+    try:
+        verification.test()
+    except Unusable as problem:
+        refuted = int(problem.refuted)
+        verdict = Verdict.REFUTED if problem.refuted else Verdict.INCONCLUSIVE
+        verification.checks.append(Check("whole operator", verdict, refuted, refuted))
+        verification.findings.append(unusable(spec, problem))
+    except AnnotationError as error:
+        verification.checks.append(Check("whole operator", Verdict.REFUTED, 1, 1))
+        verification.findings.append(does_not_fit(spec, error))
+    advise(verification)
+    if verification.tested:
+        verification.prove()
+    findings = [f.with_reproduce(reproduce(f.code, None) if reproduce else None) for f in verification.findings]
+    return Report(
+        "verify-op",
+        spec.name,
+        f"`{verification.text}`" if verification.text else "",
+        options.seed,
+        tuple(verification.checks),
+        tuple(findings),
+        tuple(verification.notes),
+        {**environment(), "dtype": "float64"},
+        time.perf_counter() - started,
+    )
 
 
 def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:

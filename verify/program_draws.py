@@ -124,7 +124,7 @@ class ProgramDraws(FixedDraws):
     """
 
     def __init__(self, draws: Sequence[Draw | None] | None = None, seed: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Called] = []
         self._draws, self._seed, self._step = draws, seed, 0
         self._position = 0
@@ -198,7 +198,8 @@ class _Named(Now):
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Tensor:
     """A tensor of the result's shape: for an operator in place its argument, else the result of another call."""
     name = str(func)
-    return args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
+    shaped: Tensor = args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
+    return shaped
 
 
 def _keep(name: str, numbers: tuple[Any, ...]) -> float | None:
@@ -213,11 +214,11 @@ def _place(operation: Operation) -> tuple[str, int] | None:
 
 
 def _user_places() -> tuple[tuple[str, int], ...]:
-    """The frames outside of torch and of nnscaler, the innermost first."""
+    """The frames outside of torch, of nnscaler and of this module, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module.split(".")[0] not in ("torch", "nnscaler", "contextlib"):
+        if module != __name__ and module.split(".")[0] not in ("torch", "nnscaler", "contextlib"):
             found.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)

@@ -19,10 +19,10 @@ from nnscaler.ir.layout import Partial, full_along, local_shape
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
+from nnscaler.performance.crowded import simulate_crowded
 from nnscaler.planning.cost.gradients import seconds_per_byte, summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
-from nnscaler.scheduling.crowded import simulate_crowded
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import Timeline, simulate
 

@@ -1,5 +1,7 @@
-"""What `nnscaler profile` learns from whole steps: how ranks that share cores crowd each other, and what a step takes
-beside its operators. The steps are those of the model on one rank."""
+"""Time whole steps: how ranks that share cores crowd each other, and what a step takes beside its operators.
+
+The steps are those of the model on one rank.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from nnscaler.communication.communicated import Compute
+from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
-
-if TYPE_CHECKING:
-    from nnscaler.cli.console import Console
-    from nnscaler.communication.replay import Programmed
-    from nnscaler.planning.cost.model import CostModel
-    from nnscaler.planning.cost.table import Profile
-    from nnscaler.runtime.launcher import ForkServer
-    from nnscaler.tracing import Traced
-    from nnscaler.transform.plan import RecomputeStep
+from nnscaler.ir.signature import signatures
+from nnscaler.performance.replay import Programmed, programmed
+from nnscaler.planning.cluster.found import available_cores, found_cluster
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.measure import crowded
+from nnscaler.planning.cost.model import CostModel, Overheads
+from nnscaler.planning.cost.table import Profile
+from nnscaler.planning.cost.table_cost import TableCost
+from nnscaler.planning.cost.whole_steps import WholeStep, overheads_of
+from nnscaler.runtime.launcher import ForkServer, launch
+from nnscaler.tracing import Traced
+from nnscaler.transform.layers import layers_of
+from nnscaler.transform.plan import Plan, RecomputeStep
 
 _LONGEST = 1.0  # seconds of a step, by the analytic model: in longer ones dispatch is lost, and they are not run
 _SECONDS = 0.15  # of a turn
 _LIMIT = 600.0
+
+
+class Listener(Protocol):
+    """Is told how measuring goes on, and what could not be measured."""
+
+    def progress(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,8 +53,6 @@ class OneRank:
 
     def counts(self) -> tuple[int, int]:
         """Statements of a step, and those that it repeats."""
-        from nnscaler.communication.communicated import Compute
-
         forward, micro_batches = self.program.communicated.stages[0].forward, self.program.order.micro_batches
         again = sum(isinstance(s, Compute) and s.placement.recompute is not None for s in forward)
         return len(forward) * micro_batches, again * micro_batches
@@ -55,13 +68,11 @@ class Steps:
 
 
 def time_steps(
-    traced: Traced, ranks: int, micro_batches: int, folder: Path, server: ForkServer | None, console: Console
+    traced: Traced, ranks: int, micro_batches: int, folder: Path, server: ForkServer | None, listener: Listener
 ) -> Steps:
     """Measures on the CPU. Empty, with the reason said, where no step can be run."""
-    from nnscaler.runtime.launcher import launch
-
     start = time.perf_counter()
-    programs = _programs(traced, micro_batches, folder, console)
+    programs = _programs(traced, micro_batches, folder, listener)
     if not programs:
         return Steps()
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -73,23 +84,17 @@ def time_steps(
         server=server,
     )
     if not outcome.ok:
-        console.warning(f"steps were not measured: {outcome.describe()}")
+        listener.warning(f"steps were not measured: {outcome.describe()}")
         return Steps()
     results = outcome.results()
     crowded = {count: fmean(row[1][i] for row in results[:count]) for i, count in enumerate(counts)}
-    console.progress(f"steps        {time.perf_counter() - start:5.1f} s  up to {ranks} at once")
+    listener.progress(f"steps        {time.perf_counter() - start:5.1f} s  up to {ranks} at once")
     return Steps(tuple(programs), tuple(results[0][0]), crowded)
 
 
 def with_overheads(profile: Profile, steps: Steps, ranks: int) -> Profile:
     """The profile of operators that ran alone, as it is between ranks that share this machine's cores. Without measured
     steps they are taken to share them fairly."""
-    from nnscaler.planning.cluster.found import available_cores
-    from nnscaler.planning.cost.measure import crowded
-    from nnscaler.planning.cost.model import Overheads
-    from nnscaler.planning.cost.table_cost import TableCost
-    from nnscaler.planning.cost.whole_steps import WholeStep, overheads_of
-
     if not steps.programs:
         fair = tuple(max(1.0, n / available_cores()) for n in range(1, ranks + 1))
         return crowded(profile, Overheads(crowding=fair))
@@ -100,13 +105,8 @@ def with_overheads(profile: Profile, steps: Steps, ranks: int) -> Profile:
     return crowded(profile, overheads_of(whole, steps.crowded, ranks))
 
 
-def _programs(traced: Traced, micro_batches: int, folder: Path, console: Console) -> list[OneRank]:
+def _programs(traced: Traced, micro_batches: int, folder: Path, listener: Listener) -> list[OneRank]:
     """With one micro-batch, with as many as asked for, where the batch can be cut so, and with recomputed layers."""
-    from nnscaler.planning.cluster.found import found_cluster
-    from nnscaler.planning.cost.analytic import AnalyticCost
-    from nnscaler.transform.layers import layers_of
-    from nnscaler.transform.plan import RecomputeStep
-
     cost = AnalyticCost(found_cluster(1))
     again = tuple(RecomputeStep(layer.operations) for layer in layers_of(traced.graph))
     wanted = [(1, ()), *([(micro_batches, ())] if micro_batches > 1 else []), *([(1, again)] if again else [])]
@@ -115,21 +115,16 @@ def _programs(traced: Traced, micro_batches: int, folder: Path, console: Console
         try:
             one = _program(traced, count, steps, folder / str(number))
         except NnscalerError as error:
-            console.warning(f"a step of {count} micro-batches was not measured: {error.message}")
+            listener.warning(f"a step of {count} micro-batches was not measured: {error.message}")
             continue
         if one.predicted(cost) > _LONGEST:
-            console.progress("steps        not measured: they take so long that operators say it all")
+            listener.progress("steps        not measured: they take so long that operators say it all")
             return []
         found.append(one)
     return found
 
 
 def _program(traced: Traced, micro_batches: int, steps: tuple[RecomputeStep, ...], folder: Path) -> OneRank:
-    from nnscaler.communication.replay import programmed
-    from nnscaler.compile import compile_traced
-    from nnscaler.ir.signature import signatures
-    from nnscaler.transform.plan import Plan
-
     plan = Plan((("dp", 1),), steps, micro_batches)
     compile_traced(traced, ranks=1, plan=plan, micro_batches=None, model={"name": "one rank"}).save(folder)
     return OneRank(folder, programmed(traced.graph, signatures(traced.graph), plan))

@@ -7,42 +7,19 @@ rewritten call computes. A claim is as strong as its weakest sample call.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import RunPartial, Split
 from verify.op_checks.enumerate import Base, Target
 from verify.op_checks.runner import Runner, WholeRaised
+from verify.op_checks.strength import Strength
 from verify.op_proofs.bounded.prove import prove_bounded
 from verify.op_proofs.prove import prove
 from verify.verdict import Verdict
 
 BOUNDED_STEPS = 2_500_000  # for one target of one sample call
 SPENT = "the limit of processor time was reached before it was proved"
-
-
-@dataclass(frozen=True, slots=True)
-class Strength:
-    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof.
-
-    `counter_example`: values for which the claim fails, found by Z3 and confirmed by exact arithmetic, which no draw
-    had hit; the claim is then REFUTED. `open`: the limit of time was reached before all proofs were tried.
-    """
-
-    verdict: Verdict
-    blocker: str = ""
-    counter_example: Mapping[str, str] | None = None
-    open: bool = False
-
-
-TESTED = Strength(Verdict.TESTED_EXACT)
-_ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT, Verdict.REFUTED)
-
-
-def weakest(strengths: Sequence[Strength]) -> Strength:
-    """The strength of what all of these are needed for; TESTED where there are none."""
-    return max(strengths, key=lambda s: _ORDER.index(s.verdict), default=TESTED)
 
 
 def prove_base(

@@ -1,6 +1,6 @@
-"""What an operator can do and its annotation does not say: partial sums that pass through, dims frozen without need.
+"""Partial sums that pass through an operator whose annotation does not say so.
 
-Both are derived by numbers and then tested like any claim; neither is a claim of the user's, so that what does not hold
+They are derived by numbers and then tested like any claim. They are no claim of the user's, so that what does not hold
 is left out.
 """
 
@@ -11,12 +11,23 @@ from dataclasses import replace
 
 from nnscaler.errors import NnscalerError
 from verify.op_advice.linear import derive_linear
-from verify.op_advice.widen import widen
 from verify.op_checks.check import as_check, check_target
 from verify.op_checks.enumerate import Base, Enumerator, Unusable, bases
 from verify.op_checks.outcome import Outcome
 from verify.op_checks.runner import Runner, WholeRaised
+from verify.op_oracle import Verification
 from verify.report import Check
+
+
+def add_derived(verification: Verification) -> None:
+    """Adds the partial sums that pass through a user's operator which passed its tests, and declares none."""
+    options, found = verification.options, verification.tested
+    wanted = options.explain and options.cases is None and verification.spec.target is not None
+    if not wanted or not found or verification.findings or any(base.linear for base in found):
+        return
+    check, notes = derived_linear(verification.runner, found[0])
+    verification.checks += [check] if check is not None else []
+    verification.notes.update(dict.fromkeys(notes))
 
 
 def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]:
@@ -44,9 +55,3 @@ def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]
         return None, []
     check = as_check("partial sums, derived", holds, time.perf_counter() - started)
     return replace(check, supporting=True), notes
-
-
-def wider(runner: Runner) -> list[str]:
-    """Frozen identifiers that could be split, as notes; every annotation in them was tested."""
-    found = widen(runner.spec, runner.options)
-    return [f'{advice.sentence}: "{advice.text}" holds (tested)' for advice in found]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nnscaler.communication.replay import Replay
-    from nnscaler.planning.planner.plan import Found
+from nnscaler.communication.groups import ranks_text
+from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.performance.replay import Replay
+from nnscaler.planning.cluster.units import show_bytes, show_seconds
+from nnscaler.planning.planner.plan import Found
+from nnscaler.scheduling.timeline_rows import timeline_rows
+from verify.report_formats.html.bars import communication_panel, memory_panel
+from verify.report_formats.html.page import page
+from verify.report_formats.html.text import escape, facts, panel, table
+from verify.report_formats.html.timeline import timeline_panel
 
 BARS = 4000  # of the timeline that are drawn
 _UNITS = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
@@ -15,12 +22,6 @@ _UNITS = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
 
 def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str, Sequence[str]]) -> str:
     """HTML. `sections`: more text, by its heading."""
-    from nnscaler.communication.profile_memory import stage_memory
-    from verify.report_formats.html.bars import communication_panel, memory_panel
-    from verify.report_formats.html.page import page
-    from verify.report_formats.html.text import escape, panel
-    from verify.report_formats.html.timeline import timeline_panel
-
     order, communicated = replayed.order, replayed.communicated
     body = [
         _banner(model, found, replayed),
@@ -37,9 +38,6 @@ def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str,
 
 def timeline_of(replayed: Replay) -> dict[str, Any]:
     """The simulated schedule as data for the picture, as far as it is drawn."""
-    from nnscaler.communication.groups import ranks_text
-    from nnscaler.scheduling.timeline_rows import timeline_rows
-
     timeline = replayed.prediction.timeline
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
     shortest = min((s.stop - s.start for row in timeline.rows for s in row if s.stop > s.start), default=1.0)
@@ -55,9 +53,6 @@ def timeline_of(replayed: Replay) -> dict[str, Any]:
 
 
 def _banner(model: str, found: Found, replayed: Replay) -> str:
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
-    from verify.report_formats.html.text import escape
-
     of = found.certificate
     priced = f"{show_seconds(of.seconds)} a step by the planner's tables, {show_seconds(replayed.seconds)} simulated"
     least = f"at least {show_seconds(of.bound)} in the space searched: gap {of.gap:.2%}"
@@ -68,10 +63,6 @@ def _banner(model: str, found: Found, replayed: Replay) -> str:
 
 
 def _stages(found: Found, replayed: Replay) -> str:
-    from nnscaler.communication.groups import ranks_text
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
-    from verify.report_formats.html.text import panel, table
-
     head = (
         "stage",
         "ranks",
@@ -111,9 +102,6 @@ def _stages(found: Found, replayed: Replay) -> str:
 
 
 def _runners_up(found: Found) -> str:
-    from nnscaler.planning.cluster.units import show_seconds
-    from verify.report_formats.html.text import escape, panel, table
-
     others = found.certificate.runners_up
     if not others:
         return ""
@@ -123,7 +111,5 @@ def _runners_up(found: Found) -> str:
 
 
 def _certificate(found: Found, replayed: Replay) -> str:
-    from verify.report_formats.html.text import facts, panel
-
     told = {n: v for n, v in found.certificate.as_dict().items() if n != "runners_up"}
     return panel("Certificate", facts({**told, "simulated_seconds": replayed.seconds}))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from nnscaler.communication.communicated import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.predict import Prediction, predict
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature
+from nnscaler.performance.predict import Prediction, predict
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule

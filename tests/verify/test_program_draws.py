@@ -19,8 +19,8 @@ from nnscaler.runtime.ops_random import logical_uniform
 from nnscaler.runtime.program_directory import read_program
 from nnscaler.tracing import trace
 from nnscaler.tracing.precision import exact, run_backward, with_draws
-from nnscaler.tracing.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
 from nnscaler.tracing.sample_inputs import flatten_inputs
+from verify.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
 from verify.reference import record_draws
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,1 @@
+"""What a step takes: predicted by a cost model, and measured on this machine."""
