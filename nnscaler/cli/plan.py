@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     plan = None if options.compare is None else other_plan(options.compare, options.ranks)
     cost = cost_of(wanted, cluster_of(wanted, options.ranks))
     model = load_model_file(options.model, options.seed, options.loss_fn)
-    graph = traced(model, console, options.specialise).graph
+    graph = traced(model, console.progress, options.specialise).graph
     known = signatures(graph)
     if options.explain is not None:
         select(graph, (options.explain,))

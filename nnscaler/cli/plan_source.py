@@ -40,13 +40,9 @@ def is_axes(spec: str | None) -> bool:
 
 
 def ranks_asked(options: argparse.Namespace) -> int | None:
-    """How many ranks --ranks, --program or --plan say; None where none of them does. Raises NnscalerError."""
+    """Return how many ranks --ranks or --plan say; None where neither does. Raises NnscalerError."""
     if options.ranks is not None:
         return int(options.ranks)
-    if getattr(options, "program", None) is not None:
-        from verify.program_directory import open_program
-
-        return open_program(options.program).ranks
     spec: str | None = options.plan
     if spec is None or parse_auto(spec) is not None or "::" in spec:
         return None

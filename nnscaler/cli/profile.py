@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
-        profile = _profile(traced(model, console, options.specialise), options, server, folder)
+        profile = _profile(traced(model, console.progress, options.specialise), options, server, folder)
     profile.save(options.out)
     for name, reason in profile.skipped:
         console.warning(f"not measured: {name}: {reason}")

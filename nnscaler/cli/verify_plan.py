@@ -211,6 +211,10 @@ def _ranks(options: argparse.Namespace) -> int:
     from nnscaler.cli.plan_source import ranks_asked
 
     console: Console = options.console
+    if options.ranks is None and options.program is not None:
+        from verify.program_directory import open_program
+
+        return open_program(options.program).ranks
     implied = ranks_asked(options)
     if implied is None:
         console.progress("2 ranks, for --ranks was not given")
