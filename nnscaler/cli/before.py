@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nnscaler.cli.model_file import check_targets
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import check_targets
 from nnscaler.planning.auto import AutoPlan, cluster_of
 
 _OF_A_PLAN = ("plan", "schedule", "micro_batches", "replicate")  # options that a program has decided
@@ -18,7 +18,7 @@ _OF_A_PLAN = ("plan", "schedule", "micro_batches", "replicate")  # options that 
 def check_options(options: argparse.Namespace) -> None:
     """Check the model, the plan and the search that a command line names. Raises NnscalerError."""
     from nnscaler.cli.plan_cost import asked_search
-    from nnscaler.cli.plan_source import check_plan
+    from nnscaler.plan_source import check_plan
     from nnscaler.scheduling.registry import check_schedule
 
     check_targets(options.model, options.loss_fn)

@@ -49,9 +49,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Compiles, writes, and says what was written."""
-    from nnscaler.cli.model_file import load_model_file
     from nnscaler.cli.plan_cost import plan_source
-    from nnscaler.cli.plan_source import ranks_asked
+    from nnscaler.model_file import load_model_file
+    from nnscaler.plan_source import ranks_asked
 
     console: Console = options.console
     check_options(options)
@@ -96,7 +96,7 @@ def _loss(target: str | None) -> dict[str, str]:
     """For the program's record: the loss function outside of the model, if there is one."""
     if target is None:
         return {}
-    from nnscaler.cli.model_file import load_loss_function
+    from nnscaler.model_file import load_loss_function
     from nnscaler.tracing.user_loss import origin_of_loss
 
     return {"loss": origin_of_loss(load_loss_function(target))}

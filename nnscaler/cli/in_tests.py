@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nnscaler.cli.gate_work import perform_item
-from nnscaler.cli.model_file import load_model_file
-from nnscaler.cli.plan_source import read_plan
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import load_model_file
+from nnscaler.plan_source import read_plan
 from verify import verify_op, verify_plan
 from verify.gate.baseline import Entry, read_baseline
 from verify.gate.items import Item, check_names

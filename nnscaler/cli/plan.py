@@ -75,11 +75,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
-    from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
     from nnscaler.cli.plan_cost import asked_search
     from nnscaler.cli.plan_text import explanation, summary
     from nnscaler.ir.signature import signatures
+    from nnscaler.model_file import load_model_file, traced
     from nnscaler.planning.auto import cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
 

@@ -17,7 +17,7 @@ SEARCH = ("cluster", "memory", "constraints", "profile")
 
 def plan_source(options: argparse.Namespace) -> PlanSource:
     """What --plan names, or what is to be searched. Raises NnscalerError as `asked_search` and `read_plan`."""
-    from nnscaler.cli.plan_source import read_plan
+    from nnscaler.plan_source import read_plan
 
     return asked_search(options) or read_plan(options.plan)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.plan_cost import SEARCH
-from nnscaler.cli.plan_source import is_words
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import is_words
 from nnscaler.targets import find_target
 
 if TYPE_CHECKING:

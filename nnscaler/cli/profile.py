@@ -58,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
-    from nnscaler.cli.model_file import check_targets, load_model_file, traced
     from nnscaler.files import check_temporary
+    from nnscaler.model_file import check_targets, load_model_file, traced
 
     console: Console = options.console
     check_temporary()

@@ -148,9 +148,9 @@ def _write_certificate(path: Path, report: Report, console: Console) -> None:
 
 
 def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None) -> PlanRequest:
-    from nnscaler.cli.model_file import load_model_file
     from nnscaler.cli.plan_cost import plan_source
     from nnscaler.cli.plan_replay import reproduce_line
+    from nnscaler.model_file import load_model_file
     from verify.plan_run import DTYPES, PlanRequest
 
     console: Console = options.console
@@ -208,7 +208,7 @@ def default_backend(ranks: int) -> str:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    from nnscaler.cli.plan_source import ranks_asked
+    from nnscaler.plan_source import ranks_asked
 
     console: Console = options.console
     if options.ranks is None and options.program is not None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.cli.model_file import load_loss_function, load_model_file
 from nnscaler.cli.plan_replay import make_token
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import load_loss_function, load_model_file
 from verify.gate.settings import read_settings
 
 LAYERS = """

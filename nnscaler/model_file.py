@@ -128,7 +128,7 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
     """The last frame of the traceback in the user's folder, else the last outside of this package."""
-    own = str(Path(__file__).resolve().parents[1])
+    own = str(Path(__file__).resolve().parent)
     best: SourceLocation | None = None
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())

@@ -86,7 +86,7 @@ def _policy_file(spec: str) -> Path:
 
 
 def _policy(spec: str) -> Callable[[Graph, int], Plan]:
-    from nnscaler.cli.model_file import import_user_file
+    from nnscaler.model_file import import_user_file
 
     file, _, name = spec.partition("::")
     policy: Callable[[Graph, int], Plan] | None = getattr(import_user_file(_policy_file(spec)), name, None)
@@ -101,7 +101,7 @@ def _policy(spec: str) -> Callable[[Graph, int], Plan]:
 
 def _guarded(policy: Callable[[Graph, int], Plan], file: str, name: str) -> Callable[[Graph, int], Plan]:
     """The policy, whose exceptions are the user's and not ours."""
-    from nnscaler.cli.model_file import user_frame
+    from nnscaler.model_file import user_frame
 
     def guarded(graph: Graph, ranks: int) -> Plan:
         try:
