@@ -68,7 +68,6 @@ def verify_plan(
         raise NnscalerError(
             "usage", "verify_plan needs a number of ranks, or a program", help="ranks=4, or program=DIR"
         )
-    name = str(dtype).removeprefix("torch.")
     request = PlanRequest(
         ranks=ranks,
         plan=plan if isinstance(plan, str) else None,
@@ -77,7 +76,7 @@ def verify_plan(
         backend=backend,
         steps=steps,
         seed=seed,
-        dtype=name if name in DTYPES else str(dtype),
+        dtype=_name_of(dtype),
         timeout=TIMEOUT,
         depth=depth,
         level=level,
@@ -87,6 +86,12 @@ def verify_plan(
     )
     given = module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn)
     return verify_request(request, PlanSubject(given, sample_inputs, plan))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """Return its name where a run can have it, else the text for the message that refuses it."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in DTYPES else str(dtype)
 
 
 def _with_loss(
