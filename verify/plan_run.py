@@ -40,7 +40,7 @@ from verify.plan_checks.context import LOCALISED, Comparison, Outcome
 from verify.plan_compare import Beside, failed, make_comparison, make_task
 from verify.plan_low import low_precision
 from verify.plan_prepare import Prepared, prepare
-from verify.plan_proof import Proof, combine, prove_program
+from verify.plan_proof import Proof, ProofOptions, combine, prove_program
 from verify.plan_report import keep_program, make_report
 from verify.plan_request import PlanRequest, check_values
 from verify.plan_subject import PlanSubject, RunContext
@@ -87,8 +87,7 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
         prepared.graph,
         folder=str(folder),
         manifest=prepared.program.manifest,
-        seconds=request.timeout,
-        seed=request.seed,
+        options=ProofOptions(request.timeout, request.seed),
         progress=prepared.context.progress,
     )
 
