@@ -56,7 +56,8 @@ def check(name: str, plan: str, depth: str = "quick", seed: int = 0) -> Told:
     from tests.zoo.architectures import ARCHITECTURES
     from tests.zoo.build import build, quiet
     from verify.plan_request import PlanRequest
-    from verify.plan_run import verify_request
+    from verify.plan_subject import PlanSubject, RunContext
+    from verify.plan_verify import verify_request
 
     torch.set_num_threads(1)
     architecture = next(a for a in ARCHITECTURES if a.name == name)
@@ -73,17 +74,17 @@ def check(name: str, plan: str, depth: str = "quick", seed: int = 0) -> Told:
             model, sample = build(name)
             reached = "built"
             request = PlanRequest(
-                model,
-                sample,
-                ranks,
-                plan,
+                ranks=ranks,
+                micro_batches=1,
                 specialise=architecture.specialise,
+                backend="simulator",
+                timeout=120.0,
                 depth=depth,  # type: ignore[arg-type]
                 seed=seed,
-                progress=lambda phase, seconds, text: phases.append(phase),
             )
+            context = RunContext(progress=lambda phase, seconds, text: phases.append(phase))
             divided = _divided(model, sample, ranks, plan, architecture.specialise) if "tp" in plan else None
-            report = verify_request(request)
+            report = verify_request(request, PlanSubject(model, sample, plan), context)
         verdict = str(report.verdict)
         if report.verdict.passes:
             reached = "verified"

@@ -28,7 +28,8 @@ from nnscaler.runtime.loader import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from verify.plan_request import DTYPES, PlanRequest
-from verify.plan_run import verify_request
+from verify.plan_subject import PlanSubject
+from verify.plan_verify import verify_request
 from verify.random_plan import random_plan
 from verify.random_plans import MESHES, PIPELINES
 from verify.self_test.plans.judge import read_statically
@@ -93,21 +94,22 @@ def judge(case: Case, levels: Sequence[str]) -> list[Told]:
     model, sample = module.build_model(), module.sample_inputs(BATCH)
     shorten(model)
     request = PlanRequest(
-        model,
-        sample,
-        case.ranks,
-        case.plan,
+        ranks=case.ranks,
         schedule=case.schedule,
         micro_batches=case.micro_batches,
+        backend="simulator",
         seed=case.seed,
-        dtype=DTYPES[case.dtype],
+        dtype=case.dtype,
+        timeout=120.0,
         depth="quick",
     )
+    subject = PlanSubject(model, sample, case.plan)
     try:
         if case.plan is None:
             plan = made_at_random(model, sample, case.seed)
-            request = replace(request, plan=plan, ranks=plan.ranks, micro_batches=None)
-        return list(_levels(case, request, levels))
+            request = replace(request, ranks=plan.ranks, micro_batches=None)
+            subject = replace(subject, plan=plan)
+        return list(_levels(case, request, subject, levels))
     except NnscalerError as error:
         return [Told(case, "compile", "refused", str(error).splitlines()[0])]
 
@@ -121,13 +123,13 @@ def made_at_random(model: torch.nn.Module, sample: object, seed: int) -> Plan:
     return plan
 
 
-def _levels(case: Case, request: PlanRequest, levels: Sequence[str]) -> Iterator[Told]:
+def _levels(case: Case, request: PlanRequest, subject: PlanSubject, levels: Sequence[str]) -> Iterator[Told]:
     if "L0" in levels and case.dtype == "float64":  # the text is the same in every dtype
         program = parallelize(
-            request.module_or_factory,  # type: ignore[arg-type]
-            request.sample_inputs,
-            ranks=request.ranks,
-            plan=request.plan,
+            subject.module_or_factory,  # type: ignore[arg-type]
+            subject.sample_inputs,
+            ranks=request.rank_count,
+            plan=subject.plan,
             schedule=request.schedule,
             micro_batches=request.micro_batches,
         )
@@ -136,7 +138,7 @@ def _levels(case: Case, request: PlanRequest, levels: Sequence[str]) -> Iterator
             case, "L0", "REFUTED" if answer.refuted else "INCONCLUSIVE" if answer.undecided else "verified", answer.said
         )
     if "L2" in levels:
-        report = verify_request(request)
+        report = verify_request(request, subject)
         outcome = "verified" if report.verdict.passes else report.verdict.name
         yield Told(
             case, "L2" if case.dtype == "float64" else "L3", outcome, " | ".join(f.message for f in report.findings[:3])

@@ -32,7 +32,7 @@ def llama(size: str, batch: int) -> Any:
     """(a Llama of this size, its inputs)"""
     import torch
 
-    from nnscaler.cli.model_file import import_user_file
+    from nnscaler.model_file import import_user_file
 
     model = getattr(import_user_file(EXAMPLES_FOLDER / "llama_405b.py"), f"llama_{size}")()
     ids = torch.zeros(batch, LLAMA_TOKENS, dtype=torch.long, device="meta")
@@ -47,7 +47,7 @@ def llama_graph(size: str, batch: int) -> Any:
 
 def example(name: str) -> Any:
     """(model file, traced)"""
-    from nnscaler.cli.model_file import load_model_file
+    from nnscaler.model_file import load_model_file
     from nnscaler.tracing import trace
 
     model = load_model_file(str(EXAMPLES_FOLDER / f"{name}.py"), 0)

@@ -86,7 +86,7 @@ def moe() -> Any:
     """16 layers of 1024 with 16 experts each, whose routing leaves the batch free to be divided."""
     import torch
 
-    from nnscaler.cli.model_file import import_user_file
+    from nnscaler.model_file import import_user_file
 
     module = import_user_file(planner.EXAMPLES_FOLDER / "moe.py")
     width, tokens = 1024, 1024
@@ -110,7 +110,7 @@ def evoformer() -> Any:
     """AlphaFold's widths, 12 of its 48 blocks; 128 alignments of 64 sequences of 256 residues."""
     import torch
 
-    from nnscaler.cli.model_file import import_user_file
+    from nnscaler.model_file import import_user_file
 
     module = import_user_file(planner.EXAMPLES_FOLDER / "evoformer.py")
     config = module.EvoformerConfig(

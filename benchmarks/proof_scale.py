@@ -29,7 +29,7 @@ import torch
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import Traced, trace
-from verify.plan_proof import prove_program
+from verify.plan_proof import ProofOptions, prove_program
 from verify.verdict import Verdict
 
 PUBLISHED = {"405b": 28_786.0, "8b": 15.0}  # seconds
@@ -105,7 +105,7 @@ def compiled(found: Traced, dp: int, tp: int, pp: int, micro: int, verbose: bool
 def prove(sources: Mapping[str, str], program: Program) -> Proof:
     """L0 and L1: all of `verify.plan_proof`, the rows of the table and the input sizes included."""
     cpu, start = time.process_time(), time.perf_counter()
-    proof = prove_program(sources, program.graph, seconds=LIMIT, cached=False)
+    proof = prove_program(sources, program.graph, options=ProofOptions(LIMIT, cached=False))
     both = time.perf_counter() - start
     static = proof.static
     refuted = [f for o in proof.outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings]

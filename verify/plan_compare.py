@@ -12,7 +12,7 @@ from verify.places import Places
 from verify.plan_checks.context import Comparison, Outcome
 from verify.plan_checks.logical import holdings_of
 from verify.plan_prepare import Prepared
-from verify.plan_request import DTYPES, PlanRequest
+from verify.plan_request import PlanRequest
 from verify.randomise import logical_state
 from verify.rank_program import RankResult, Task
 from verify.reference import Trajectory, names_of
@@ -48,7 +48,7 @@ def make_task(
         str(work / "batch.pt"),
         request.steps,
         reference.learning_rate,
-        next(n for n, dtype in DTYPES.items() if dtype == request.dtype),
+        request.dtype,
         draws=prepared.unmatched is None,  # also where the model draws nothing: the program must not either
         seed=reference.settings.seed,
         max_norm=reference.settings.max_norm,

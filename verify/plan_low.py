@@ -24,12 +24,12 @@ def low_precision(
     def run(precision: str | None, loss_scale: float) -> Comparison | Outcome:
         task = make_task(request, prepared, reference, work)
         task = replace(task, precision=precision, loss_scale=loss_scale)
-        outcome = run_program(task, request.ranks, request.backend, request.timeout, request.server)
+        outcome = run_program(task, request.rank_count, request.runs_on, request.timeout, prepared.context.server)
         if isinstance(outcome, Failure):
             return failed(outcome, prepared, 0.0)
         return make_comparison(request, prepared, reference, outcome)
 
-    outcomes, rows = low_precision_outcomes(request, prepared, reference, dtypes, run)
+    outcomes, rows = low_precision_outcomes(request, prepared, reference, dtypes, run, prepared.context.progress)
     first, *others = outcomes
     return [replace(first, rows=tuple(_row(row) for row in rows)), *others]
 

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import nnscaler
-from nnscaler.compile import compile_traced, make, searched
+from nnscaler.compile import PlanSource, compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.plan_request import PlanRequest
+from verify.plan_subject import PlanSubject, RunContext
 from verify.program_directory import ProgramDirectory, open_program
 from verify.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from verify.randomise import randomise_parameters
@@ -28,7 +29,8 @@ from verify.reference import record_draws
 
 @dataclass(frozen=True)
 class Prepared:
-    """The model with its random parameters, and the program. `found`: the plan where one was searched.
+    """The model with its random parameters, and the program. `found`: the plan where one was searched; `name`: of the
+    model, for the report; `context`: who is told of the run.
 
     `draws`: the operation of the graph that each random call of the model is, in order; None where there are none, and
     where they do not match: then `unmatched` says why. `traced`: None where the program alone is known. `runs`: whether
@@ -47,11 +49,14 @@ class Prepared:
     runs: bool = True
     found: Plan | None = None
     built: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    name: str = ""
+    context: RunContext = field(default_factory=RunContext)
 
 
-def prepare(request: PlanRequest, folder: Path) -> Prepared:
-    """Builds, traces and compiles; a new program is written to `folder`. Raises NnscalerError."""
-    given = request.module_or_factory
+def prepare(request: PlanRequest, subject: PlanSubject, folder: Path, context: RunContext | None = None) -> Prepared:
+    """Build, trace and compile; a new program is written to `folder`. Raises NnscalerError."""
+    context = context or RunContext()
+    given = subject.module_or_factory
     model = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
     if not isinstance(model, nn.Module):
         raise NnscalerError("not_a_module", f"the factory returned {type(model).__name__}, not an nn.Module")
@@ -59,27 +64,41 @@ def prepare(request: PlanRequest, folder: Path) -> Prepared:
     if not runs and request.level == "run":
         message = "the model has parameters without data, so it cannot be run and compared"
         raise NnscalerError("meta_model", message, help="--level static proves what can be proved without data")
-    sample = flatten_inputs(model, request.sample_inputs)
+    sample = flatten_inputs(model, subject.sample_inputs)
     # a program that exists was compiled from the model as it is built
     buffers = () if request.program is None else model.named_buffers(remove_duplicate=False)
     built = {name: buffer.clone() for name, buffer in buffers}
     if runs:
         randomise_parameters(model, request.seed)
-    if runs and request.dtype != torch.float64:
-        _round_parameters(model, request.dtype)
+    if runs and not request.exact:
+        _round_parameters(model, request.torch_dtype)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced, program, found, why = _compile(request, model, folder)
+        traced, program, found, why = _compile(request, subject, model, folder, context)
     notes = tuple(dict.fromkeys((*traced.notes, *why, *(str(w.message) for w in caught if _is_note(w)))))
     _check_inputs(program, sample)
     for line in program.details:
-        request.detail(line)
+        context.detail(line)
     if not runs:
         notes = (*notes, "the model has no data: the program was not run, and the trace not compared with the model")
-    if not runs or request.level == "static":
-        return Prepared(model, sample, program, traced.graph, notes, traced=traced, runs=runs, found=found, built=built)
-    draws, unmatched = matched_draws(model, sample, traced.graph)
-    return Prepared(model, sample, program, traced.graph, notes, draws, unmatched, traced, found=found, built=built)
+    draws, unmatched = (None, None)
+    if runs and request.level != "static":
+        draws, unmatched = matched_draws(model, sample, traced.graph)
+    return Prepared(
+        model,
+        sample,
+        program,
+        traced.graph,
+        notes,
+        draws,
+        unmatched,
+        traced,
+        runs=runs,
+        found=found,
+        built=built,
+        name=subject.description.get("name") or type(model).__name__,
+        context=context,
+    )
 
 
 def matched_draws(
@@ -102,42 +121,42 @@ def _is_note(warning: warnings.WarningMessage) -> bool:
 
 
 def _compile(
-    request: PlanRequest, model: nn.Module, folder: Path
+    request: PlanRequest, subject: PlanSubject, model: nn.Module, folder: Path, context: RunContext
 ) -> tuple[Traced, ProgramDirectory, Plan | None, tuple[str, ...]]:
     """The trace, the program, and, where a plan was searched, this plan with a note on it."""
     opened = None
     if request.program is not None:
-        opened = open_program(request.program).for_ranks(request.ranks)
+        opened = open_program(Path(request.program)).for_ranks(request.rank_count)
     started = time.perf_counter()
-    traced = trace(model, request.sample_inputs, specialise=request.specialise)
-    request.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")
+    traced = trace(model, subject.sample_inputs, specialise=request.specialise)
+    context.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")
     if opened is not None:
         return traced, opened, None, ()
-    plan = request.plan
+    plan = subject.plan
     found: Plan | None = None
     notes: tuple[str, ...] = ()
     if searched(plan) is not None:
-        found, notes = _search(request, traced)
+        found, notes = _search(request, subject.plan, traced, context)
         plan = found
     compiled = compile_traced(
         traced,
-        ranks=request.ranks,
+        ranks=request.rank_count,
         plan=plan,
         schedule=request.schedule,
         micro_batches=request.micro_batches,
         replicate=request.replicate,
-        model=request.model or {"name": type(model).__name__},
-        progress=request.progress,
+        model=subject.description or {"name": type(model).__name__},
+        progress=context.progress,
     )
     return traced, open_program(compiled.save(folder)), found, notes
 
 
-def _search(request: PlanRequest, traced: Traced) -> tuple[Plan, tuple[str, ...]]:
+def _search(
+    request: PlanRequest, wanted: PlanSource, traced: Traced, context: RunContext
+) -> tuple[Plan, tuple[str, ...]]:
     started = time.perf_counter()
-    planned = make(
-        traced.graph, request.ranks, request.plan, request.schedule, request.micro_batches, request.replicate
-    )
-    request.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
+    planned = make(traced.graph, request.rank_count, wanted, request.schedule, request.micro_batches, request.replicate)
+    context.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
     return planned.plan, (f"the plan was {planned.why}",)
 
 

@@ -32,6 +32,19 @@ ASSUMED = (
 
 
 @dataclass(frozen=True)
+class ProofOptions:
+    """
+    seconds  of processor time, for all lemmas together
+    seed     of the calls on which lemmas are tested
+    cached   take lemmas that were shown before from the cache
+    """
+
+    seconds: float = SECONDS
+    seed: int = 0
+    cached: bool = True
+
+
+@dataclass(frozen=True)
 class Proof:
     """`lemmas`, `rows` and `sizes` are None where the text is wrong already. `problem`: why nothing could be kept."""
 
@@ -88,23 +101,20 @@ def prove_program(
     *,
     folder: str = "",
     manifest: Mapping[str, Any] | None = None,
-    seconds: float = SECONDS,
-    seed: int = 0,
-    cached: bool = True,
+    options: ProofOptions = ProofOptions(),
     progress: Callable[[str, float, str], None] = lambda phase, taken, text: None,
 ) -> Proof:
-    """Reads the roles' texts (file name -> text) and the manifest; nothing of the program is run. `seconds`: of
-    processor time, for all lemmas together. `cached`: lemmas that were shown before are taken from the cache."""
+    """Read the roles' texts (file name -> text) and the manifest; nothing of the program is run."""
     static = check_program(sources, graph, folder, manifest)
     told = f"{static.statements} lines, {len(static.obligations)} classes"
     progress("read", static.seconds, f"{told}, {'typed' if static.proved else 'wrong'}")
     lemmas: LemmaResult | None = None
     rows: Outcome | None = None
     sizes: SizesResult | None = None
-    memo = open_memo() if cached and static.proved else None
+    memo = open_memo() if options.cached and static.proved else None
     if static.proved:
         started = time.perf_counter()
-        lemmas = prove_obligations(static.obligations, seconds=seconds, memo=memo, seed=seed)
+        lemmas = prove_obligations(static.obligations, seconds=options.seconds, memo=memo, seed=options.seed)
         rows = check_rows(static.rows) if static.rows else None
         sizes = sizes_result(graph, static.obligations)
         counts = ", ".join(f"{n} {verdict}" for verdict, n in lemmas.counts.items())

@@ -20,6 +20,7 @@ from verify.plan_checks.context import LOCALISED, Outcome, Row
 from verify.plan_prepare import Prepared
 from verify.plan_proof import Proof
 from verify.plan_request import PlanRequest
+from verify.plan_token import reproduce_line
 from verify.reference import Trajectory
 from verify.report import Check, Report
 from verify.static.record import NAME as STATE_CHECK
@@ -41,11 +42,11 @@ def make_report(
         outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
     read = {STATE_CHECK, *(() if proof is None else (o.check.name for o in proof.outcomes))}
     findings = _ordered(outcomes, frozenset(read))
-    again = None if request.reproduce is None or not findings else request.reproduce(prepared.found)
-    name = request.model.get("name") or type(prepared.model).__name__
+    command = prepared.context.command
+    again = None if command is None or not findings else reproduce_line(request, command)
     return Report(
         "verify-plan",
-        name,
+        prepared.name,
         _setting(request, program.summary, reference is not None),
         request.seed,
         tuple(outcome.check for outcome in outcomes if outcome.check.name),
@@ -70,8 +71,8 @@ def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, s
     if reference is None:
         return {}
     return {
-        "backend": request.backend,
-        "dtype": str(request.dtype).removeprefix("torch."),
+        "backend": request.runs_on,
+        "dtype": request.dtype,
         "steps": str(request.steps),
         "learning_rate": f"{reference.learning_rate:g}",
         "max_norm": "none" if reference.settings.max_norm is None else f"{reference.settings.max_norm:g}",
@@ -81,20 +82,20 @@ def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, s
 def _setting(request: PlanRequest, summary: str, ran: bool) -> str:
     """`on 4 ranks (dp=2 tp=2), in float64`; what is proved of a text holds of no dtype in particular."""
     where = f"on {request.ranks} rank{'s' * (request.ranks != 1)}" + (f" ({summary})" if summary else "")
-    return f"{where}, in {str(request.dtype).removeprefix('torch.')}" if ran else where
+    return f"{where}, in {request.dtype}" if ran else where
 
 
 def _precision(prepared: Prepared, request: PlanRequest, proved: bool) -> str | None:
     """A note on a program whose own dtypes are others than those of the run."""
     graph = prepared.graph
-    run = str(request.dtype).removeprefix("torch.")
     casting = [op for op in graph.operations if op.region.autocast not in (None, "off")]
     if casting:
         kinds = " and ".join(sorted({str(op.region.autocast) for op in casting}))
         place = next((f", first at {op.where}" for op in casting if op.where is not None), "")
         what = f"the program computes {len(casting)} operations under autocast to {kinds}{place}"
         told = "was compared in its text" if proved else "was not compared"
-        return f"{what}. A run in {run} has one dtype and shows nothing of that; that the model does the same {told}"
+        run = f"A run in {request.dtype} has one dtype and shows nothing of that"
+        return f"{what}. {run}; that the model does the same {told}"
     narrow = sorted({t.dtype for t in graph.with_role("parameter")} & {"bfloat16", "float16"})
     if narrow and request.exact:
         options = " and ".join(f"`--dtype {dtype}`" for dtype in narrow)

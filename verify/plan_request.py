@@ -1,81 +1,98 @@
-"""What is to be verified, and how much of it."""
+"""What is to be verified, and how much of it, as plain values.
+
+The command line, the gate's settings, a `reproduce` token and Python each make a `PlanRequest` and hand it to
+`verify.plan_verify.verify_request`. What its paths lead to is a `PlanSubject`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import nn
-
-from nnscaler.compile import PlanSource, Progress
+from nnscaler.compile_request import CompileRequest
 from nnscaler.errors import NnscalerError
-from nnscaler.transform.plan import Plan
 
 if TYPE_CHECKING:
-    from nnscaler.runtime.launcher import ForkServer
+    import torch
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 BACKENDS = ("simulator", "gloo", "nccl")
+PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
 Depth = Literal["quick", "default", "deep"]
 Level = Literal["all", "static", "run"]
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """What is to be verified. `program`: an already generated program, instead of generating one; `own_weights`: its
-    user replaced its weights, so that they need not be those that it was compiled with.
+class PlanRequest(CompileRequest):
+    """Name a program and what is verified of it, by paths and values; `dataclasses.asdict` gives what JSON can hold.
 
-    `dtype`: float64 compares up to rounding, the others up to the model's own noise in them.
-    `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, the loss without
-    backward and a checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16.
-    `reproduce`: the line that shows a finding again, for the plan where one was searched.
-    `level`: "static" proves and runs nothing, "run" runs and proves nothing. A model without data is never run.
+    program      the folder of a program that exists, instead of compiling one
+    own_weights  the program's weights were replaced on purpose, and need not be those that it was compiled with
+    backend      simulator (threads), gloo or nccl (processes); None: nccl where each rank has a GPU, else gloo up to
+                 `PROCESS_LIMIT` ranks, else the simulator
+    steps        of SGD, at least 1
+    dtype        of the run: float64 compares up to rounding, the others up to the model's own noise in them
+    timeout      seconds of the run, and of processor time of the proof
+    depth        quick: training alone; default: also other loss scales, unequal labels, the loss without backward and a
+                 checkpoint; deep: also the checkpoint under another plan, and a run in bfloat16
+    level        static: prove, run nothing; run: the other way round. A model without data is never run
     """
 
-    module_or_factory: nn.Module | Callable[[], nn.Module]
-    sample_inputs: Mapping[str, Any] | Sequence[Any]
-    ranks: int
-    plan: PlanSource = None
-    schedule: str | None = None
-    micro_batches: int | None = 1
-    replicate: Sequence[str] = ()
-    specialise: bool = False
-    backend: str = "simulator"
+    program: str | None = None
+    own_weights: bool = False
+    backend: str | None = None
     steps: int = 2
-    seed: int = 0
-    dtype: torch.dtype = torch.float64
-    timeout: float = 120.0
+    dtype: str = "float64"
+    timeout: float = 300.0
     depth: Depth = "default"
     level: Level = "all"
-    program: Path | None = None
-    own_weights: bool = False
-    model: Mapping[str, str] = field(default_factory=dict)
-    reproduce: Callable[[Plan | None], str] | None = None
-    server: ForkServer | None = None
-    progress: Progress = lambda phase, seconds, text: None
-    detail: Callable[[str], None] = lambda text: None
+
+    @property
+    def rank_count(self) -> int:
+        """The ranks, where they are set."""
+        assert self.ranks is not None, "`verify_request` sets them"
+        return self.ranks
+
+    @property
+    def runs_on(self) -> str:
+        """The backend, where it is set."""
+        assert self.backend is not None, "`verify_request` sets it"
+        return self.backend
 
     @property
     def exact(self) -> bool:
-        return self.dtype == torch.float64
+        """Whether it is compared up to rounding."""
+        return self.dtype == "float64"
+
+    def with_plan(self, document: str) -> PlanRequest:
+        """Return the same for a plan that was searched, which another machine might not find again."""
+        return replace(
+            self, plan=None, plan_document=document, cluster=None, memory=None, constraints=None, profile=None
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the run."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
-def check_request(request: PlanRequest) -> None:
-    """Raises NnscalerError `usage` for what cannot be run."""
+def check_values(request: PlanRequest) -> None:
+    """Check what no type says of a request whose ranks and backend are set.
+
+    Raises NnscalerError `usage` for what cannot be run.
+    """
     if request.backend not in BACKENDS:
         raise NnscalerError("usage", f"backend {request.backend!r} is none of {', '.join(BACKENDS)}")
-    if request.backend == "nccl" and (gpus := torch.cuda.device_count()) < request.ranks:
-        message = f"backend nccl needs a GPU for each rank: there are {gpus}, and {request.ranks} ranks"
-        raise NnscalerError("usage", message, help="--backend gloo runs the ranks on what there is")
-    if request.dtype not in DTYPES.values():
+    if request.backend == "nccl":
+        import torch
+
+        if (gpus := torch.cuda.device_count()) < request.rank_count:
+            message = f"backend nccl needs a GPU for each rank: there are {gpus}, and {request.ranks} ranks"
+            raise NnscalerError("usage", message, help="--backend gloo runs the ranks on what there is")
+    if request.dtype not in DTYPES:
         raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(DTYPES)}")
     if request.steps < 1:
         raise NnscalerError("usage", "at least one step is needed")

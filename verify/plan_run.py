@@ -39,9 +39,10 @@ from verify.plan_checks.context import LOCALISED, Comparison, Outcome
 from verify.plan_compare import Beside, failed, make_comparison, make_task
 from verify.plan_low import low_precision
 from verify.plan_prepare import Prepared, prepare
-from verify.plan_proof import Proof, combine, prove_program
+from verify.plan_proof import Proof, ProofOptions, combine, prove_program
 from verify.plan_report import keep_program, make_report
-from verify.plan_request import BACKENDS, DTYPES, PlanRequest, check_request
+from verify.plan_request import PlanRequest, check_values
+from verify.plan_subject import PlanSubject, RunContext
 from verify.program_draws import UnmatchedDraws
 from verify.randomise import logical_state
 from verify.rank_program import Task
@@ -53,18 +54,17 @@ from verify.verdict import Verdict
 
 MINIMISE_SECONDS = 20.0  # of processor time
 
-__all__ = ["BACKENDS", "DTYPES", "Beside", "PlanRequest", "Prepared", "run_and_compare", "verify_request"]
 
-
-def verify_request(request: PlanRequest) -> Report:
-    """Runs all phases. Raises NnscalerError for what could not be run at all."""
+def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) -> Report:
+    """Run all phases; the request's ranks and backend are set. Raises NnscalerError for what could not be run at
+    all."""
     started = time.perf_counter()
-    check_request(request)
+    check_values(request)
     with tempfile.TemporaryDirectory(prefix="nnscaler-verify-") as folder:
         work = Path(folder)
-        prepared = prepare(request, work / "program")
+        prepared = prepare(request, subject, work / "program", context)
         if prepared.found is not None:
-            request = replace(request, plan=prepared.found)  # searched once
+            request = request.with_plan(prepared.found.to_json())  # searched once
         stored = _stored(request, prepared)
         if stored is not None and stored.unhashed:
             prepared = replace(prepared, notes=(*prepared.notes, _unchecked(len(stored.unhashed))))
@@ -87,9 +87,8 @@ def _prove(request: PlanRequest, prepared: Prepared) -> Proof:
         prepared.graph,
         folder=str(folder),
         manifest=prepared.program.manifest,
-        seconds=request.timeout,
-        seed=request.seed,
-        progress=request.progress,
+        options=ProofOptions(request.timeout, request.seed),
+        progress=prepared.context.progress,
     )
 
 
@@ -126,8 +125,7 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
     if not_finite is not None:
         return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (not_finite,))]
     if not request.exact:
-        name = next(n for n, dtype in DTYPES.items() if dtype == request.dtype)
-        outcomes = low_precision(request, prepared, reference, work, [name])
+        outcomes = low_precision(request, prepared, reference, work, [request.dtype])
         if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
             outcomes[:0] = _localised(request, prepared, make_task(request, prepared, reference, work))
         return prepared, reference, outcomes
@@ -164,7 +162,7 @@ def _reference(request: PlanRequest, prepared: Prepared) -> tuple[Prepared, Traj
         prepared = replace(prepared, draws=None, unmatched=str(error))
         settings = replace(settings, draws=None)
         reference = run_reference(prepared.model, prepared.sample, steps=request.steps, settings=settings)
-    request.progress("reference", reference.seconds, f"eager model, float64, {request.steps} steps of SGD")
+    prepared.context.progress("reference", reference.seconds, f"eager model, float64, {request.steps} steps of SGD")
     return prepared, reference
 
 
@@ -193,14 +191,15 @@ def run_and_compare(
     extra = beside or Beside()
     task = make_task(request, prepared, reference, work, extra)
     started = time.perf_counter()
-    outcome = run_program(task, request.ranks, request.backend, request.timeout, request.server)
+    ranks, context = request.rank_count, prepared.context
+    outcome = run_program(task, ranks, request.runs_on, request.timeout, context.server)
     seconds = time.perf_counter() - started
     if isinstance(outcome, Failure):
-        request.progress("run", seconds, "did not end")
+        context.progress("run", seconds, "did not end")
         return [*_random_numbers(prepared), failed(outcome, prepared, seconds)]
-    request.progress("run", seconds, f"{request.ranks} ranks on {request.backend}, {request.steps} steps")
+    context.progress("run", seconds, f"{ranks} ranks on {request.backend}, {request.steps} steps")
     comparison = make_comparison(request, prepared, reference, outcome)
-    ran = Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, request.ranks, 0, seconds))
+    ran = Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, ranks, 0, seconds))
     comparison, compared = _compare(request, prepared, comparison)
     others = _compare_beside(comparison, task, extra)
     if request.depth == "deep" and task.checkpoint is not None:
@@ -249,7 +248,7 @@ def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Out
     started = time.perf_counter()
     found = localise_apart(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
     text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
-    request.progress("localise", time.perf_counter() - started, text)
+    prepared.context.progress("localise", time.perf_counter() - started, text)
     return [Outcome(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []
 
 
@@ -271,5 +270,5 @@ def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, wo
 
     found = minimise(plan, prepared.graph, fails, seconds=MINIMISE_SECONDS)
     text = "it does not fail again" if found is None else f"{found.trials} plans tried"
-    request.progress("minimise", time.perf_counter() - started, text)
+    prepared.context.progress("minimise", time.perf_counter() - started, text)
     return () if found is None else (found.text,)

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Any
 
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import is_words, plan_text
+from nnscaler.targets import find_target
 from verify.environment import environment
 from verify.packed_word import Damaged, pack, unpack
+from verify.plan_request import PlanRequest
 
 PREFIX = "nns2:"
 LONGEST = 60_000  # characters of a word that still fits into a command line
 _LARGEST = 1 << 24  # bytes of JSON: a word that unpacks to more is not ours
 _HELP = "a finding of `nnscaler verify-plan` ends with the line `reproduce: nnscaler reproduce nns2:...`"
 Option = str | int | float | bool | None | list[str]
+# the fields of a request that are options of a token; its depth is two flags there, and the rest has a field of its own
+_OPTIONS = (
+    "ranks", "schedule", "micro_batches", "replicate", "loss_fn", "specialise", "backend", "steps", "seed", "dtype",
+    "timeout", "own_weights", "level",
+)  # fmt: skip
+_APART = ("model", "plan", "plan_document", "program", "depth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,60 @@ class PlanToken:
         told = [f"{source.path} was changed since the token was made" for source in sources if source.changed()]
         here = environment()["torch"]
         return told + ([f"found under torch {self.torch}, replayed under {here}"] if self.torch != here else [])
+
+
+def reproduce_line(request: PlanRequest, command: Sequence[str]) -> str:
+    """Return the line that runs the same again; `command`, the present line, where a token would be too long."""
+    word = encode(make_token(request))
+    return join(command if word is None else ["nnscaler", "reproduce", word])
+
+
+def make_token(request: PlanRequest) -> PlanToken:
+    """Return the token of a request whose ranks and backend are set. Raises NnscalerError `no_such_file`."""
+    file, factory = find_target(str(request.model))
+    plan, document, policy = request.plan, request.plan_document, None
+    if plan is not None and "::" in plan:
+        policy = Source.of(plan.partition("::")[0])
+    elif plan is not None and not is_words(plan):
+        document, plan = plan_text(plan), None
+    values = {name: getattr(request, name) for name in _OPTIONS}
+    here = environment()
+    return PlanToken(
+        Source.of(file),
+        factory or "build_model",
+        plan,
+        policy,
+        document,
+        None if request.program is None else Source.of(request.program),
+        {
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
+            "quick": request.depth == "quick",
+            "deep": request.depth == "deep",
+        },
+        here["nnscaler"],
+        here["torch"],
+    )
+
+
+def request_of(token: PlanToken) -> PlanRequest:
+    """Return what the token says is to be verified. Raises NnscalerError `bad_token` for options that are not known."""
+    given: dict[str, Any] = dict(token.options)
+    quick, deep = given.pop("quick", False), given.pop("deep", False)
+    known = {field.name for field in fields(PlanRequest)} - set(_APART)
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise NnscalerError("bad_token", f"the token has options that this nnscaler lacks: {', '.join(unknown)}")
+    plan = token.plan
+    if token.policy is not None and plan is not None:
+        plan = f"{token.policy.path}::{plan.partition('::')[2]}"
+    return PlanRequest(
+        **{**given, "replicate": tuple(given.get("replicate", ()))},
+        model=token.model.path if token.factory == "build_model" else f"{token.model.path}::{token.factory}",
+        plan=None if token.document is not None else plan,
+        plan_document=token.document,
+        program=None if token.program is None else str(Path(token.program.path)),
+        depth="quick" if quick else "deep" if deep else "default",
+    )
 
 
 def encode(token: PlanToken) -> str | None:

@@ -14,13 +14,16 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.user_loss import LossFunction, recorded_loss, with_loss
-from verify.plan_request import Depth, Level
-from verify.plan_run import PlanRequest, verify_request
+from verify.plan_request import DTYPES, Depth, Level, PlanRequest
+from verify.plan_subject import PlanSubject
+from verify.plan_verify import verify_request
 from verify.program_directory import open_program
 from verify.report import Report
 
 if TYPE_CHECKING:
     from nnscaler.compile import PlanSource
+
+TIMEOUT = 120.0  # seconds of the run, and of processor time of the proof
 
 
 def verify_plan(
@@ -66,23 +69,29 @@ def verify_plan(
             "usage", "verify_plan needs a number of ranks, or a program", help="ranks=4, or program=DIR"
         )
     request = PlanRequest(
-        module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn),
-        sample_inputs,
         ranks=ranks,
-        plan=plan,
+        plan=plan if isinstance(plan, str) else None,
         schedule=schedule,
         micro_batches=micro_batches,
         backend=backend,
         steps=steps,
         seed=seed,
-        dtype=dtype,
+        dtype=_name_of(dtype),
+        timeout=TIMEOUT,
         depth=depth,
         level=level,
         specialise=specialise,
-        program=None if program is None else Path(program),
+        program=None if program is None else str(Path(program)),
         own_weights=own_weights,
     )
-    return verify_request(request)
+    given = module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn)
+    return verify_request(request, PlanSubject(given, sample_inputs, plan))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """Return its name where a run can have it, else the text for the message that refuses it."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in DTYPES else str(dtype)
 
 
 def _with_loss(

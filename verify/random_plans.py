@@ -23,8 +23,9 @@ from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.plan import Axes, Plan
 from verify.finding import Finding
-from verify.plan_prepare import matched_draws
-from verify.plan_run import PlanRequest, Prepared, run_and_compare
+from verify.plan_prepare import Prepared, matched_draws
+from verify.plan_request import PlanRequest
+from verify.plan_run import run_and_compare
 from verify.program_directory import open_program
 from verify.random_plan import random_plan
 from verify.randomise import randomise_parameters
@@ -57,6 +58,7 @@ PIPELINES = (
     Mesh((("a", 2), ("b", 2), ("pp", 2))),
     Mesh((("a", 3), ("pp", 2)), 2),
 )
+TIMEOUT = 120.0  # seconds for one program
 UNLIKE = (  # parameters that two stages share are illegal here
     Mesh((("pp", 2),), 2, ((("a", 2),), (("b", 3),))),
     Mesh((("pp", 2),), 1, ((("a", 2), ("b", 2)), (("c", 3),))),
@@ -100,7 +102,7 @@ def random_plans(
         except NnscalerError as error:
             yield RandomPlanResult(mesh, seed, None, str(error), {})
             continue
-        request = PlanRequest(model, sample_inputs, ranks=plan.ranks, plan=plan)
+        request = PlanRequest(ranks=plan.ranks, backend="simulator", timeout=TIMEOUT)
         with tempfile.TemporaryDirectory(prefix="nnscaler-random-") as folder:
             opened = open_program(program.save(Path(folder) / "program"))
             prepared = Prepared(model, sample, opened, traced.graph, (), draws, unmatched)

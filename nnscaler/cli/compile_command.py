@@ -7,9 +7,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.before import check_options
 from nnscaler.cli.comm_profile import add_option, show_profile, total_lines
-from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity
+from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, compile_request
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -49,15 +48,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Compiles, writes, and says what was written."""
-    from nnscaler.cli.model_file import load_model_file
-    from nnscaler.cli.plan_cost import plan_source
-    from nnscaler.cli.plan_source import ranks_asked
+    from nnscaler.model_file import check_targets, load_model_file
+    from nnscaler.plan_source import check_plan, plan_source, ranks_asked
 
     console: Console = options.console
-    check_options(options)
-    plan = plan_source(options)
-    ranks = ranks_asked(options) or 2
-    model = load_model_file(options.model, options.seed, options.loss_fn)
+    request = compile_request(options)
+    check_targets(options.model, request.loss_fn)
+    check_plan(request)
+    plan = plan_source(request)
+    ranks = ranks_asked(request) or 2
+    model = load_model_file(options.model, request.seed, request.loss_fn)
     from nnscaler.compile import parallelize
     from verify.program_directory import open_program
 
@@ -66,11 +66,11 @@ def run(options: argparse.Namespace) -> int:
         model.inputs,
         ranks=ranks,
         plan=plan,
-        schedule=options.schedule,
-        micro_batches=options.micro_batches,
-        replicate=tuple(options.replicate),
-        specialise=options.specialise,
-        model={**model.description(), **_loss(options.loss_fn)},
+        schedule=request.schedule,
+        micro_batches=request.micro_batches,
+        replicate=request.replicate,
+        specialise=request.specialise,
+        model={**model.description(), **_loss(request.loss_fn)},
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
     path = program.save(options.out_folder)
@@ -96,7 +96,7 @@ def _loss(target: str | None) -> dict[str, str]:
     """For the program's record: the loss function outside of the model, if there is one."""
     if target is None:
         return {}
-    from nnscaler.cli.model_file import load_loss_function
+    from nnscaler.model_file import load_loss_function
     from nnscaler.tracing.user_loss import origin_of_loss
 
     return {"loss": origin_of_loss(load_loss_function(target))}

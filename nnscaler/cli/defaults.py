@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nnscaler.config import SHARED, Document, Key, find_pyproject, read_document, read_table, value_of_variable
+from verify.plan_request import BACKENDS
 
 _SEED, _TIMEOUT = Key("seed", "integer"), Key("timeout", "seconds")
 COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
@@ -26,7 +27,7 @@ COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
             _SEED,
             _TIMEOUT,
             Key("ranks", "count"),
-            Key("backend", "text", choices=("simulator", "gloo", "nccl")),
+            Key("backend", "text", choices=BACKENDS),
         ),
     }
 )

@@ -205,9 +205,9 @@ def _run(
     """Fills `results`, also where it is interrupted."""
     from contextlib import closing
 
-    from nnscaler.cli.gate_work import perform_item
     from verify.gate.run import run_items
     from verify.gate.state import read_state, state_file
+    from verify.gate.work import perform_item
     from verify.op_run.cache import open_cache
 
     state = read_state(state_file(settings.folder))

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from nnscaler.cli.gate_work import perform_item
-from nnscaler.cli.model_file import load_model_file
-from nnscaler.cli.plan_source import read_plan
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import load_model_file
+from nnscaler.plan_source import read_plan
 from verify import verify_op, verify_plan
 from verify.gate.baseline import Entry, read_baseline
 from verify.gate.items import Item, check_names
@@ -23,8 +22,8 @@ from verify.gate.outcome import KNOWN, Outcome, Result, judge
 from verify.gate.run import Clock, complete, find_operators, preload, run_items
 from verify.gate.settings import GateSettings, all_items, read_settings
 from verify.gate.state import State
+from verify.gate.work import perform_item
 from verify.op_run.cache import open_cache
-from verify.plan_request import DTYPES
 from verify.report import Report
 from verify.report_formats import FORMATS
 from verify.report_formats.finding_text import finding_lines
@@ -62,7 +61,7 @@ def check_plan(model: Any, inputs: Any, *, dtype: Any = None, seed: int = 0, **o
         if isinstance(options.get("plan"), str):
             options["plan"] = read_plan(options["plan"])
         if dtype is not None:
-            options["dtype"] = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+            options["dtype"] = dtype
         report = verify_plan(model, inputs, seed=seed, **options)
     except NnscalerError as error:
         pytest.fail(f"could not be verified: {error}", pytrace=False)

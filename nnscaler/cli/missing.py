@@ -6,7 +6,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.model_file import check_targets, load_model_file
+from nnscaler.model_file import check_targets, load_model_file
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console

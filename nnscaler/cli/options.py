@@ -6,6 +6,8 @@ import argparse
 import os
 from dataclasses import dataclass
 
+from nnscaler.compile_request import CompileRequest
+
 PLAN_HELP = (
     "how to lay the model out: mesh axes such as dp=2,tp=2,pp=2 (any subset; their product is the number of ranks), "
     "with zero=3 for parameters that rest in shards over dp (ZeRO-3, FSDP); a plan.json written by `nnscaler plan` or "
@@ -146,6 +148,25 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory", metavar="80GB", help="of a rank (default: what the cluster says)")
     group.add_argument("--constraints", metavar="FILE.toml", help="what the plan has to keep to: docs/planner.md")
     group.add_argument("--profile", metavar="FILE", help="costs measured by `nnscaler profile`")
+
+
+def compile_request(options: argparse.Namespace) -> CompileRequest:
+    """Return what the options of `add_plan_options` and `add_search_options` name, with the model and the seed."""
+    return CompileRequest(
+        model=options.model,
+        loss_fn=options.loss_fn,
+        seed=options.seed,
+        specialise=options.specialise,
+        ranks=options.ranks,
+        plan=options.plan,
+        schedule=options.schedule,
+        micro_batches=options.micro_batches,
+        replicate=tuple(options.replicate),
+        cluster=options.cluster,
+        memory=options.memory,
+        constraints=options.constraints,
+        profile=options.profile,
+    )
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

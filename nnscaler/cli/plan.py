@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.before import check_options
 from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_search_options, add_verbosity, positive
+from nnscaler.compile_request import CompileRequest
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
@@ -75,22 +75,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
-    from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
-    from nnscaler.cli.plan_cost import asked_search
     from nnscaler.cli.plan_text import explanation, summary
     from nnscaler.ir.signature import signatures
+    from nnscaler.model_file import check_targets, load_model_file, traced
+    from nnscaler.plan_source import asked_search, check_plan
     from nnscaler.planning.auto import cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
 
     console: Console = options.console
-    check_options(options)
-    wanted = asked_search(options)
+    request = _request(options)
+    check_targets(options.model, request.loss_fn)
+    check_plan(request)
+    wanted = asked_search(request)
     assert wanted is not None, "there is no --plan"
     plan = None if options.compare is None else other_plan(options.compare, options.ranks)
     cost = cost_of(wanted, cluster_of(wanted, options.ranks))
     model = load_model_file(options.model, options.seed, options.loss_fn)
-    graph = traced(model, console, options.specialise).graph
+    graph = traced(model, console.progress, options.specialise).graph
     known = signatures(graph)
     if options.explain is not None:
         select(graph, (options.explain,))
@@ -110,6 +112,21 @@ def run(options: argparse.Namespace) -> int:
         console.result(line)
     _write(model.name, found, replayed, sections, options)
     return 0
+
+
+def _request(options: argparse.Namespace) -> CompileRequest:
+    """Name the model, and no plan: it is searched."""
+    return CompileRequest(
+        model=options.model,
+        loss_fn=options.loss_fn,
+        seed=options.seed,
+        specialise=options.specialise,
+        ranks=options.ranks,
+        cluster=options.cluster,
+        memory=options.memory,
+        constraints=options.constraints,
+        profile=options.profile,
+    )
 
 
 def _replayed(

@@ -52,8 +52,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Measures, writes, and says how far the analytic model is off."""
-    from nnscaler.cli.model_file import check_targets, load_model_file, traced
     from nnscaler.files import check_temporary
+    from nnscaler.model_file import check_targets, load_model_file, traced
 
     console: Console = options.console
     check_temporary()
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         server = stack.enter_context(ForkServer()) if options.ranks > 1 else None  # imports torch while we trace
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nnscaler_profile_")))
         profile = measure_model(
-            traced(model, console, options.specialise),
+            traced(model, console.progress, options.specialise),
             options.ranks,
             options.micro_batches,
             server,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
-    from nnscaler.cli.plan_replay import replay_plan
     from nnscaler.cli.show import print_report
     from verify.op_run.token import decode
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.token.strip().startswith(PLAN_PREFIX):
         if options.emit_test is not None:
             raise NnscalerError("usage", "--emit-test writes tests of operators: this token is of a plan")
-        return replay_plan(options.token, options)
+        return _replay_plan(options)
     timeout = options.timeout or 60.0
     token = decode(options.token)
     from verify.op_checks.options import OpOptions
@@ -68,4 +68,26 @@ def run(options: argparse.Namespace) -> int:
         for problem in problems:
             console.warning(problem)
         console.progress(f"wrote {options.emit_test}" if written else f"{options.emit_test} was not written")
+    return report.exit_code
+
+
+def _replay_plan(options: argparse.Namespace) -> int:
+    """Verifies what a token says and shows it as asked; the exit code of the verdict.
+
+    Raises NnscalerError `bad_token`, and `no_such_file` where a file of the token is gone. A file that was changed, and
+    another torch, are warned of: the question may be whether a correction helped.
+    """
+    from nnscaler.cli import verify_plan
+    from nnscaler.cli.show import print_report
+    from verify.plan_token import decode, request_of
+
+    console: Console = options.console
+    token = decode(options.token)
+    for change in token.changes():
+        console.warning(change)
+    request = request_of(token)
+    if options.timeout is not None:
+        request = replace(request, timeout=options.timeout)
+    report = verify_plan.verify(request, console)
+    print_report(report, options.output_format, console)
     return report.exit_code

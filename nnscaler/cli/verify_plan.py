@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.before import check_options
-from nnscaler.cli.comm_profile import add_option, show_profile
+from nnscaler.cli.comm_profile import add_option, known_profile, show_profile
 from nnscaler.cli.options import (
     MODEL_HELP,
     add_plan_options,
     add_report_options,
     add_search_options,
+    compile_request,
     positive,
     seconds,
 )
-from nnscaler.files import check_temporary, write_text
+from nnscaler.errors import NnscalerError
+from nnscaler.files import write_text
 
 if TYPE_CHECKING:
     from nnscaler.cli.console import Console
-    from nnscaler.runtime.launcher import ForkServer
-    from verify.plan_run import PlanRequest
+    from verify.plan_request import PlanRequest
     from verify.report import Report
 
-BACKENDS = ("simulator", "gloo", "nccl")
-PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
 TIMEOUT_HELP = (
     "seconds the program may run, and of processor time its proof may take; waiting while the machine is busy with "
     "something else does not count (default: 300)"
@@ -51,6 +49,8 @@ the loss without backward, and a checkpoint. Parameters are disturbed at random 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
     """Adds the command to the parser."""
+    from verify.plan_request import BACKENDS, DTYPES, PROCESS_LIMIT
+
     parser = commands.add_parser(
         "verify-plan",
         help="compile a model, run the program on every rank, and compare it with the model",
@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
     group.add_argument(
         "--dtype",
-        choices=("float64", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="float64",
         help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
     )
@@ -111,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
     """Verifies, prints the report, and returns the verdict's exit code."""
     from nnscaler.cli.show import print_report
 
-    report = verify(options)
+    request = plan_request(options)
+    _check_outputs(options, request)
+    report = verify(request, options.console)
     print_report(report, options.output_format, options.console)
     if options.certificate is not None:
         _write_certificate(options.certificate, report, options.console)
@@ -119,20 +121,46 @@ def run(options: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def verify(options: argparse.Namespace) -> Report:
-    """Verifies what the options say. Raises NnscalerError for what could not be run."""
-    check_options(options)
-    check_temporary()
-    ranks = _ranks(options)
-    with contextlib.ExitStack() as stack:
-        server = None
-        if options.backend != "simulator" and (options.backend or ranks <= PROCESS_LIMIT):
-            from verify.backends import start_server
+def plan_request(options: argparse.Namespace) -> PlanRequest:
+    """Return what the options say is to be verified."""
+    from verify.plan_request import PlanRequest
 
-            server = stack.enter_context(start_server())  # imports torch while this process traces the model
-        from verify.plan_run import verify_request
+    return PlanRequest(
+        **vars(compile_request(options)),
+        program=None if options.program is None else str(options.program),
+        own_weights=options.own_weights,
+        backend=options.backend,
+        steps=options.steps,
+        dtype=options.dtype,
+        timeout=options.timeout,
+        depth="quick" if options.quick else "deep" if options.deep else "default",
+        level=options.level,
+    )
 
-        return verify_request(_request(options, ranks, server))
+
+def verify(request: PlanRequest, console: Console) -> Report:
+    """Verifies what the request says, and tells the console. Raises NnscalerError for what could not be run."""
+    from verify.plan_subject import RunContext
+    from verify.plan_verify import verify_request
+
+    context = RunContext(
+        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
+        detail=console.detail,
+        say=console.progress,
+        command=("nnscaler", *sys.argv[1:]),
+    )
+    return verify_request(request, context=context)
+
+
+def _check_outputs(options: argparse.Namespace, request: PlanRequest) -> None:
+    """Check that what is to be written will be there. Raises NnscalerError."""
+    if options.certificate is not None and request.level == "run":
+        message = "--certificate writes what was proved, and --level run proves nothing"
+        raise NnscalerError("usage", message, help="--level static, or all")
+    if options.comm_profile is not None and options.program is not None:
+        from verify.program_directory import open_program
+
+        known_profile(open_program(options.program).manifest.get("communication_profile"))
 
 
 def _write_certificate(path: Path, report: Report, console: Console) -> None:
@@ -145,73 +173,3 @@ def _write_certificate(path: Path, report: Report, console: Console) -> None:
         path.unlink(missing_ok=True)
         return
     write_text(path, json.dumps(found, indent=1) + "\n")
-
-
-def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None) -> PlanRequest:
-    from nnscaler.cli.model_file import load_model_file
-    from nnscaler.cli.plan_cost import plan_source
-    from nnscaler.cli.plan_replay import reproduce_line
-    from verify.plan_run import DTYPES, PlanRequest
-
-    console: Console = options.console
-    backend = options.backend or default_backend(ranks)
-    plan = plan_source(options)
-    model = load_model_file(options.model, options.seed, _loss(options))
-    console.progress(f"load         {model.name}")
-    return PlanRequest(
-        model.build,
-        model.inputs,
-        ranks=ranks,
-        plan=plan,
-        schedule=options.schedule,
-        micro_batches=options.micro_batches,
-        replicate=tuple(options.replicate),
-        specialise=options.specialise,
-        backend=backend,
-        steps=options.steps,
-        seed=options.seed,
-        dtype=DTYPES[options.dtype],
-        timeout=options.timeout,
-        depth="quick" if options.quick else "deep" if options.deep else "default",
-        level=options.level,
-        program=options.program,
-        own_weights=options.own_weights,
-        model=model.description(),
-        reproduce=lambda found: reproduce_line(options, ranks, backend, found),
-        server=server,
-        detail=console.detail,
-        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
-    )
-
-
-def _loss(options: argparse.Namespace) -> str | None:
-    """The loss function outside of the model: the one that is named, else the one that the program has."""
-    if options.loss_fn is not None or options.program is None:
-        return None if options.loss_fn is None else str(options.loss_fn)
-    from nnscaler.tracing.user_loss import recorded_loss
-    from verify.program_directory import open_program
-
-    recorded = open_program(options.program).loss
-    if recorded is not None:
-        recorded_loss(recorded)  # says what is missing
-    return recorded
-
-
-def default_backend(ranks: int) -> str:
-    """Real processes where that is bearable; the GPUs where there are some."""
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus >= ranks:
-        return "nccl"
-    return "gloo" if ranks <= PROCESS_LIMIT else "simulator"
-
-
-def _ranks(options: argparse.Namespace) -> int:
-    from nnscaler.cli.plan_source import ranks_asked
-
-    console: Console = options.console
-    implied = ranks_asked(options)
-    if implied is None:
-        console.progress("2 ranks, for --ranks was not given")
-    return implied or 2

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.compile import PlanSource
 from nnscaler.ir.text_parser import parse_graph
+from nnscaler.runtime.launcher import ForkServer
 from verify import Finding, Report
 from verify.catalogue import CODES
-from verify.plan_run import PlanRequest, verify_request
+from verify.plan_request import PlanRequest
+from verify.plan_subject import PlanSubject, RunContext
+from verify.plan_verify import verify_request
 from verify.static import StaticResult, check_program
 
 
@@ -70,10 +73,11 @@ class Original:
             plant(program / f"role_{edit.role}.py", edit)
         return program
 
-    def verify(self, program: Path, **options: Any) -> Report:
+    def verify(self, program: Path, server: ForkServer | None = None, **options: Any) -> Report:
         """Runs the program. What is found without running it is another matter: `read`."""
-        asked = {"level": "run", **options}
-        return verify_request(PlanRequest(self.factory, self.inputs, ranks=self.ranks, program=program, **asked))
+        asked = {"level": "run", "backend": "simulator", "timeout": 120.0, **options}
+        request = PlanRequest(ranks=self.ranks, program=str(program), **asked)
+        return verify_request(request, PlanSubject(self.factory, self.inputs), RunContext(server=server))
 
     def read(self, program: Path) -> StaticResult:
         """Reads the program's text against the graph, and runs nothing."""

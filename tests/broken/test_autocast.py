@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import nnscaler
 import verify
 from tests.broken.planting import Edit, plant
-from verify.plan_run import PlanRequest, verify_request
 
 REGION = "with torch.autocast(self.device.type, dtypes.bfloat16):"
 
@@ -71,10 +70,10 @@ def test_what_runs_it_or_reads_it_alone_says_so() -> None:
 
 def test_a_program_without_the_region(tmp_path: Path) -> None:
     lost = nnscaler.parallelize(plain(), batch(), ranks=2, plan="dp=2").save(tmp_path / "lost")
-    report = verify_request(PlanRequest(mixed, batch(), ranks=2, program=lost, level="static"))
+    report = verify.verify_plan(mixed, batch(), ranks=2, program=lost, level="static")
     assert report.exit_code == 1, report.to_json()
     added = nnscaler.parallelize(mixed(), batch(), ranks=2, plan="dp=2").save(tmp_path / "added")
-    report = verify_request(PlanRequest(plain, batch(), ranks=2, program=added, level="static"))
+    report = verify.verify_plan(plain, batch(), ranks=2, program=added, level="static")
     assert report.exit_code == 1, report.to_json()
 
 
@@ -82,6 +81,6 @@ def test_a_region_that_is_edited(tmp_path: Path) -> None:
     program = nnscaler.parallelize(mixed(), batch(), ranks=2, plan="dp=2").save(tmp_path)
     for role in program.glob("role_*.py"):
         plant(role, Edit("dtypes.bfloat16):", "dtypes.float16):", line="torch.autocast("))
-    report = verify_request(PlanRequest(mixed, batch(), ranks=2, program=program, level="static"))
+    report = verify.verify_plan(mixed, batch(), ranks=2, program=program, level="static")
     assert report.exit_code == 1, report.to_json()
     assert any("autocast" in finding.message for finding in report.findings), report.to_json()

@@ -17,10 +17,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.text_parser import parse_graph
 from nnscaler.runtime.program_directory import describe_state
 from tests.broken.planting import Edit, Original
-from verify import Report
+from verify import Report, verify_plan
 from verify.finding import Finding
-from verify.plan_request import PlanRequest
-from verify.plan_run import verify_request
 from verify.static import check_program
 from verify.static.record import NAME
 
@@ -203,8 +201,7 @@ def test_values_that_a_program_without_hashes_was_given(tmp_path: Path) -> None:
     batch = {"x": torch.randn(6, 4)}
     program = nnscaler.parallelize(empty(), batch, ranks=2, plan="dp=2").save(tmp_path / "program")
     torch.save({"layer.weight": torch.randn(4, 4), "layer.bias": torch.randn(4)}, program / "state.pt")
-    request = PlanRequest(empty, batch, ranks=2, program=program, level="static")
-    report = verify_request(request)
+    report = verify_plan(empty, batch, ranks=2, program=program, level="static")
     assert report.exit_code == 0, report.to_json()
     assert any(note.startswith("the values of 2 tensors in state.pt were not checked") for note in report.notes)
     assert [c.count for c in report.checks if c.name == NAME] == [0]

@@ -15,7 +15,6 @@ import nnscaler
 import verify
 from tests.broken.planting import Edit, plant
 from verify.plan_request import Level
-from verify.plan_run import PlanRequest, verify_request
 
 CHANNELS = 6
 
@@ -97,8 +96,7 @@ def test_low_precision_is_in_the_mode_of_the_model(factory: Factory) -> None:
 @pytest.mark.parametrize("made", MODES)
 @pytest.mark.parametrize("meant", MODES)
 def test_a_program_of_another_mode(made: Factory, meant: Factory, level: Level, programs: dict[Factory, Path]) -> None:
-    request = PlanRequest(meant, batch(), ranks=2, program=programs[made], level=level, depth="quick")
-    report = verify_request(request)
+    report = verify.verify_plan(meant, batch(), ranks=2, program=programs[made], level=level, depth="quick")
     assert report.exit_code == (0 if made is meant else 1), report.to_json()
 
 
@@ -111,5 +109,5 @@ def test_statistics_of_nobody(tensor: str, programs: dict[Factory, Path], tmp_pa
         line = next(t for t in (program / f"role_{role}.py").read_text().splitlines() if "aten.batch_norm(" in t)
         assert f"self.{tensor}" in line
         plant(program / f"role_{role}.py", Edit(f"self.{tensor}", f"(self.{instead})", line="aten.batch_norm("))
-    report = verify_request(PlanRequest(evaluating, batch(), ranks=2, program=program, level="run", depth="quick"))
+    report = verify.verify_plan(evaluating, batch(), ranks=2, program=program, level="run", depth="quick")
     assert report.exit_code == 1, report.to_json()

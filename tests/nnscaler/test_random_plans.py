@@ -12,8 +12,7 @@ import torch
 
 from nnscaler.ir.conversion import ROWS
 from nnscaler.runtime.loader import load_user_module
-from verify.plan_request import PlanRequest
-from verify.plan_run import verify_request
+from verify import verify_plan
 from verify.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
 
 COUNTS = {"gpt": 12, "llama_hf": 3, "vit_hf": 3, "t5_hf": 3}
@@ -78,8 +77,7 @@ def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
 @pytest.mark.parametrize(("plan", "ranks", "backend"), [("tp=3", 3, "gloo"), ("dp=2,tp=2", 4, "simulator")])
 def test_policies_split_unevenly_what_does_not_divide(examples: Path, plan: str, ranks: int, backend: Any) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    request = PlanRequest(odd_gpt(module, 0.0)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)
-    report = verify_request(request)
+    report = verify_plan(odd_gpt(module, 0.0)(), odd_inputs(), ranks=ranks, plan=plan, backend=backend)
     assert report.verdict.passes, [f.message for f in report.findings]
 
 

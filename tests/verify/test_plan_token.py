@@ -6,7 +6,7 @@ import argparse
 import json
 import random
 import string
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnscaler.cli.main import build_parser, main
-from nnscaler.cli.plan_cost import SEARCH
-from nnscaler.cli.plan_replay import make_token
+from nnscaler.cli.verify_plan import plan_request
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
 from verify.environment import environment
 from verify.packed_word import Damaged, pack, unpack
-from verify.plan_token import LONGEST, PlanToken, Source, decode, encode
+from verify.plan_request import PlanRequest
+from verify.plan_token import LONGEST, PlanToken, Source, decode, encode, make_token, request_of
 
 MODEL = """
 import torch
@@ -103,43 +104,92 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(["verify-plan", "small.py::build_small", *arguments])
 
 
+def asked(*arguments: str) -> PlanRequest:
+    """What a command line says, on two ranks of the simulator."""
+    return replace(plan_request(parsed(*arguments)), ranks=2, backend="simulator")
+
+
 def test_a_token_holds_everything_that_decides_what_is_run(model: Path) -> None:
-    asked = parsed("--plan", "dp=2", "--seed", "7", "--replicate", "a*", "--html", "r.html", "-q", "--steps", "3")
-    token = make_token(asked, 2, "simulator")
+    line = ("--plan", "dp=2", "--seed", "7", "--replicate", "a*", "--html", "r.html", "-q", "--steps", "3")
+    token = make_token(asked(*line))
     assert (token.model.path, token.factory, token.plan) == ("small.py", "build_small", "dp=2")
     assert token.options["seed"] == 7 and token.options["ranks"] == 2 and token.options["backend"] == "simulator"
     assert token.options["steps"] == 3 and token.options["replicate"] == ["a*"]
     showing = {"command", "output_format", "quiet", "verbose", "color", "comm_profile", "certificate"}
-    assert set(token.options) == set(vars(asked)) - showing - {"model", "plan", "program", *SEARCH}
+    assert set(token.options) == set(vars(parsed(*line))) - showing - {"model", "plan", "program", *SEARCH}
     assert not token.changes()
     model.write_text(MODEL + "# changed\n")
     assert token.changes() == ["small.py was changed since the token was made"]
     assert "replayed under" in replace(token, torch="1.0").changes()[1]
 
 
+LINES = (
+    ("--plan", "dp=2"),
+    ("--plan", "tp=2", "--seed", "7", "--replicate", "a*", "--replicate", "b", "--steps", "3", "--quick"),
+    ("--deep", "--dtype", "bfloat16", "--timeout", "12.5", "--specialise", "--loss-fn", "small.py::f"),
+    ("--program", "program", "--own-weights", "--level", "static"),
+    ("--plan", "policy.py::f", "--schedule", "gpipe", "--micro-batches", "4", "--level", "run"),
+)
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_a_token_gives_the_request_that_it_was_made_of(model: Path, tmp_path: Path, line: tuple[str, ...]) -> None:
+    (tmp_path / "policy.py").write_text("def f(graph, ranks): ...")
+    (tmp_path / "program").mkdir()
+    word = encode(make_token(asked(*line)))
+    assert word is not None and request_of(decode(word)) == asked(*line)
+
+
+def test_a_request_is_plain_values(model: Path) -> None:
+    for line in LINES:
+        document = json.loads(json.dumps(asdict(asked(*line))))
+        assert PlanRequest(**{**document, "replicate": tuple(document["replicate"])}) == asked(*line)
+
+
+def test_a_token_of_an_older_release_means_the_same(model: Path) -> None:
+    """It may lack options that came later, which are then as they were, and have the search beside `auto`."""
+    here = environment()
+    common = {"ranks": 2, "backend": "gloo", "replicate": ["a"], "quick": False, "deep": True}
+    search = {"cluster": "h100x8", "memory": "40GB", "constraints": None, "profile": None}
+    fields = (Source.of("small.py"), "build_small", "auto", None, None, None)
+    token = PlanToken(*fields, {**common, **search}, here["nnscaler"], here["torch"])
+    assert request_of(token) == PlanRequest(
+        model="small.py::build_small",
+        ranks=2,
+        plan="auto",
+        replicate=("a",),
+        cluster="h100x8",
+        memory="40GB",
+        backend="gloo",
+        depth="deep",
+    )
+    saved = replace(token, plan=None, document="{}", options=common)
+    assert (request_of(saved).plan, request_of(saved).plan_document) == (None, "{}")
+
+
 def test_plans_and_programs_in_a_token(model: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"mesh": [["dp", 2]]}')
-    token = make_token(parsed("--plan", "plan.json"), 2, "simulator")
+    token = make_token(asked("--plan", "plan.json"))
     assert token.plan is None and token.document == '{"mesh": [["dp", 2]]}'
     (tmp_path / "policy.py").write_text("def f(graph, ranks): ...")
-    token = make_token(parsed("--plan", "policy.py::f"), 2, "simulator")
+    token = make_token(asked("--plan", "policy.py::f"))
     assert token.plan == "policy.py::f" and token.policy == Source.of("policy.py")
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "role_0.py").write_text("a")
-    token = make_token(parsed("--program", "program"), 2, "simulator")
+    token = make_token(asked("--program", "program"))
     assert token.program is not None and token.program.path == "program"
     (tmp_path / "program" / "role_0.py").write_text("b")
     assert token.changes() == ["program was changed since the token was made"]
 
 
 def test_a_plan_that_is_too_long_for_a_command_line(model: Path) -> None:
-    token = make_token(parsed("--plan", "dp=2"), 2, "simulator")
+    token = make_token(asked("--plan", "dp=2"))
     noise = "".join(random.Random(0).choices(string.printable, k=2 * LONGEST))
     assert encode(replace(token, document=noise)) is None
 
 
 def test_another_version_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    word = encode(replace(make_token(parsed("--plan", "dp=2"), 2, "simulator"), nnscaler="0.0.1"))
+    word = encode(replace(make_token(asked("--plan", "dp=2")), nnscaler="0.0.1"))
     assert word is not None and main(["reproduce", word]) == 2
     err = capsys.readouterr().err
     assert "is of nnscaler 0.0.1" in err and "verify again: nnscaler verify-plan small.py --ranks 2" in err
@@ -148,7 +198,7 @@ def test_another_version_is_refused(model: Path, capsys: pytest.CaptureFixture[s
 def test_a_token_is_of_no_use_elsewhere(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    word = encode(make_token(parsed("--plan", "dp=2"), 2, "simulator"))
+    word = encode(make_token(asked("--plan", "dp=2")))
     assert word is not None
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -159,7 +209,7 @@ def test_a_token_is_of_no_use_elsewhere(
 
 
 def test_an_option_of_another_release_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    token = make_token(parsed("--plan", "dp=2"), 2, "simulator")
+    token = make_token(asked("--plan", "dp=2"))
     word = encode(replace(token, options={**token.options, "sideways": True}))
     assert word is not None and main(["reproduce", word]) == 2
     assert "options that this nnscaler lacks: sideways" in capsys.readouterr().err
@@ -196,8 +246,8 @@ def test_a_finding_is_found_again_and_a_correction_is_seen(
 
 def test_a_plan_that_was_searched_is_in_the_token(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another machine, or edited constraints, might give another one."""
-    asked = parsed("--cluster", "nowhere.toml", "--quick", "--steps", "1")
-    token = make_token(asked, 2, "simulator", Plan((("dp", 2),)))
+    request = asked("--cluster", "nowhere.toml", "--quick", "--steps", "1")
+    token = make_token(request.with_plan(Plan((("dp", 2),)).to_json()))
     assert token.plan is None and not {*SEARCH} & set(token.options)
     word = encode(token)
     assert word is not None and main(["reproduce", word, "-q"]) == 0
@@ -206,7 +256,7 @@ def test_a_plan_that_was_searched_is_in_the_token(model: Path, capsys: pytest.Ca
 
 def test_a_plan_file_is_replayed_without_the_file(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "small.py::build_small", "--ranks", "2", "--plan", "dp=2", "--out", "program", "-q"]) == 0
-    token = make_token(parsed("--plan", "program/plan.json", "--quick", "--steps", "1"), 2, "simulator")
+    token = make_token(asked("--plan", "program/plan.json", "--quick", "--steps", "1"))
     Path("program/plan.json").unlink()
     word = encode(token)
     assert word is not None and main(["reproduce", word, "-q"]) == 0

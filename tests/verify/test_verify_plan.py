@@ -14,7 +14,9 @@ import verify
 from nnscaler.errors import NnscalerError
 from verify import Report, Verdict
 from verify.catalogue import CODES
-from verify.plan_run import PlanRequest, verify_request
+from verify.plan_request import PlanRequest
+from verify.plan_subject import PlanSubject
+from verify.plan_verify import verify_request
 
 Factory = Callable[[], nn.Module]
 Batch = dict[str, Tensor]
@@ -190,8 +192,9 @@ def edit(program: Path, role: int | None, text: str, replacement: str) -> None:
 
 
 def verified(program: Path, tiny: Factory, batch: Batch, **options: object) -> Report:
-    asked = {"level": "run", **options}
-    report = verify_request(PlanRequest(tiny, batch, ranks=8, program=program, **asked))  # type: ignore[arg-type]
+    asked = {"level": "run", "backend": "simulator", **options}
+    request = PlanRequest(ranks=8, program=str(program), **asked)  # type: ignore[arg-type]
+    report = verify_request(request, PlanSubject(tiny, batch))
     assert {finding.code for finding in report.findings} <= set(CODES)
     return report
 
@@ -249,7 +252,7 @@ def test_the_finding_names_the_line_of_the_program(program: Path, tiny: Factory,
 
 def test_a_bug_is_refuted_in_low_precision_too(program: Path, tiny: Factory, batch: Batch) -> None:
     edit(program, 0, "comm.all_reduce(linear_1, self.tp)", "linear_1")
-    assert verified(program, tiny, batch, dtype=torch.float32).exit_code == 1
+    assert verified(program, tiny, batch, dtype="float32").exit_code == 1
 
 
 def test_a_rank_that_raises(program: Path, tiny: Factory, batch: Batch) -> None:

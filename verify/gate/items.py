@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
 from nnscaler.errors import NnscalerError
+from verify.plan_request import PlanRequest
 
 Option = str | int | bool | tuple[str, ...]
 SourceKind = Literal["name", "file", "module", "user"]
@@ -17,16 +18,17 @@ SourceKind = Literal["name", "file", "module", "user"]
 @dataclass(frozen=True)
 class PlanItem:
     """
-    model     `file.py` or `file.py::factory`, relative to the current folder
-    options   what verify-plan is told, by the names of its options: {"ranks": 4, "plan": "dp=2,tp=2"}
+    request   what is verified; its paths are relative to the current folder
     timeout   seconds for the whole item
     """
 
     name: str
-    model: str
-    options: Mapping[str, Option] = field(default_factory=dict)
-    seed: int = 0
+    request: PlanRequest
     timeout: float = 300.0
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.auto import parse_auto
 from nnscaler.targets import find_target
 from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
+from verify.plan_request import BACKENDS, DTYPES, PlanRequest
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
 EXAMPLE = """\
@@ -73,8 +74,8 @@ _PLAN = (
     Key("replicate", "texts"),
     Key("loss-fn", "text"),
     Key("specialise", "flag"),
-    Key("dtype", "text", choices=("float64", "float32", "bfloat16", "float16")),
-    Key("backend", "text", choices=("simulator", "gloo", "nccl")),
+    Key("dtype", "text", choices=DTYPES),
+    Key("backend", "text", choices=BACKENDS),
     Key("steps", "count"),
     Key("depth", "text", choices=("quick", "default", "deep")),
     Key("seed", "integer"),
@@ -88,6 +89,7 @@ _OPS = (
     Key("seed", "integer"),
     Key("timeout", "seconds"),
 )
+SHARE = 0.8  # of an item's time that the run of its program may take: what hangs is better told by the run itself
 _APART = ("name", "timeout", "seed")  # keys of a plan that are no options of verify-plan, or stand beside them
 _FILES = ("loss-fn", "constraints", "profile")
 _SOURCES: tuple[tuple[str, SourceKind], ...] = (("names", "name"), ("files", "file"), ("modules", "module"))
@@ -222,13 +224,14 @@ def _plan(
     files += ["cluster"] if str(options.get("cluster", "")).endswith(".toml") else []
     options |= {key: from_here(folder, str(options[key])) for key in files}
     timeout = entry.get("timeout") or model.get("timeout") or values["plan-timeout"].value
-    return PlanItem(
-        entry.get("name") or plan_name(model["model"], told),
-        _model(folder, model["model"]),
-        options,
-        entry.get("seed", values["seed"].value),
-        timeout,
+    fields: dict[str, Any] = {key.replace("-", "_"): value for key, value in options.items()}
+    request = PlanRequest(
+        model=_model(folder, model["model"]),
+        seed=entry.get("seed", values["seed"].value),
+        timeout=max(1.0, SHARE * timeout),
+        **fields,
     )
+    return PlanItem(entry.get("name") or plan_name(model["model"], told), request, timeout)
 
 
 def _sources(
@@ -247,7 +250,7 @@ def _sources(
     if ops.get("user"):
         if not plans:
             raise document.error((*path, "user"), "user = true takes the operators of the models, and there are none")
-        files = tuple(dict.fromkeys(plan.model.partition("::")[0] for plan in plans))
+        files = tuple(dict.fromkeys(str(plan.request.model).partition("::")[0] for plan in plans))
         found.append(OpSource("user", "", files, seed, timeout))
     if "ops" in table and not found:
         raise document.error(path, "[tool.nnscaler.gate.ops] names no operator", 'files = ["my_ops.py"]')

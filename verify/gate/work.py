@@ -1,20 +1,19 @@
-"""What a child process of the gate does with operators. The gate's own process never imports a user's file.
-
-Plans are loaded as the command line loads them, so their part is in `nnscaler.cli`.
-"""
+"""What a child process of the gate does with an item. The gate's own process never imports a user's file."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
-from verify.gate.items import OpItem, OpSource
+from verify.gate.items import Item, OpItem, OpSource, PlanItem
+from verify.gate.order import Phase
 from verify.op_checks.options import OpOptions
 from verify.op_checks.target import matching, registered_in
 from verify.op_checks.user_code import import_module, is_users
@@ -22,9 +21,38 @@ from verify.op_run.cache import Cache
 from verify.op_run.job import address_of, make_job
 from verify.op_run.many import Settings, run_many
 from verify.op_run.targets import registered_by
+from verify.plan_subject import RunContext
+from verify.plan_verify import verify_request
 from verify.report import Report
 
 Note = Callable[[str], None]
+
+
+def perform_item(folder: Path, cache: Cache | None) -> Callable[[Item, Phase, Note], tuple[Report, bool]]:
+    """Return what verifies an item, in a child process: its report, and whether that is an earlier one. `folder`: of
+    the settings."""
+
+    def perform(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
+        if isinstance(item, OpItem):
+            return verify_operator(item, folder, cache, note)
+        return verify_plan_item(item, phase, note), False
+
+    return perform
+
+
+def verify_plan_item(item: PlanItem, phase: Phase, note: Note) -> Report:
+    """Verify a plan, and note each of its phases. Raises NnscalerError for one that cannot be run at all."""
+    note(f"loading {item.request.model}")
+    context = RunContext(
+        progress=lambda name, seconds, text: note(_words(f"{name} {seconds:.1f} s {text}")),
+        say=lambda text: note(_words(text)),
+        command=("nnscaler", *sys.argv[1:]),
+    )
+    return verify_request(replace(item.request, level=phase), context=context)
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
 
 
 def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:

@@ -45,8 +45,6 @@ class Requested(Protocol):
 
     @property
     def seed(self) -> int: ...
-    @property
-    def progress(self) -> Progress: ...
 
 
 class Built(Protocol):
@@ -92,7 +90,12 @@ class Result:
 
 
 def low_precision_outcomes(
-    request: Requested, prepared: Built, reference: Trajectory, dtypes: Sequence[str], run: Run
+    request: Requested,
+    prepared: Built,
+    reference: Trajectory,
+    dtypes: Sequence[str],
+    run: Run,
+    progress: Progress = lambda phase, seconds, text: None,
 ) -> tuple[list[Outcome], tuple[NoiseRow, ...]]:
     """The checks of every dtype, and the rows behind them.
 
@@ -110,7 +113,7 @@ def low_precision_outcomes(
         rows += result.rows
         worst = max((row.ratio for row in result.rows), default=0.0)
         text = f"{name}: {len(result.rows)} tensors, {result.draws} draws, worst ratio to noise {worst:.2g}"
-        request.progress("low precision", seconds, text)
+        progress("low precision", seconds, text)
     return outcomes, tuple(rows)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nnscaler.cli.model_file import TEMPLATE, load_model_file
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import TEMPLATE, load_model_file
 
 
 def write(folder: Path, text: str, name: str = "model.py") -> str:

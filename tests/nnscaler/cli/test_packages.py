@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.cli.model_file import load_loss_function, load_model_file
-from nnscaler.cli.plan_replay import make_token
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import load_loss_function, load_model_file
 from verify.gate.settings import read_settings
 
 LAYERS = """
@@ -210,13 +210,14 @@ def test_gate_items_and_tokens_name_the_file(project: Path, monkeypatch: pytest.
         monkeypatch.chdir(project / here)
         settings = read_settings(project / "pyproject.toml", {})
         (item,) = settings.plans
-        assert (item.name, item.model) == ("sketch.models.net:small ranks=2 plan=dp=2", f"{path}::small")
+        assert (item.name, item.request.model) == ("sketch.models.net:small ranks=2 plan=dp=2", f"{path}::small")
         assert settings.sources[0].files == (path,)
 
 
 def test_compiled_verified_and_reproduced(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from nnscaler.cli.main import build_parser
-    from verify.plan_token import encode
+    from nnscaler.cli.verify_plan import plan_request
+    from verify.plan_token import encode, make_token
 
     model = "sketch.models.net:small"
     assert main(["compile", model, "--ranks", "2", "--plan", "dp=2", "--out", "program", "-q"]) == 0
@@ -224,7 +225,7 @@ def test_compiled_verified_and_reproduced(project: Path, capsys: pytest.CaptureF
     assert main(["verify-plan", model, "--program", "program", "--ranks", "2", *quick]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("VERIFIED  net.py on 2 ranks")
     options = build_parser().parse_args(["verify-plan", model, "--plan", "dp=2", *quick])
-    token = make_token(options, 2, "simulator")
+    token = make_token(replace(plan_request(options), ranks=2))
     assert (token.model.path, token.factory) == ("src/sketch/models/net.py", "small")
     word = encode(token)
     assert word is not None and main(["reproduce", word, "-q"]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.cli.main import main
-from nnscaler.cli.model_file import TEMPLATE
+from nnscaler.model_file import TEMPLATE
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.cost.table import load_profile
 from nnscaler.planning.cost.table_cost import TableCost

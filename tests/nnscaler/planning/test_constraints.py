@@ -9,7 +9,6 @@ from random import Random
 import pytest
 
 import verify
-from nnscaler.cli.model_file import load_model_file
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph
@@ -17,6 +16,7 @@ from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import signatures
+from nnscaler.model_file import load_model_file
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.tracing import trace
-from verify.plan_request import PlanRequest
-from verify.plan_run import verify_request
+from verify import verify_plan
 
 
 class Uses(nn.Module):
@@ -37,7 +36,7 @@ def test_no_gradient(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Uses(function)
     tensors = trace(model, SAMPLE).graph.tensors
     assert tensors["used"].needs_grad and not tensors["aside"].needs_grad
-    report = verify_request(PlanRequest(model, SAMPLE, 2, "dp=2", depth="quick"))
+    report = verify_plan(model, SAMPLE, ranks=2, plan="dp=2", depth="quick")
     assert report.verdict.passes, report.findings
 
 

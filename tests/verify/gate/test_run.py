@@ -21,6 +21,7 @@ from verify.gate.order import Phase, batches, expected, first_units, other_units
 from verify.gate.outcome import Result, judge
 from verify.gate.run import Clock, complete, find_operators, run_items
 from verify.gate.state import Last, State, read_state, state_file, write_state
+from verify.plan_request import PlanRequest
 from verify.report import Report
 from verify.verdict import Verdict
 
@@ -53,6 +54,10 @@ def behave(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
 
 def ops(*names: str, timeout: float = 30.0) -> list[Item]:
     return [OpItem(name, name, timeout=timeout) for name in names]
+
+
+def plan_item(name: str) -> PlanItem:
+    return PlanItem(name, PlanRequest(model="m.py"))
 
 
 class Told(Clock):
@@ -121,7 +126,7 @@ def test_what_does_not_fit_into_the_budget_is_not_run() -> None:
 
 
 def test_a_program_of_which_only_the_text_was_read_is_not_decided() -> None:
-    items: list[Item] = [PlanItem("good", "m.py"), PlanItem("text", "m.py"), PlanItem("hangs", "m.py")]
+    items: list[Item] = [plan_item("good"), plan_item("text"), plan_item("hangs")]
 
     def texts(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
         if phase == "all":
@@ -140,13 +145,13 @@ def test_a_program_of_which_only_the_text_was_read_is_not_decided() -> None:
 
 
 def test_the_whole_item_replaces_the_reading_of_its_text() -> None:
-    found = run([PlanItem("good", "m.py"), PlanItem("text", "m.py")])
+    found = run([plan_item("good"), plan_item("text")])
     assert found["good"].finished and found["good"].report.verdict.passes
     assert found["text"].report.verdict.passes, "the run, which reads the text as well, has the last word"
 
 
 def test_an_item_whose_text_cannot_be_had_does_not_run_again() -> None:
-    items: list[Item] = [PlanItem("usage", "m.py"), PlanItem("killed", "m.py"), PlanItem("good", "m.py")]
+    items: list[Item] = [plan_item("usage"), plan_item("killed"), plan_item("good")]
     seen = list(run_items(items, State(), Clock(time.perf_counter(), BUDGET), behave))
     assert [(unit.item.name, unit.phase) for unit, _ in seen] == [
         ("usage", "static"),
@@ -171,7 +176,7 @@ def test_closing_a_run_leaves_no_process() -> None:
 
 
 def test_worst_first() -> None:
-    items: list[Item] = [PlanItem("p", "m.py"), PlanItem("q", "m.py"), *ops("a", "b"), PlanItem("r", "m.py")]
+    items: list[Item] = [plan_item("p"), plan_item("q"), *ops("a", "b"), plan_item("r")]
     state = State({"q": Last(False, 9.0), "b": Last(False, 1.0), "p": Last(True, 50.0), "a": Last(True, 2.0)})
     first = [(unit.item.name, unit.phase) for unit in first_units(items, state)]
     assert first == [("b", "all"), ("q", "all"), ("p", "static"), ("r", "static")]
@@ -184,8 +189,8 @@ def test_worst_first() -> None:
 def test_operators_run_side_by_side_and_plans_alone() -> None:
     items: list[Item] = [
         *ops("a", "b", "c"),
-        PlanItem("p", "m.py"),
-        PlanItem("q", "m.py"),
+        plan_item("p"),
+        plan_item("q"),
         *ops("d", timeout=9),
         *ops("e"),
     ]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nnscaler.cli.gate_work import plan_arguments
 from nnscaler.cli.main import build_parser
-from nnscaler.cli.plan_cost import plan_source
+from nnscaler.cli.verify_plan import plan_request
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import plan_source
 from nnscaler.planning.auto import AutoPlan
+from tests.verify.gate.results import report
 from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
-from verify.plan_request import BACKENDS, DTYPES
+from verify.gate.work import perform_item
+from verify.plan_request import BACKENDS, DTYPES, PlanRequest
+from verify.report import Report
 
 MODELS = """
 [[tool.nnscaler.gate.models]]
@@ -50,32 +53,58 @@ def test_plans_are_items(folder: Path) -> None:
     assert first.name == (
         "sub/model.py::tiny ranks=4 plan=dp=2,tp=2 micro-batches=4 replicate=lm_head*,a dtype=float32"
     )
-    assert (first.model, first.timeout, first.seed) == ("sub/model.py::tiny", 40.0, 0)
+    assert (first.request.model, first.timeout, first.seed) == ("sub/model.py::tiny", 40.0, 0)
     assert second.name == "sub/model.py::tiny ranks=2 plan=plan.json backend=gloo depth=quick seed=7"
     assert (second.seed, second.timeout) == (7, 9.0)
     assert third.name == "my name"
 
 
 def test_each_option_reaches_verify_plan(folder: Path) -> None:
+    requests = [item.request for item in settings(f"[tool.nnscaler.gate]\n{MODELS}").plans]
+    assert [r.ranks for r in requests] == [4, 2, None]
+    assert [r.plan for r in requests] == ["dp=2,tp=2", "plan.json", "pp=2"]
+    assert requests[0].micro_batches == 4
+    assert [r.dtype for r in requests] == ["float32", "float64", "float64"]
+    assert [r.seed for r in requests] == [0, 7, 0]
+    assert [r.depth for r in requests] == ["default", "quick", "default"]
+    assert [r.specialise for r in requests] == [False, False, True]
+    assert requests[0].replicate == ("lm_head*", "a")
+    assert [r.timeout for r in requests] == [32.0, pytest.approx(7.2), 32.0]
+
+
+def test_an_item_is_what_the_command_line_says(folder: Path) -> None:
+    lines = (
+        "--ranks 4 --plan dp=2,tp=2 --micro-batches 4 --replicate lm_head* --replicate a --dtype float32 --timeout 32",
+        "--ranks 2 --plan plan.json --seed 7 --backend gloo --quick --timeout 7.2",
+        "--plan pp=2 --specialise --schedule 1f1b --steps 3 --timeout 32",
+    )
     items = settings(f"[tool.nnscaler.gate]\n{MODELS}").plans
-    parsed: list[argparse.Namespace] = [build_parser().parse_args(plan_arguments(item, "all")) for item in items]
-    assert [p.ranks for p in parsed] == [4, 2, None]
-    assert [p.plan for p in parsed] == ["dp=2,tp=2", "plan.json", "pp=2"]
-    assert parsed[0].micro_batches == 4
-    assert [p.dtype for p in parsed] == ["float32", "float64", "float64"]
-    assert [p.seed for p in parsed] == [0, 7, 0]
-    assert [p.quick for p in parsed] == [False, True, False]
-    assert [p.specialise for p in parsed] == [False, False, True]
-    assert list(parsed[0].replicate) == ["lm_head*", "a"]
-    assert [p.timeout for p in parsed] == [32.0, pytest.approx(7.2), 32.0]
-    assert build_parser().parse_args(plan_arguments(items[0], "static")).level == "static"
+    for item, line in zip(items, lines, strict=True):
+        options = build_parser().parse_args(["verify-plan", "sub/model.py::tiny", *line.split()])
+        asked = plan_request(options)
+        assert replace(item.request, timeout=round(item.request.timeout, 6)) == asked
+
+
+def test_the_text_alone_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    item = settings(f"[tool.nnscaler.gate]\n{MODELS}").plans[0]
+    asked: list[PlanRequest] = []
+
+    def verified(request: PlanRequest, context: object) -> Report:
+        asked.append(request)
+        return report()
+
+    monkeypatch.setattr("verify.gate.work.verify_request", verified)
+    for phase in ("static", "all"):
+        perform_item(folder, None)(item, phase, lambda text: None)
+    assert asked == [replace(item.request, level="static"), item.request]
 
 
 def test_choices_are_those_of_verify_plan(folder: Path) -> None:
     text = '[tool.nnscaler.gate]\n[[tool.nnscaler.gate.models]]\nmodel = "m.py"\nplans = [{{ ranks = 2, {} = "{}" }}]\n'
+    plain = settings(text.format("dtype", "float64")).plans[0].request
     for name, values in (("dtype", DTYPES), ("backend", BACKENDS)):
         for value in values:
-            assert settings(text.format(name, value)).plans[0].options[name] == value
+            assert settings(text.format(name, value)).plans[0].request == replace(plain, **{name: value})  # type: ignore[arg-type]
     assert refused(text.format("dtype", "float46")).help == "did you mean float64?"
 
 
@@ -84,7 +113,7 @@ def test_paths_are_relative_to_the_settings(folder: Path, monkeypatch: pytest.Mo
     settings(f'[tool.nnscaler.gate]\nbaseline = "b.toml"\n{MODELS}')
     monkeypatch.chdir(folder / "inner")
     found = read_settings()
-    assert found.plans[0].model == f"{folder}/sub/model.py::tiny", "outside of the current folder: whole"
+    assert found.plans[0].request.model == f"{folder}/sub/model.py::tiny", "outside of the current folder: whole"
     assert found.plans[0].name.startswith("sub/model.py::tiny"), "the same name from everywhere"
     assert found.baseline == folder / "b.toml"
     assert read_settings(None, {"baseline": "c.toml"}).baseline == folder / "inner" / "c.toml"
@@ -101,7 +130,7 @@ def test_a_plan_may_be_searched_for_a_cluster(folder: Path, monkeypatch: pytest.
     (folder / "inner").mkdir()
     monkeypatch.chdir(folder / "inner")
     items = read_settings().plans
-    sources = [plan_source(build_parser().parse_args(plan_arguments(item, "all"))) for item in items]
+    sources = [plan_source(item.request) for item in items]
     assert sources == [
         AutoPlan("h100x8", 40e9, f"{folder}/kept.toml"),
         AutoPlan(f"{folder}/ours.toml", profile=f"{folder}/p.json"),

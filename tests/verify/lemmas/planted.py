@@ -13,11 +13,11 @@ from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, SourceLocation
 
-from nnscaler.cli.model_file import load_model_file
 from nnscaler.compile import make
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.model_file import load_model_file
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from verify.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations

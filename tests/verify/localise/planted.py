@@ -20,6 +20,7 @@ from verify.localise import localise_all
 from verify.places import Places
 from verify.plan_prepare import Prepared, prepare
 from verify.plan_request import PlanRequest
+from verify.plan_subject import PlanSubject
 from verify.program_directory import open_program
 from verify.randomise import logical_state
 from verify.rank_program import Task
@@ -81,8 +82,8 @@ def bench(
     plan: PlanSource,
     micro: int,
 ) -> Bench:
-    request = PlanRequest(factory, dict(inputs), ranks=ranks, plan=plan, micro_batches=micro)
-    prepared = prepare(request, folder / "program")
+    request = PlanRequest(ranks=ranks, micro_batches=micro)
+    prepared = prepare(request, PlanSubject(factory, dict(inputs), plan), folder / "program")
     torch.save({**prepared.program.state(), **logical_state(prepared.model)}, folder / "state.pt")
     torch.save(dict(prepared.sample.tensors), folder / "batch.pt")
     task = Task(str(folder / "program"), str(folder / "state.pt"), str(folder / "batch.pt"), 2, 0.01, "float64")

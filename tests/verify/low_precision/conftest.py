@@ -29,7 +29,7 @@ from verify.tolerance import exact_tolerance
 
 @dataclass(frozen=True)
 class Case:
-    """A model with random parameters and a program of it; also the request (`seed`, `progress`)."""
+    """A model with random parameters and a program of it; also the request (`seed`), and who is told (`progress`)."""
 
     model: nn.Module
     sample: SampleInputs
@@ -63,7 +63,7 @@ class Case:
         return Comparison(self.reference, tuple(results), parameters, buffers, names, {}, exact_tolerance(), steps)
 
     def outcomes(self, *dtypes: str) -> tuple[list[Outcome], tuple[NoiseRow, ...]]:
-        return low_precision_outcomes(self, self, self.reference, dtypes, self.run)
+        return low_precision_outcomes(self, self, self.reference, dtypes, self.run, self.progress)
 
 
 def _train(

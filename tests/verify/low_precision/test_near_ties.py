@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from nnscaler.runtime.loader import load_user_module
 from tests.verify.low_precision.conftest import Case, make_case
+from verify import verify_plan
 from verify.low_precision import run as level
 from verify.low_precision.measure import Measured
 from verify.low_precision.measures import Statistics
 from verify.low_precision.near_ties import NearTies
 from verify.low_precision.noise import Noise, Subject, Target, draw_noise
 from verify.low_precision.rows import FIRST_DRAWS
-from verify.plan_request import PlanRequest
-from verify.plan_run import verify_request
 from verify.self_test.plans.subjects import BATCH, shorten
 from verify.tolerance import Key
 from verify.verdict import Verdict, merge
@@ -163,9 +162,6 @@ def test_a_right_mixture_of_experts_passes(examples: Path, seed: int) -> None:
     model = module.build_model()
     shorten(model)
     sample, dtype = module.sample_inputs(BATCH), torch.float16
-    report = verify_request(
-        PlanRequest(
-            model, sample, 4, "tp=2,pp=2", schedule="1f1b", micro_batches=2, seed=seed, dtype=dtype, depth="quick"
-        )
-    )
+    shape = {"ranks": 4, "plan": "tp=2,pp=2", "schedule": "1f1b", "micro_batches": 2}
+    report = verify_plan(model, sample, **shape, seed=seed, dtype=dtype, depth="quick")
     assert report.verdict.passes, [finding.message for finding in report.findings]

@@ -19,6 +19,7 @@ from verify.minimise import PlanTrial, minimise, minimise_plan
 from verify.minimise.shrink import units_of
 from verify.plan_prepare import Prepared, prepare
 from verify.plan_request import PlanRequest
+from verify.plan_subject import PlanSubject
 from verify.randomise import logical_state
 from verify.rank_program import Task
 from verify.reference import run_reference
@@ -28,8 +29,8 @@ SPEC = "dp=2,tp=2,pp=2"
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    request = PlanRequest(models.transformer, models.text(), ranks=8, plan=SPEC, micro_batches=4)
-    return prepare(request, tmp_path_factory.mktemp("program") / "program")
+    subject = PlanSubject(models.transformer, models.text(), SPEC)
+    return prepare(PlanRequest(ranks=8, micro_batches=4), subject, tmp_path_factory.mktemp("program") / "program")
 
 
 @pytest.fixture(scope="module")

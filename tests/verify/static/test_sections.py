@@ -19,7 +19,7 @@ from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.signature import signatures
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep, SplitStep
-from verify.plan_run import PlanRequest, verify_request
+from verify import verify_plan
 from verify.static import check_program
 
 Move = Callable[[Tensor], Tensor]
@@ -102,7 +102,7 @@ def test_level_static_does_not_prove_it(tmp_path: Path) -> None:
     folder = program.save(tmp_path / "program")
     role = folder / "role_0.py"
     role.write_text(sectioned(role.read_text(encoding="utf-8"), 2, 2), encoding="utf-8")
-    report = verify_request(PlanRequest(shuffled, inputs, ranks=2, program=folder, level="static"))
+    report = verify_plan(shuffled, inputs, ranks=2, program=folder, level="static")
     assert report.exit_code == 1, report.to_json()
     assert report.findings[0].code == "layouts_disagree", report.to_json()
 

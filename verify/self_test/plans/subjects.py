@@ -15,6 +15,7 @@ from nnscaler.runtime.loader import load_user_module
 from nnscaler.tracing import Traced
 from verify.plan_prepare import Prepared, prepare
 from verify.plan_request import PlanRequest
+from verify.plan_subject import PlanSubject
 from verify.self_test.plans.role_source import Subject, take_apart
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -89,13 +90,12 @@ def build(spec: Spec, folder: Path) -> Base:
 
 def build_from(spec: Spec, model: nn.Module, sample: Mapping[str, Any], plan: PlanSource, folder: Path) -> Base:
     """The program of any model, which is left as it is."""
-    request = PlanRequest(
-        model, sample, spec.ranks, plan, micro_batches=spec.micro_batches, model={"name": spec.model}, timeout=TIMEOUT
-    )
-    prepared = prepare(request, folder / "right")
+    described = {"name": spec.model}
+    request = PlanRequest(ranks=spec.ranks, micro_batches=spec.micro_batches, backend="simulator", timeout=TIMEOUT)
+    prepared = prepare(request, PlanSubject(model, sample, plan, described), folder / "right")
     assert prepared.traced is not None, "it was traced just now"
     program = compile_traced(
-        prepared.traced, ranks=spec.ranks, plan=plan, micro_batches=spec.micro_batches, model=request.model
+        prepared.traced, ranks=spec.ranks, plan=plan, micro_batches=spec.micro_batches, model=described
     )
     return Base(spec, request, prepared, prepared.traced, take_apart(spec.model, spec.name, program))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from verify.finding import Finding
 from verify.plan_checks.context import Outcome
-from verify.plan_run import Beside, run_and_compare
+from verify.plan_compare import Beside
+from verify.plan_run import run_and_compare
 from verify.program_directory import open_program
 from verify.self_test.plans.judge import Answer, Execution, answer_of, read_statically
 from verify.self_test.plans.mutant import Mutant

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nnscaler.cli.model_file import load_model_file
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
+from nnscaler.model_file import load_model_file
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.subject import Subject

@@ -21,7 +21,6 @@ from nnscaler.targets import find_target, shown
 if TYPE_CHECKING:
     from torch import nn
 
-    from nnscaler.cli.console import Console
     from nnscaler.tracing import Traced
 
 LOSS_HELP = "--loss-fn path/to/file.py::function"
@@ -92,8 +91,8 @@ def check_targets(model: str, loss: str | None) -> None:
         find_target(loss, LOSS_HELP)
 
 
-def traced(model: ModelFile, console: Console, specialise: bool = False) -> Traced:
-    """The model traced, with a word about it. `specialise`: takes the branches of the sample batch.
+def traced(model: ModelFile, say: Callable[[str], None], specialise: bool = False) -> Traced:
+    """Trace the model and `say` how long it took. `specialise`: takes the branches of the sample batch.
 
     Raises NnscalerError: trace_failed, trace_unfaithful.
     """
@@ -102,7 +101,7 @@ def traced(model: ModelFile, console: Console, specialise: bool = False) -> Trac
     start = time.perf_counter()
     found = trace(model.build(), model.inputs, specialise=specialise)
     taken = time.perf_counter() - start
-    console.progress(f"trace        {taken:5.1f} s  {len(found.graph.operations)} operations")
+    say(f"trace        {taken:5.1f} s  {len(found.graph.operations)} operations")
     return found
 
 
@@ -129,7 +128,7 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
     """The last frame of the traceback in the user's folder, else the last outside of this package."""
-    own = str(Path(__file__).resolve().parents[1])
+    own = str(Path(__file__).resolve().parent)
     best: SourceLocation | None = None
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
