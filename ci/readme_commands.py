@@ -1,4 +1,4 @@
-"""The README's commands, by their own text, for CI and for the test that executes them.
+"""The README's commands, by their own text, for CI and for the tests of them.
 
 python3 ci/readme_commands.py N     prints the N-th command, counted from 1
 

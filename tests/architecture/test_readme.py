@@ -1,4 +1,5 @@
-"""The README's two commands, executed by their own text in a fresh copy of the repository."""
+"""The README's two commands. `.ci/run` executes them by their own text, one after the other in one environment; the
+long test executes each of them in a fresh copy of the repository."""
 
 from __future__ import annotations
 
@@ -63,12 +64,44 @@ def test_readme_has_two_commands() -> None:
     assert test == install + "pytest -n auto"
 
 
+def ci_run(folder: Path, repository: Path, verify: str, test: str) -> subprocess.CompletedProcess[str]:
+    """Runs `.ci/run` where the README has these two commands."""
+    for name in (".ci/run", "ci/readme_commands.py"):
+        (folder / name).parent.mkdir()
+        shutil.copy2(repository / name, folder / name)
+    (folder / "README.md").write_text(f"```sh\n{verify}\n```\n\n```sh\n{test}\n```\n")
+    (folder / ".venv").mkdir()
+    environment = os.environ | {"PYTHONPATH": "mine", "PYTEST_ADDOPTS": "-k none", "NNSCALER_LEVEL": "run"}
+    command = ["bash", str(folder / ".ci" / "run")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_ci_runs_both_commands_and_repeats_the_closing_line(repository: Path, tmp_path: Path) -> None:
+    verify = "test ! -e .venv && touch made && echo VERIFIED '' gpt.py on 8 ranks: 7 checks"
+    test = "test -e made && env && echo == 4 passed in 1s == && echo bye && exit 3"
+    found = ci_run(tmp_path, repository, verify, test)
+    assert found.returncode == 3, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[:3] == [f"+ {verify}", "VERIFIED  gpt.py on 8 ranks: 7 checks", f"+ {test}"]
+    assert lines[-3:] == ["== 4 passed in 1s ==", "bye", "== 4 passed in 1s =="]
+    inherited = {line.split("=")[0] for line in lines[3:-3]}
+    assert {"CI", "PYTHONNOUSERSITE"} <= inherited
+    assert not inherited & {"PYTHONPATH", "PYTEST_ADDOPTS", "NNSCALER_LEVEL", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
+
+
+@pytest.mark.parametrize(("verify", "status"), [("echo REFUTED && exit 5", 5), ("echo done", 1)])
+def test_ci_fails_where_the_first_command_does(repository: Path, tmp_path: Path, verify: str, status: int) -> None:
+    found = ci_run(tmp_path, repository, verify, "echo 4 passed")
+    assert found.returncode == status
+    assert "4 passed" not in found.stdout
+
+
 def test_readme_probe(repository: Path) -> None:
     """The one test that the second command runs when the test below executes it."""
     assert Path(nnscaler.__file__).parent == repository / "nnscaler"
 
 
-@pytest.mark.early
+@pytest.mark.long
 @pytest.mark.timeout(2 * SECONDS + 60)
 def test_readme_commands_work(fresh_copy: Path, repository: Path) -> None:
     verify, test = read_commands()

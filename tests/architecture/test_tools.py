@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def run(repository: Path, *command: str) -> None:
     result = subprocess.run(
@@ -22,5 +24,6 @@ def test_format_is_ruffs(repository: Path) -> None:
     run(repository, "ruff", "format", "--check", ".")
 
 
+@pytest.mark.early
 def test_mypy_is_clean(repository: Path) -> None:
     run(repository, "mypy")

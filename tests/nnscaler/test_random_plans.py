@@ -22,7 +22,9 @@ LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}
 def check(factory: Callable[[], Any], inputs: Any, seeds: Sequence[int], meshes: Sequence[Mesh]) -> Counter[str]:
     """How often each function of the conversion table occurs in the plans, all of which are exact."""
     rows: Counter[str] = Counter()
-    for result in random_plans(factory, inputs, seeds, meshes):
+    results = list(random_plans(factory, inputs, seeds, meshes))
+    assert len(results) == len(seeds) > 0
+    for result in results:
         assert result.verdict is not None, f"seed {result.seed} on {result.mesh} was refused: {result.message}"
         assert result.verdict.passes, f"seed {result.seed} on {result.mesh}: {result.message}"
         rows.update(result.rows)

@@ -281,6 +281,7 @@ def test_every_split_is_right(group: str, row: Row) -> None:
 def test_what_must_be_splittable(group: str, row: Row) -> None:
     graph = traced_group(group).traced.graph
     by_fqn = {t.fqns[0]: t for t in graph.tensors.values() if t.fqns and t.role != "input"}
+    assert row.splits
     for text in row.splits.split():
         place, _, wanted = text.partition(":")
         index, dim = map(int, place.split("."))

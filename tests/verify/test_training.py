@@ -78,6 +78,7 @@ def test_the_norm_is_that_of_the_whole_model(
         return norm, [float(a.norm() / b.norm()) for a, b in zip(after, before, strict=True) if float(b.norm()) > 0]
 
     results = on_ranks(saved, work)
+    assert all(factors for _, factors in results)
     for norm, factors in results:
         assert norm.dtype == torch.float64 and torch.equal(norm, results[0][0])
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)

@@ -215,7 +215,8 @@ def test_the_same_seed_gives_the_same_report() -> None:
 
 def test_every_code_is_in_the_catalogue() -> None:
     for function, annotation, *_ in WRONG:
-        assert all(f.code in CODES for f in verify.verify_op(function, annotation=annotation).findings)
+        findings = verify.verify_op(function, annotation=annotation).findings
+        assert findings and all(f.code in CODES for f in findings)
 
 
 def test_no_annotation_is_an_error() -> None:

@@ -314,13 +314,12 @@ def test_what_the_machine_refuses_is_no_bug_of_ours(
 
 
 def test_a_bug_that_comes_after_a_refusal_is_still_a_bug() -> None:
-    try:
+    with pytest.raises(KeyError) as caught:
         try:
             raise PermissionError(errno.EACCES, "Permission denied", "plan.json")
         except PermissionError:
             raise KeyError("ours")  # noqa: B904 - a bug, as it comes
-    except KeyError as error:
-        assert files.machine_error(error) is None
+    assert files.machine_error(caught.value) is None
 
 
 def test_a_verdict_stands_where_the_program_cannot_be_kept(

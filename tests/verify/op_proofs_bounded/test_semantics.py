@@ -45,6 +45,7 @@ def assert_same(found: Array | None, expected: Tensor, what: str) -> None:
 def compare(trace: Trace, function: Callable[..., Any], tensors: list[Tensor], wanted: list[bool]) -> None:
     leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
     outputs = outputs_of(function(*leaves))
+    assert outputs
     seeds = [torch.randn_like(o) if o is not None and o.requires_grad else None for o in outputs]
     found = interpret(
         trace, Numbers(), list(map(elements, tensors)), [None if s is None else elements(s) for s in seeds]

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
@@ -28,6 +27,8 @@ def graph_of(name: str) -> Graph:
 @cache
 def deep(layers: int, tokens: int = 64, tied: bool = False) -> Graph:
     """A tiny Llama with many layers. `tied`: the table of this many tokens is the head too."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes over a second: not where tests are collected
+
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
     config = LlamaConfig(
         num_hidden_layers=layers, vocab_size=tokens, use_cache=False, tie_word_embeddings=tied, **sizes
