@@ -11,7 +11,7 @@ from nnscaler.ir.layout import PARTIAL, Sharded
 from verify.op_checks.lay import lay_of, take
 from verify.op_checks.options import OpOptions
 from verify.op_checks.variants import variants_of
-from verify.operators import verify_spec
+from verify.op_report import verify_spec
 
 
 def of(expected: torch.Tensor, dim: int = 0, outer: int = 1) -> dict[str, tuple[bool, bool]]:
