@@ -9,7 +9,6 @@ from random import Random
 import pytest
 
 import verify
-from nnscaler.cli.model_file import load_model_file
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
 from nnscaler.ir.graph import Graph
@@ -42,7 +41,8 @@ from nnscaler.planning.random_plan import random_plan
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.choose import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
-from tests.nnscaler.planning.planner.planned import EXAMPLES, graph_of, subject_of
+from tests.nnscaler.planning.planner.planned import graph_of, subject_of
+from tests.traced_examples import loaded
 
 
 def found(graph: Graph, ranks: int, *kept: Constraint) -> Found:
@@ -150,7 +150,7 @@ def test_sequence_parallel_splits_what_megatron_keeps_whole() -> None:
 def test_policies_are_verified(name: str, kind: object) -> None:
     graph = graph_of(name)
     told = found(graph, 4, kind(graph, signatures(graph)), sizes(dp=2, tp=2))  # type: ignore[operator]
-    model = load_model_file(str(EXAMPLES / f"{name}.py"), 0)
+    model = loaded(name)
     report = verify.verify_plan(model.build, model.inputs, ranks=4, plan=told.plan, micro_batches=None)
     assert report.verdict.passes
 
