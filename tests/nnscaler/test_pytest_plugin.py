@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
 import pytest
 
 pytest_plugins = ("pytester",)
@@ -42,6 +48,56 @@ def build_model():
 def sample_inputs():
     return {"x": torch.randn(12, 8), "labels": torch.randint(0, 4, (12,))}
 """
+OPERATORS = """
+def test_right(verify_op):
+    assert verify_op("plugin_ops.py::right").verdict.passes
+
+def test_wrong(verify_op):
+    verify_op("plugin_ops.py::wrong")
+
+def test_none(verify_op):
+    verify_op("plugin_ops.py::nothing")
+"""
+PLANS = """
+import pytest
+from model import build_model, sample_inputs
+
+@pytest.mark.nnscaler_plan(ranks=2, plan="dp=2", depth="quick")
+def test_file():
+    return "model.py"
+
+@pytest.mark.nnscaler_plan(ranks=4, plan="dp=2,tp=2", depth="quick")
+def test_module():
+    return build_model, sample_inputs()
+
+@pytest.mark.nnscaler_plan(ranks=2, depth="quick")
+def test_fixture(verify_plan):
+    assert "2 ranks" in verify_plan("model.py").setting
+    assert "1 rank" in verify_plan("model.py", ranks=1).setting
+
+@pytest.mark.nnscaler_plan(ranks=2)
+def test_nothing():
+    pass
+
+@pytest.mark.nnscaler_plan(ranks=2)
+def test_unused(verify_plan):
+    pass
+
+@pytest.mark.nnscaler_plan(ranks=3, plan="dp=2")
+def test_illegal():
+    return "model.py"
+
+@pytest.mark.nnscaler_plan(ranks=2)
+def test_no_inputs():
+    return build_model
+"""
+WRONG_PLAN = """
+import pytest
+
+@pytest.mark.nnscaler_plan(ranks=2, plan="tp=2", depth="quick")
+def test_file():
+    return "wrong_model.py"
+"""
 UNSHADOWED = """
 import sys
 
@@ -74,92 +130,62 @@ def test_a_suite_with_a_verify_of_its_own_is_told_why_ours_cannot_run(pytester: 
     )
 
 
-def test_operators(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        plugin_ops=OPS.format(name="plugin"),
-        test_it="""
-            def test_right(verify_op):
-                assert verify_op("plugin_ops.py::right").verdict.passes
+@dataclass(frozen=True)
+class Suite:
+    """One run of a suite that verifies operators and plans."""
 
-            def test_wrong(verify_op):
-                verify_op("plugin_ops.py::wrong")
+    lines: pytest.LineMatcher
 
-            def test_none(verify_op):
-                verify_op("plugin_ops.py::nothing")
-        """,
-    )
-    result = pytester.runpytest_subprocess(*PLUGIN)
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(
-        ["REFUTED  plugin_wrong*", "annotation_wrong *", "*reproduce: nnscaler reproduce nns1:*"]
-    )
-    result.stdout.fnmatch_lines(["could not be verified: *plugin_ops.py::nothing does not exist*"])
-    result.stdout.no_fnmatch_line("*in_tests.py*")
+    def outcomes(self, file: str) -> dict[str, str]:
+        """How each test of a file ended, by its name."""
+        found = re.findall(rf"^(PASSED|FAILED|ERROR) {file}::(\w+)", str(self.lines), re.MULTILINE)
+        return {name: outcome.lower() for outcome, name in found}
 
 
-def test_plans(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        model=MODEL,
-        test_it="""
-            import pytest
-            from model import build_model, sample_inputs
-
-            @pytest.mark.nnscaler_plan(ranks=2, plan="dp=2", depth="quick")
-            def test_file():
-                return "model.py"
-
-            @pytest.mark.nnscaler_plan(ranks=4, plan="dp=2,tp=2", depth="quick")
-            def test_module():
-                return build_model, sample_inputs()
-
-            @pytest.mark.nnscaler_plan(ranks=2, depth="quick")
-            def test_fixture(verify_plan):
-                assert "2 ranks" in verify_plan("model.py").setting
-                assert "1 rank" in verify_plan("model.py", ranks=1).setting
-
-            @pytest.mark.nnscaler_plan(ranks=2)
-            def test_nothing():
-                pass
-
-            @pytest.mark.nnscaler_plan(ranks=2)
-            def test_unused(verify_plan):
-                pass
-
-            @pytest.mark.nnscaler_plan(ranks=3, plan="dp=2")
-            def test_illegal():
-                return "model.py"
-
-            @pytest.mark.nnscaler_plan(ranks=2)
-            def test_no_inputs():
-                return build_model
-        """,
-    )
-    result = pytester.runpytest_subprocess(*PLUGIN, "--strict-markers")
-    result.assert_outcomes(passed=3, failed=4)
-    result.stdout.fnmatch_lines(["test_nothing returned nothing, so nothing was verified: *"])
-    result.stdout.fnmatch_lines(["test_unused returned nothing, so nothing was verified: *"])
-    result.stdout.fnmatch_lines(["could not be verified: *plan*"])
-    result.stdout.fnmatch_lines(["could not be verified: a module needs its inputs: *"])
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """The operators, the plans, and a model with a random operator of the user's whose annotation is wrong."""
+    folder = tmp_path_factory.mktemp("suite")
+    wrong = MODEL.replace("self.layer(x)", "wrong(self.layer(x))")
+    texts = {
+        "plugin_ops.py": OPS.format(name="plugin"),
+        "test_operators.py": OPERATORS,
+        "model.py": MODEL,
+        "test_plans.py": PLANS,
+        "ops2.py": OPS.format(name="plugin_plan"),
+        "wrong_model.py": wrong.replace("import torch\n", "import torch\nfrom ops2 import wrong\n", 1),
+        "test_wrong.py": WRONG_PLAN,
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", *PLUGIN, "--strict-markers", "-rA", "--basetemp", str(folder / "tmp")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout + result.stderr
+    return Suite(pytest.LineMatcher(result.stdout.splitlines()))
 
 
-def test_a_wrong_plan_fails_with_its_report(pytester: pytest.Pytester) -> None:
-    """A random operator of the user's whose annotation is wrong makes a wrong program."""
-    pytester.makepyfile(
-        model=MODEL.replace("self.layer(x)", "wrong(self.layer(x))").replace(
-            "import torch\n", "import torch\nfrom ops2 import wrong\n", 1
-        ),
-        ops2=OPS.format(name="plugin_plan"),
-        test_it="""
-            import pytest
+def test_operators(suite: Suite) -> None:
+    expected = {"test_right": "passed", "test_wrong": "failed", "test_none": "failed"}
+    assert suite.outcomes("test_operators.py") == expected
+    suite.lines.fnmatch_lines(["REFUTED  plugin_wrong*", "annotation_wrong *", "*reproduce: nnscaler reproduce nns1:*"])
+    suite.lines.fnmatch_lines(["could not be verified: *plugin_ops.py::nothing does not exist*"])
+    suite.lines.no_fnmatch_line("*in_tests.py*")
 
-            @pytest.mark.nnscaler_plan(ranks=2, plan="tp=2", depth="quick")
-            def test_file():
-                return "model.py"
-        """,
-    )
-    result = pytester.runpytest_subprocess(*PLUGIN)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["REFUTED  model.py on 2 ranks*"])
+
+def test_plans(suite: Suite) -> None:
+    passed = dict.fromkeys(["test_file", "test_module", "test_fixture"], "passed")
+    failed = dict.fromkeys(["test_nothing", "test_unused", "test_illegal", "test_no_inputs"], "failed")
+    assert suite.outcomes("test_plans.py") == passed | failed
+    suite.lines.fnmatch_lines(["test_nothing returned nothing, so nothing was verified: *"])
+    suite.lines.fnmatch_lines(["test_unused returned nothing, so nothing was verified: *"])
+    suite.lines.fnmatch_lines(["could not be verified: *plan*"])
+    suite.lines.fnmatch_lines(["could not be verified: a module needs its inputs: *"])
+
+
+def test_a_wrong_plan_fails_with_its_report(suite: Suite) -> None:
+    assert suite.outcomes("test_wrong.py") == {"test_file": "failed"}
+    suite.lines.fnmatch_lines(["REFUTED  wrong_model.py on 2 ranks*"])
 
 
 def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:

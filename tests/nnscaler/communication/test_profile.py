@@ -31,6 +31,7 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
+from tests import traced_examples
 from verify.random_plan import random_plan
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
@@ -133,14 +134,12 @@ def gpt() -> Traced:
 
 @pytest.fixture(scope="module")
 def llama() -> Traced:
-    module = example("llama_hf")
-    return trace(module.build_model(), module.sample_inputs(), self_check=False)
+    return traced_examples.traced("llama_hf")
 
 
 @pytest.fixture(scope="module")
 def t5() -> Traced:
-    module = example("t5_hf")
-    return trace(module.build_model(), module.sample_inputs(), self_check=False)
+    return traced_examples.traced("t5_hf")
 
 
 def kinds(made: Mapping[Made, int]) -> set[str]:

@@ -13,16 +13,15 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.runtime.communicator import Communicator
 from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.loader import load_role, load_user_module
+from nnscaler.runtime.loader import load_role
 from nnscaler.runtime.simulator import Simulator
-from nnscaler.tracing import Traced, trace
+from nnscaler.tracing import Traced
+from tests import traced_examples
 
 
 @pytest.fixture(scope="module", params=["gpt", "llama_hf"])
 def traced(request: pytest.FixtureRequest) -> Traced:
-    file = Path(__file__).resolve().parents[3] / "examples" / f"{request.param}.py"
-    module = load_user_module(str(file))
-    return trace(module.build_model(), module.sample_inputs(), self_check=False)
+    return traced_examples.traced(request.param)
 
 
 def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:

@@ -16,7 +16,6 @@ from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import signatures
-from nnscaler.model_file import load_model_file
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import (
     Constraint,
@@ -41,7 +40,8 @@ from nnscaler.planning.policies import make_plan
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.choose import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
-from tests.nnscaler.planning.planner.planned import EXAMPLES, graph_of, subject_of
+from tests.nnscaler.planning.planner.planned import graph_of, subject_of
+from tests.traced_examples import loaded
 from verify.random_plan import random_plan
 
 
@@ -150,7 +150,7 @@ def test_sequence_parallel_splits_what_megatron_keeps_whole() -> None:
 def test_policies_are_verified(name: str, kind: object) -> None:
     graph = graph_of(name)
     told = found(graph, 4, kind(graph, signatures(graph)), sizes(dp=2, tp=2))  # type: ignore[operator]
-    model = load_model_file(str(EXAMPLES / f"{name}.py"), 0)
+    model = loaded(name)
     report = verify.verify_plan(model.build, model.inputs, ranks=4, plan=told.plan, micro_batches=None)
     assert report.verdict.passes
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from nnscaler.ir.graph import Graph
-from tests.verify.lemmas.planted import compiled
+from tests.verify.lemmas.planted import planned as make_planned
 from verify.lemmas.obligation import Stated
 
 Planned = tuple[Graph, tuple[Stated, ...]]
 
 
 @pytest.fixture(scope="session")
-def planned(examples: Path) -> Callable[..., Planned]:
+def planned() -> Callable[..., Planned]:
     """planned(example, plan, ranks, micro_batches): the graph, and the obligations of the plan."""
     known: dict[tuple[object, ...], Planned] = {}
 
     def plan(name: str, spec: str = "dp=2,tp=2,pp=2", ranks: int = 8, micro_batches: int = 2) -> Planned:
         key = name, spec, ranks, micro_batches
         if key not in known:
-            known[key] = compiled(examples / f"{name}.py", spec, ranks, micro_batches)
+            known[key] = make_planned(name, spec, ranks, micro_batches)
         return known[key]
 
     return plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,9 +16,8 @@ from nnscaler.compile import make
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.model_file import load_model_file
-from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
+from tests.traced_examples import traced
 from verify.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
 from verify.lemmas.obligation import Stated
 
@@ -69,10 +67,9 @@ def proved(*obligations: Obligation) -> LemmaResult:
     return prove_obligations(obligations, seconds=SECONDS)
 
 
-def compiled(file: Path, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Stated, ...]]:
+def planned(name: str, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Stated, ...]]:
     """The graph of an example and the obligations of a plan for it."""
-    model = load_model_file(str(file), 0)
-    traced = trace(model.build(), model.inputs)
-    planned = make(traced.graph, ranks, plan, None, micro_batches, ())
-    known = dict(planned.signatures)  # `apply_plan` adds operations that the plan repeats
-    return traced.graph, obligations_of(apply_plan(traced.graph, known, planned.plan), known)
+    graph = traced(name).graph
+    made = make(graph, ranks, plan, None, micro_batches, ())
+    known = dict(made.signatures)  # `apply_plan` adds operations that the plan repeats
+    return graph, obligations_of(apply_plan(graph, known, made.plan), known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,7 +12,7 @@ from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
 from nnscaler.ir.signature import signatures
-from nnscaler.tracing import Traced
+from tests.traced_examples import compiled, traced
 from verify.random_plan import random_plan
 from verify.random_plans import MESHES, PIPELINES, UNLIKE
 from verify.static import StaticResult, check_program
@@ -57,11 +57,11 @@ def _names(program: Program, stage: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_policy_plans_are_proved(name: str, compile_example: Callable[..., Program]) -> None:
+def test_policy_plans_are_proved(name: str) -> None:
     tried = 0
     for plan, micro_batches in PLANS:
         try:
-            program = compile_example(name, plan, micro_batches)
+            program = compiled(name, plan, micro_batches)
         except NnscalerError:
             continue
         result = check_program(program.sources, program.graph)
@@ -75,18 +75,18 @@ def test_policy_plans_are_proved(name: str, compile_example: Callable[..., Progr
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama_hf", "t5_hf"])
-def test_random_plans_are_proved(name: str, traced_example: Callable[[str], Traced]) -> None:
-    traced = traced_example(name)
-    known = signatures(traced.graph)
+def test_random_plans_are_proved(name: str) -> None:
+    example = traced(name)
+    known = signatures(example.graph)
     proved = 0
     meshes = MESHES + PIPELINES + UNLIKE
     for seed in range(100, 100 + len(meshes)):
         mesh = meshes[seed % len(meshes)]
         try:
             plan = random_plan(
-                traced.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
+                example.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
             )
-            program = compile_traced(traced, ranks=plan.ranks, plan=plan, model={"name": name})
+            program = compile_traced(example, ranks=plan.ranks, plan=plan, model={"name": name})
         except NnscalerError:
             continue
         result = check_program(program.sources, program.graph)
@@ -96,9 +96,9 @@ def test_random_plans_are_proved(name: str, traced_example: Callable[[str], Trac
     assert proved >= 6
 
 
-def test_repeated_layers_and_ranks_cost_nothing(compile_example: Callable[..., Program]) -> None:
-    small = compile_example("gpt", "tp=2")
-    large = compile_example("gpt", "dp=8,tp=2")
+def test_repeated_layers_and_ranks_cost_nothing() -> None:
+    small = compiled("gpt", "tp=2")
+    large = compiled("gpt", "dp=8,tp=2")
     counts = [len(check_program(p.sources, p.graph).obligations) for p in (small, large)]
     assert counts[0] == counts[1]  # four blocks are one class of each line, whatever the number of ranks
     assert counts[0] * 3 < check_program(small.sources, small.graph).statements

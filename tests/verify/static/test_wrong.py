@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from nnscaler.codegen.program import Program
+from tests.traced_examples import compiled
 from tests.verify.static.mutants import equivalent, mutants
 from verify.finding import Finding
 from verify.static import check_program
@@ -22,8 +22,8 @@ def first(program: Program, file: str, text: str) -> Finding:
 
 @pytest.mark.parametrize("name", ["gpt", "custom_op", "vit_hf"])
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2,tp=2"])
-def test_every_mutant_of_the_text_is_refuted(name: str, plan: str, compile_example: Callable[..., Program]) -> None:
-    program = compile_example(name, plan, 2 if "pp" in plan else 1)
+def test_every_mutant_of_the_text_is_refuted(name: str, plan: str) -> None:
+    program = compiled(name, plan, 2 if "pp" in plan else 1)
     count = 0
     for file, text in program.sources.items():
         for mutant in list(mutants(text))[::11]:  # every kind, on some of the lines; the self-test takes all
@@ -51,10 +51,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("pattern", "new", "code", "cause"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_the_cause_names_the_mechanism(
-    pattern: str, new: str, code: str, cause: str, compile_example: Callable[..., Program]
-) -> None:
-    program = compile_example("gpt", "dp=2,tp=2")
+def test_the_cause_names_the_mechanism(pattern: str, new: str, code: str, cause: str) -> None:
+    program = compiled("gpt", "dp=2,tp=2")
     text = program.sources["role_0.py"]
     changed, times = re.subn(pattern, new, text, count=1)
     assert times == 1
@@ -64,24 +62,24 @@ def test_the_cause_names_the_mechanism(
     assert found.related[0][1].line > 0
 
 
-def test_a_tied_parameter_is_summed_over_its_stages(compile_example: Callable[..., Program]) -> None:
-    program = compile_example("gpt", "dp=2,pp=2,tp=2", 2)
+def test_a_tied_parameter_is_summed_over_its_stages() -> None:
+    program = compiled("gpt", "dp=2,pp=2,tp=2", 2)
     text = re.sub(r", copies=\(\(.*?\)\)", "", program.sources["role_1.py"])
     found = first(program, "role_1.py", text)
     assert found.code == "gradient_reduced_wrongly"
     assert "tied" in (found.cause or "")
 
 
-def test_the_last_micro_batch_has_its_backward(compile_example: Callable[..., Program]) -> None:
-    program = compile_example("gpt", "pp=2", 3)
+def test_the_last_micro_batch_has_its_backward() -> None:
+    program = compiled("gpt", "pp=2", 3)
     text = program.sources["role_1.py"].replace(" B1.2", "")
     found = first(program, "role_1.py", text)
     assert found.code == "gradient_reduced_wrongly"
     assert "before the last micro-batch" in (found.cause or "")
 
 
-def test_a_schedule_that_waits_for_itself_is_a_deadlock(compile_example: Callable[..., Program]) -> None:
-    program = compile_example("gpt", "pp=2", 2)
+def test_a_schedule_that_waits_for_itself_is_a_deadlock() -> None:
+    program = compiled("gpt", "pp=2", 2)
     text = program.sources["role_0.py"]
     order = re.search(r"F0\.0.*", text)
     assert order is not None
@@ -109,15 +107,15 @@ def test_a_schedule_that_waits_for_itself_is_a_deadlock(compile_example: Callabl
         ('SCHEDULE = """', 'SCHEDULE = 3 * """'),
     ],
 )
-def test_odd_texts_are_no_pass(old: str, new: str, compile_example: Callable[..., Program]) -> None:
-    program = compile_example("gpt", "tp=2")
+def test_odd_texts_are_no_pass(old: str, new: str) -> None:
+    program = compiled("gpt", "tp=2")
     text = program.sources["role_0.py"]
     assert old in text
     first(program, "role_0.py", text.replace(old, new, 1))
 
 
-def test_a_text_that_is_no_python_is_no_pass(compile_example: Callable[..., Program]) -> None:
-    program = compile_example("gpt", "tp=2")
+def test_a_text_that_is_no_python_is_no_pass() -> None:
+    program = compiled("gpt", "tp=2")
     assert first(program, "role_0.py", "def (").code == "program_unreadable"
     assert first(program, "role_0.py", "").code == "program_unreadable"
     assert not check_program({}, program.graph).proved

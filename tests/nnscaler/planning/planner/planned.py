@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
-from nnscaler.model_file import load_model_file
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.planner.subject import Subject
 from nnscaler.tracing import trace
+from tests.traced_examples import traced
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
 
-
-@cache
 def graph_of(name: str) -> Graph:
-    model = load_model_file(str(EXAMPLES / f"{name}.py"), 0)
-    return trace(model.build(), model.inputs).graph
+    return traced(name).graph
 
 
 @cache
