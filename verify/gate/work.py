@@ -1,4 +1,4 @@
-"""What a child process of the gate does with operators. The gate's own process never imports a user's file.
+"""The part of a gate's child process that verifies operators. The gate's own process never imports a user's file.
 
 Plans are loaded as the command line loads them, so their part is in `nnscaler.cli`.
 """
@@ -28,7 +28,7 @@ Note = Callable[[str], None]
 
 
 def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
-    """The operators of a source. `folder`: of the settings; items are named relative to it.
+    """Return the operators of a source. `folder`: of the settings; items are named relative to it.
 
     Raises NnscalerError where a file or module cannot be imported, or there is no operator.
     """
@@ -46,7 +46,7 @@ def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
 
 
 def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note) -> tuple[Report, bool]:
-    """The report on an operator, and whether it is an earlier one. The operator runs in a process of its own.
+    """Return the report on an operator, and whether it is an earlier one. The operator runs in a process of its own.
 
     Raises NnscalerError for one that cannot be run at all.
     """
@@ -64,20 +64,23 @@ def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note)
 
 
 def _search(folder: Path) -> None:
-    """Modules of the project are found, after all others."""
+    """Add the project's folder to the end of the import path, so that its modules are found."""
     for path in (folder, folder / "src"):
         if path.is_dir() and str(path) not in sys.path:
             sys.path.append(str(path))
 
 
 def _annotated(specs: Iterable[OperatorSpec]) -> list[OperatorSpec]:
-    """Overloads without annotation beside one that has one are left out, as verify-op does."""
+    """Leave out overloads without annotation beside one that has one, as verify-op does."""
     found = list({spec.name: spec for spec in specs}.values())
     return [spec for spec in found if spec.annotation != ""] or found
 
 
 def _users(files: Iterable[str]) -> list[OperatorSpec]:
-    """What the user's own code registers when these files are imported. None is an error: nothing would be checked."""
+    """Import the files and return the operators that the user's code registers.
+
+    Raises NnscalerError where there are none: nothing would be checked.
+    """
     for file in files:
         registered_in(file, empty=True)
     registry = default_registry()
@@ -101,7 +104,7 @@ def _item(spec: OperatorSpec, source: OpSource, folder: Path, modules: tuple[str
 
 
 def without_repeats(items: Iterable[OpItem]) -> list[OpItem]:
-    """Each operator once, where it is named first."""
+    """Return each operator once, where it is named first."""
     found: dict[str, OpItem] = {}
     for item in items:
         found.setdefault(item.name, item)
