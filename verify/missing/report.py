@@ -76,7 +76,7 @@ class MissingReport:
 
 
 def report_missing(model: str, traced: Traced, timeout: float, progress: Progress = lambda text: None) -> MissingReport:
-    """Looks for an annotation of every operator that lacks one and that a parameter reaches; `timeout`: seconds for
+    """Search for an annotation of every operator that lacks one and that a parameter reaches; `timeout`: seconds for
     each, in a process of its own."""
     missing = find_missing(traced)
     wanted = [m for m in missing if m.depends]
@@ -99,7 +99,7 @@ def report_missing(model: str, traced: Traced, timeout: float, progress: Progres
 
 
 def _forms(missing: Missing, spec: Any, values: Mapping[str, Any]) -> tuple[Form, ...] | str:
-    """The forms of an operator's calls, or why there are none that could be run."""
+    """Return the forms of an operator's calls, or why there are none that could be run."""
     if missing.function is not None and missing.function.constants:
         position, value = missing.function.constants[0]
         return (
@@ -114,7 +114,7 @@ def _forms(missing: Missing, spec: Any, values: Mapping[str, Any]) -> tuple[Form
 
 
 def _advice(asked: Sequence[tuple[Any, tuple[Form, ...] | str]], timeout: float, progress: Progress) -> list[Advice]:
-    """The advice on each, from child processes where this system has them."""
+    """Return the advice on each, from child processes where this system has them."""
     tasks = [
         (lambda note, spec=spec, given=given: Advice(reason=given) if isinstance(given, str) else advise(spec, given))
         for spec, given in asked
