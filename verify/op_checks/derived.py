@@ -1,4 +1,5 @@
-"""What an operator can do and its annotation does not say: partial sums that pass through, dims frozen without need.
+"""Find splits that hold and that the annotation does not claim: partial sums that pass through, dims frozen without
+need.
 
 Both are derived by numbers and then tested like any claim; neither is a claim of the user's, so that what does not hold
 is left out.
@@ -20,7 +21,8 @@ from verify.report import Check
 
 
 def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]:
-    """The sets of inputs through which partial sums pass, of an operator that declares none; no check without any."""
+    """Return the sets of inputs through which partial sums pass, of an operator that declares none; no check without
+    any."""
     started = time.perf_counter()
     try:
         call = runner.concrete(base.inputs)
@@ -47,6 +49,6 @@ def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]
 
 
 def wider(runner: Runner) -> list[str]:
-    """Frozen identifiers that could be split, as notes; every annotation in them was tested."""
+    """Return notes on frozen identifiers that could be split; every annotation in them was tested."""
     found = widen(runner.spec, runner.options)
     return [f'{advice.sentence}: "{advice.text}" holds (tested)' for advice in found]

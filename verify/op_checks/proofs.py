@@ -1,4 +1,4 @@
-"""What passed its tests is proved where it can be: cheapest first, and each proof only ever strengthens the verdict.
+"""Prove claims that passed their tests, cheapest proof first. A proof only ever strengthens a verdict.
 
 Dimension types prove a split for all sizes and values; Z3 proves, for all values at small sizes, what a shard's
 rewritten call computes. A claim is as strong as its weakest sample call.
@@ -24,10 +24,12 @@ SPENT = "the limit of processor time was reached before it was proved"
 
 @dataclass(frozen=True, slots=True)
 class Strength:
-    """`verdict`: PROVED (all sizes), PROVED (bounded) or TESTED (exact). `blocker`: what stopped the stronger proof.
+    """The strength of the evidence for a claim that passed its tests.
 
-    `counter_example`: values for which the claim fails, found by Z3 and confirmed by exact arithmetic, which no draw
-    had hit; the claim is then REFUTED. `open`: the limit of time was reached before all proofs were tried.
+    verdict          PROVED (all sizes), PROVED (bounded) or TESTED (exact); REFUTED with a counter-example
+    blocker          what stopped the stronger proof
+    counter_example  values that no draw had hit and for which the claim fails, found by Z3 and confirmed exactly
+    open             the limit of time was reached before all proofs were tried
     """
 
     verdict: Verdict
@@ -41,15 +43,17 @@ _ORDER = (Verdict.PROVED_ALL_SIZES, Verdict.PROVED_BOUNDED, Verdict.TESTED_EXACT
 
 
 def weakest(strengths: Sequence[Strength]) -> Strength:
-    """The strength of what all of these are needed for; TESTED where there are none."""
+    """Return the strength of what all of these are needed for; TESTED where there are none."""
     return max(strengths, key=lambda s: _ORDER.index(s.verdict), default=TESTED)
 
 
 def prove_base(
     runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
 ) -> Mapping[Target, Strength]:
-    """Return how strong each claim about one sample call is. `deadline`: of `time.thread_time`; what is not proved by
-    then is open. `skip`: claims that failed. Never raises."""
+    """Return how strong each claim about one sample call is.
+
+    `deadline`: of `time.thread_time`; what is not proved by then is open. `skip`: claims that failed. Never raises.
+    """
     targets: list[Target] = [t for t in base.targets if t not in skip]
     if runner.spec.random:
         return {t: Strength(Verdict.TESTED_EXACT, "it draws random numbers") for t in targets}

@@ -1,4 +1,4 @@
-"""How operators that draw random numbers are run: by logical coordinate, as generated programs run them."""
+"""Run operators that draw random numbers as generated programs do: numbers are drawn by logical coordinate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """What the runtime's random operators ask a stage: where on the mesh this rank is."""
+    """A stand-in for the stage that the runtime's random operators ask for their rank's place on the mesh."""
 
     axes: Mapping[str, int]
     at: Mapping[str, int]
@@ -31,7 +31,7 @@ class Place:
 
 
 def runtime_state(state: ir_layout.State) -> State:
-    """The compiler's state as the runtime's."""
+    """Return the compiler's state as the runtime's."""
     match state:
         case ir_layout.Sharded(dim, outer, sections, sizes):
             return Sharded(dim, outer, sections, sizes)
@@ -43,7 +43,7 @@ def runtime_state(state: ir_layout.State) -> State:
 
 
 def random_arguments(partition: Partition, rank: Sequence[int]) -> dict[str, Any]:
-    """The arguments that the compiler adds to a random operator's call, for one rank."""
+    """Return the arguments that the compiler adds to a random operator's call, for one rank."""
     from verify.op_checks.partition import AXES
 
     tensors = partition.signature.call.tensors()
@@ -56,5 +56,5 @@ def random_arguments(partition: Partition, rank: Sequence[int]) -> dict[str, Any
 
 
 def whole_arguments(shape: Sequence[int]) -> dict[str, Any]:
-    """The same for the whole operator, on one rank."""
+    """Return the same for the whole operator, on one rank."""
     return {"stage": Place({}, {}, RunContext()), "name": "operation", "states": {}, "logical_shape": tuple(shape)}
