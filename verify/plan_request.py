@@ -1,4 +1,4 @@
-"""What is to be verified, and how much of it."""
+"""A request to verify a plan or a program: what is verified, and how thoroughly."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ Level = Literal["all", "static", "run"]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be verified. `program`: an already generated program, instead of generating one; `own_weights`: its
-    user replaced its weights, so that they need not be those that it was compiled with.
+    """A request to verify one plan.
 
-    `dtype`: float64 compares up to rounding, the others up to the model's own noise in them.
-    `depth`: "quick" trains only; the default also runs other loss scales, unequal labels, the loss without
-    backward and a checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16.
-    `reproduce`: the line that shows a finding again, for the plan where one was searched.
-    `level`: "static" proves and runs nothing, "run" runs and proves nothing. A model without data is never run.
+    steps        of SGD to compare
+    dtype        float64 compares up to rounding, others up to the model's own noise in them
+    timeout      seconds that the program may run
+    depth        "quick" trains only; "default" also runs other loss scales, unequal labels, the loss without backward
+                 and a checkpoint; "deep" also reloads the checkpoint under another plan, and runs in bfloat16
+    level        "static" proves and runs nothing, "run" runs and proves nothing; a model without data is never run
+    program      the folder of an existing program, to be verified instead of a generated one
+    own_weights  with `program`: the user replaced its weights, which need not be those that it was compiled with
+    reproduce    makes the command that shows a finding again; takes the plan where one was searched
     """
 
     module_or_factory: nn.Module | Callable[[], nn.Module]
@@ -69,7 +72,7 @@ class PlanRequest:
 
 
 def check_request(request: PlanRequest) -> None:
-    """Raises NnscalerError `usage` for what cannot be run."""
+    """Raise NnscalerError `usage` for what cannot be run."""
     if request.backend not in BACKENDS:
         raise NnscalerError("usage", f"backend {request.backend!r} is none of {', '.join(BACKENDS)}")
     if request.backend == "nccl" and (gpus := torch.cuda.device_count()) < request.ranks:
