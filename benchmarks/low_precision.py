@@ -57,7 +57,7 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """What is verified: a model with its parameters, and a program of it. Also a `Requested` and a `Built`."""
+    """A case to verify: a model with its parameters, and a program of it. Also a `Requested` and a `Built`."""
 
     model: torch.nn.Module
     sample: SampleInputs
@@ -71,8 +71,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Score:
-    """What was said of one program. `fixed`: whether torch's tolerance raises an alarm. `greatest`: the largest
-    relative error. `explained`: undecided because the model itself overflows in the dtype."""
+    """The judgement on one program.
+
+    ratios     error over noise, by tensor
+    explained  undecided because the model itself overflows in the dtype
+    fixed      torch's fixed tolerance raises an alarm
+    greatest   the largest relative error
+    draws      draws of noise that were made
+    """
 
     verdict: Verdict
     ratios: tuple[float, ...] = ()
@@ -195,7 +201,7 @@ def close(comparison: Comparison, eager: Trajectory, dtype: str) -> Iterator[boo
 
 
 def is_equivalent(case: Case, exact: Comparison) -> bool:
-    """Whether nothing differs in float64."""
+    """Return whether nothing differs in float64."""
     return all(one.error[0] <= EXACT and not one.problem for one in measured(exact, targets_of(case.reference)))
 
 

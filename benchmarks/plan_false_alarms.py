@@ -88,7 +88,7 @@ def cases(models: Sequence[str], random_plans: int, first: int) -> Iterator[Case
 
 
 def judge(case: Case, levels: Sequence[str]) -> list[Told]:
-    """What each level says."""
+    """Judge a case at each level."""
     torch.set_num_threads(1)
     module = load_user_module(EXAMPLES / f"{case.model}.py")
     model, sample = module.build_model(), module.sample_inputs(BATCH)

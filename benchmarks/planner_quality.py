@@ -157,7 +157,7 @@ def by_hand(graph: Any, known: Any, axes: set[str]) -> Any:
 
 
 def seconds_of(graph: Any, known: Any, cluster: Any, constraint: Any, memory: float | None = None) -> Any:
-    """What is found, or None."""
+    """Return the plan that is found, or None."""
     from nnscaler.errors import NnscalerError
     from nnscaler.planning.planner.plan import find_plan
 

@@ -71,7 +71,7 @@ def stack(layers: int, size: int, strategies: int, hub: bool) -> Problem:
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
-    """What `function` returns, and the processor time that it takes."""
+    """Call `function`; return its result, and the processor time in seconds."""
     start = time.process_time()
     answer = function()
     return answer, time.process_time() - start

@@ -1,4 +1,4 @@
-"""What every test runs under: one thread per process, fixed hypothesis examples, and the slowest tests first."""
+"""Settings of every test: one thread per process, fixed hypothesis examples, and the slowest tests first."""
 
 from __future__ import annotations
 

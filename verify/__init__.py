@@ -1,4 +1,4 @@
-"""Does the program equal the model? Is the annotation true?
+"""Verify that a program equals its model, and that an annotation is true of its operator.
 
 `verify_plan` runs the compiled program and compares it with the original model; `verify_op` compares an operator's
 shards with the whole operator. Both return a `Report`.

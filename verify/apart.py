@@ -1,4 +1,4 @@
-"""One task in a child process of this one: what kills the process that runs it, or hangs in it, ends alone."""
+"""Run a task in a child process: what kills its process, or hangs in it, ends alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ T = TypeVar("T")
 
 
 def can_run_apart() -> bool:
-    """Not where there are GPUs: there a backward pass starts threads that do not survive a fork."""
+    """Return whether tasks can run in child processes: not where there are GPUs.
+
+    There a backward pass starts threads that do not survive a fork.
+    """
     return why_not_fork() is None and not torch.cuda.is_available()
 
 
 def run_apart(task: Callable[[], T], timeout: float) -> T | Died | TimedOut:
-    """What `task` returns, which torch can save; in this process where it cannot run apart. What it changes in memory
-    is lost. Raises what it raises, NnscalerError as it is and others as RuntimeError."""
+    """Run `task` in a child process and return its result, which torch must be able to save.
+
+    Runs in this process where no child can be started. Changes that `task` makes to memory are lost. Raises the
+    exceptions of `task`: NnscalerError unchanged, any other as RuntimeError.
+    """
     if not can_run_apart():
         return task()
     with tempfile.TemporaryDirectory(prefix="nnscaler-apart-") as folder:

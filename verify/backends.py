@@ -1,4 +1,4 @@
-"""Running a program: on threads of this process, or as processes over gloo or NCCL."""
+"""Run a program: on threads of this process, or as processes over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Observe = Callable[[int, int, int, str, str, torch.Tensor], None]  # rank, stage
 def run_program(
     task: Task, ranks: int, backend: str, timeout: float, server: ForkServer | None = None
 ) -> tuple[RankResult, ...] | Failure:
-    """Runs the program on all ranks. `timeout`: seconds for the whole run; `server`: to start processes from."""
+    """Run the program on all ranks. `timeout`: seconds for the whole run; `server`: to start processes from."""
     if backend == "simulator":
         return run_simulator(task, ranks, timeout)
     return run_processes(task, ranks, backend, timeout, server)
@@ -42,10 +42,10 @@ def run_program(
 def run_simulator(
     task: Task, ranks: int, timeout: float, observe: Observe | None = None, apart: bool = True
 ) -> tuple[RankResult, ...] | Failure:
-    """A thread per rank. Deadlocks and collectives that do not match are proven, not timed.
+    """Run the program with a thread per rank. Deadlocks and collectives that do not match are proven, not timed.
 
-    The threads are in a child process, which may die of a wrong program; with `observe`, or where the caller is such a
-    child itself (`apart` false), they are in this one.
+    The threads are in a child process, which a wrong program may kill; with `observe`, or where the caller is such a
+    child itself (`apart` false), they are in this process.
     """
     if observe is not None or not apart:
         return _simulate(task, ranks, timeout, observe)
@@ -54,7 +54,7 @@ def run_simulator(
 
 
 def failure_of_process(event: Died | TimedOut, program: str) -> Failure:
-    """What it means that the process of all ranks ended without a result."""
+    """Classify the end of the process of all ranks, which left no result."""
     if isinstance(event, TimedOut):
         return Failure("timed_out", f"{event.seconds:.0f} s on the simulator")
     lines = [f"{event.how} (the process of all ranks, on the simulator)"]
@@ -92,7 +92,7 @@ def _simulate(
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an exception of a rank means."""
+    """Classify an exception that a rank raised."""
     message = str(error).strip() or type(error).__name__
     if isinstance(error, CommunicationError):
         if error.waiting:
@@ -142,7 +142,7 @@ def run_processes(
 
 
 def start_server() -> ForkServer:
-    """A process from which ranks start quickly; it imports what they need while this process goes on.
+    """Start a process from which ranks start quickly; it imports what they need while this process goes on.
 
     torch imports its symbolic shapes at the first backward pass: better once here than in every rank.
     """
@@ -150,13 +150,13 @@ def start_server() -> ForkServer:
 
 
 def devices_of(ranks: int) -> list[str]:
-    """A device for each rank; several ranks share a GPU where there are fewer."""
+    """Return a device for each rank; several ranks share a GPU where there are fewer."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [f"cuda:{rank % count}" if count else "cpu" for rank in range(ranks)]
 
 
 def failure_of_job(outcome: JobOutcome) -> Failure:
-    """What the end of a job means. Raises NnscalerError `cannot_write` where a rank found the disk full."""
+    """Classify the end of a job that failed. Raises NnscalerError `cannot_write` where a rank's disk was full."""
     waiting = {rank.rank: rank.waiting for rank in outcome if rank.status == "blocked"}
     if outcome.end == "deadlock":
         return Failure("deadlock", "no rank can go on", waiting=waiting)

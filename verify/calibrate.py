@@ -1,4 +1,4 @@
-"""How much the reference itself moves when its parameters move by a unit of rounding: is the model ill-conditioned?"""
+"""Measure how far the reference itself moves when its parameters move by a unit of rounding: is it ill-conditioned?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verify.tolerance import Key, Tolerance, exact_tolerance
 
 
 def measure_condition(model: nn.Module, sample: SampleInputs, reference: Trajectory, steps: int) -> Tolerance:
-    """The tolerance with the noise that one unit of rounding in the parameters makes."""
+    """Return the tolerance with the noise that one unit of rounding in the parameters makes."""
     moved = copy.deepcopy(model).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def measure_condition(model: nn.Module, sample: SampleInputs, reference: Traject
 
 
 def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
-    """The relative difference of every loss, gradient, parameter and buffer."""
+    """Return the relative difference of every loss, gradient, parameter and buffer."""
     noise: dict[Key, float] = {}
     scale = family_scale(exact.losses)
     for step, (a, b) in enumerate(zip(one.losses, exact.losses, strict=True)):

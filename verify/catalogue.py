@@ -81,12 +81,12 @@ CODES: Mapping[str, str] = MappingProxyType(
 
 
 def explain(code: str) -> str:
-    """The sentence for `code`. Raises KeyError on a code that is not listed."""
+    """Return the sentence for `code`. Raises KeyError on a code that is not listed."""
     return CODES[code]
 
 
 def page(code: str) -> str:
-    """The page for `code`, in Markdown. Raises KeyError on a code that is not listed."""
+    """Return the page for `code`, in Markdown. Raises KeyError on a code that is not listed."""
     assert (PAGES / f"{code}.md").is_file() or code not in CODES, f"{code} has no page"
     if code not in CODES:
         raise KeyError(code)
@@ -94,6 +94,6 @@ def page(code: str) -> str:
 
 
 def section(code: str, title: str) -> str:
-    """What stands on the page for `code` under `## <title>`; empty where it has no such heading."""
+    """Return the text under `## <title>` on the page for `code`; empty where the page has no such heading."""
     _, found, rest = page(code).partition(f"\n## {title}\n")
     return rest.partition("\n## ")[0].strip() if found else ""

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in one number.
+"""Measure the difference of two tensors, in one number.
 
 The largest absolute difference, relative to the larger of the expected tensor's own largest value and 1e-3 of the
 largest value of its whole family (all gradients, all parameters). The family matters: some gradients are exactly zero
@@ -20,8 +20,17 @@ FAMILY_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`relative` is the number above; the other fields describe the worst element. NaN, infinity and unequal shapes
-    give `relative` = inf."""
+    """A comparison of two tensors; the worst element is the one of the largest absolute difference.
+
+    relative    the number above; inf where NaN, infinity or unequal shapes make a comparison pointless
+    absolute    difference at the worst element
+    index       of the worst element
+    expected    the right value there
+    actual      the value found there
+    mismatched  elements that differ at all
+    elements    elements that were compared
+    problem     "shape (2, 3) instead of (3, 2)", "not finite"; empty where the values were compared
+    """
 
     relative: float
     absolute: float = 0.0
@@ -40,24 +49,24 @@ class Difference:
 
 
 def family_scale(tensors: Iterable[Tensor | None]) -> float:
-    """The largest absolute value in all of these."""
+    """Return the largest absolute value in all of these."""
     return max((largest(t) for t in tensors if t is not None), default=0.0)
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value, 0 for an empty tensor."""
+    """Return the largest absolute value, 0 for an empty tensor."""
     values = tensor.detach()
     values = values.byte() if values.dtype == torch.bool else values
     return float(values.abs().max()) if tensor.numel() else 0.0
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
+    """Return whether no element is NaN or infinite."""
     return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
 
 
 def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> Difference:
-    """How far `actual` is from `expected`; `scale` is the family's."""
+    """Measure how far `actual` is from `expected`. `scale`: that of the family of tensors."""
     if actual.shape != expected.shape:
         return Difference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
     if actual.numel() == 0:

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def environment() -> dict[str, str]:
-    """Versions of nnscaler, torch and Python, and the platform."""
+    """Return the versions of nnscaler, torch and Python, and the platform."""
     return {
         "nnscaler": _version("nnscaler"),
         "torch": _version("torch"),

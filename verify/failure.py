@@ -27,9 +27,12 @@ _PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`message` is what the runtime said; `waiting` what each rank waited for, where that is known.
+    """The way in which a run of the program failed.
 
-    `from_outside`: the cause may be the machine (killed for memory), not the program.
+    message       the text of the runtime
+    rank          the rank that failed first, where that is known
+    waiting       rank -> the call that it waited for, where that is known
+    from_outside  the cause may be the machine (killed for memory), not the program
     """
 
     kind: Kind
@@ -44,7 +47,7 @@ class Failure:
 
 
 def finding_of(failure: Failure, program: Path, places: Places) -> Finding:
-    """The finding, with places in the model and in the program, which is in the folder `program`.
+    """Return the finding, with places in the model and in the program, which is in the folder `program`.
 
     The lines of the generated program that the failure names are looked up, so that the finding names the tensors:
     those of collectives first, for a rank that left one out makes others wait for messages.
@@ -100,7 +103,7 @@ _HELP: Mapping[str, str | None] = {
 
 
 def _named_lines(text: str, program: Path) -> list[SourceLocation]:
-    """The lines of the program that a text names, each once, the first three."""
+    """Return the lines of the program that a text names, each once, the first three."""
     every = (SourceLocation(m["file"], int(m["line"])) for m in _PLACE.finditer(text))
     found = dict.fromkeys(place for place in every if Path(place.file).resolve().is_relative_to(program.resolve()))
     return list(found)[:3]

@@ -31,5 +31,5 @@ class Finding:
     related: tuple[tuple[str, SourceLocation], ...] = ()
 
     def with_reproduce(self, line: str | None) -> Finding:
-        """The same finding with its line that reproduces it, unless it has one."""
+        """Return the same finding with its line that reproduces it, unless it has one."""
         return self if self.reproduce or line is None else replace(self, reproduce=line)

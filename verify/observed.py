@@ -47,7 +47,7 @@ class Unequal:
 
 
 def variables_of(manifest: Mapping[str, Any], stages: Mapping[int, type[Stage]]) -> dict[tuple[int, str], Variable]:
-    """(stage, variable) -> what the manifest says of it."""
+    """Return (stage, variable) -> the manifest's entry for it."""
     found: dict[tuple[int, str], Variable] = {}
     for index, variables in manifest["tensors"].items():
         stage = stages.get(int(index))
@@ -59,14 +59,14 @@ def variables_of(manifest: Mapping[str, Any], stages: Mapping[int, type[Stage]])
 
 
 def parse_layout(text: str) -> dict[str, State]:
-    """The inverse of `nnscaler.ir.layout.format_layout`, as states of the runtime."""
+    """Parse a layout into states of the runtime: the inverse of `nnscaler.ir.layout.format_layout`."""
     return {axis: runtime_state(parse_state(state)) for axis, state in _ENTRY.findall(text)}
 
 
 def compare_variable(
     variable: Variable, pieces: Pieces, expected: Tensor, bound: float, *, is_gradient: bool, scale: float = 0.0
 ) -> Unequal | None:
-    """How the variable (or its gradient) differs from the logical tensor; None if it agrees."""
+    """Return how the variable (or its gradient) differs from the logical tensor; None if it agrees."""
     states = gradient_states(variable.states) if is_gradient else dict(variable.states)
     prepared = all(micro < 0 for _, micro in pieces)
     sizes = dict(variable.stage.axes)
@@ -102,7 +102,7 @@ def _exact(piece: Tensor) -> Tensor:
 def _unequal_copies(
     variable: Variable, assembled: Assembled, expected: Tensor, bound: float, scale: float
 ) -> Unequal | None:
-    """Partial sums whose copies on another axis differ: the first copy alone is right."""
+    """Find partial sums whose copies on another axis differ: the first copy alone is right."""
     allowed = bound * max(largest(expected), FAMILY_SHARE * scale)
     unequal = [found for found in assembled.differences if found.largest > allowed]
     if not unequal:
@@ -120,7 +120,7 @@ def _likely_cause(
     sizes: Mapping[str, int],
     is_gradient: bool,
 ) -> str | None:
-    """What would repair it, tried: a sum over an axis, or one sum less."""
+    """Try simple repairs, a sum over an axis or one sum less, and describe the first that gives the right result."""
     what = "gradient is" if is_gradient else "values are"
     with contextlib.suppress(ValueError):
         value = assemble(at, states, sizes, tuple(expected.shape)).value
@@ -147,7 +147,7 @@ def _misplaced(
     states: Mapping[str, State],
     sizes: Mapping[str, int],
 ) -> str | None:
-    """Every piece that is wrong is one that belongs to another rank or micro-batch."""
+    """Test: every wrong piece belongs to another rank or micro-batch."""
     rights = [(coordinates, shard(expected.double(), states, sizes, coordinates)) for coordinates, _ in at]
     first = None
     for (coordinates, piece), (_, right) in zip(at, rights, strict=True):
@@ -178,7 +178,7 @@ def _blame(
     sizes: Mapping[str, int],
     scale: float,
 ) -> Unequal | None:
-    """The ranks whose piece is not what the layout says; partial sums blame nobody."""
+    """Return the ranks whose piece is not what the layout says; partial sums blame nobody."""
     if any(isinstance(state, Partial) for state in states.values()):
         return None
     wrong: dict[int, list[int]] = {}

@@ -43,7 +43,7 @@ _NOTHING_TO_COMPARE = ("random_operator", "not_repeatable", "input_mutated")  # 
 
 
 def _together(one: Check, two: Check) -> Check:
-    """The same check on two sample calls."""
+    """Return the same check on two sample calls."""
     return replace(
         one,
         verdict=merge([one.verdict, two.verdict]),
@@ -56,7 +56,7 @@ def _together(one: Check, two: Check) -> Check:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one check is about. `needs`: (sample call, target) of everything that it follows from."""
+    """One claim to be checked. `needs`: (sample call, target) of everything that it follows from."""
 
     name: str
     needs: tuple[tuple[int, Target], ...]
@@ -127,7 +127,7 @@ class Verification:
             self.checks.append(as_check(claim.name, claim.outcome, claim.seconds, strength))
 
     def never_changed(self, found: list[Base]) -> Iterator[tuple[str, Any]]:
-        """Optional flags of a user's function, with the only value that they had: another may do anything."""
+        """Yield optional flags of a user's function, with the only value that they had: another may do anything."""
         calls = [base.signature.call for base in found]
         for parameter in self.spec.parameters if self.spec.target is not None else ():
             values = [dict(named_values(self.spec, call)).get(parameter.name) for call in calls]
@@ -135,7 +135,8 @@ class Verification:
                 yield parameter.name, values[0]
 
     def unused(self, found: list[Base]) -> Check | None:
-        """Sample calls on which the operator raises, as a check that is open: what they were to show is not tested."""
+        """Report sample calls on which the operator raises, as a check that is open: what they were to show is not
+        tested."""
         used = {base.inputs.sample for base in found}
         missing = [i for i in range(self.runner.samples) if i not in used]
         if not missing:
@@ -145,8 +146,10 @@ class Verification:
         return Check("whole operator", Verdict.INCONCLUSIVE, len(found), 0, detail=message)
 
     def bases(self) -> list[Base]:
-        """Where cases start from. An operator that cannot be run is audited all the same: that it changes its inputs
-        may be why. Raises Unusable."""
+        """Return the calls that cases vary. Raises Unusable.
+
+        An operator that cannot be run is audited all the same: that it changes its inputs may be the reason.
+        """
         try:
             return bases(self.runner)
         except Unusable:
@@ -160,7 +163,8 @@ class Verification:
             raise
 
     def proofs(self, found: list[Base]) -> dict[tuple[int, Target], Strength]:
-        """(sample call, target) -> how strong the claim is; nothing where proofs are not wanted or tests failed."""
+        """Return (sample call, target) -> the strength of the claim; nothing where proofs are not wanted or tests
+        failed."""
         if not self.options.prove:
             return {}
         failed = frozenset(target for claim in self.claims if claim.outcome.failures for _, target in claim.needs)
@@ -174,7 +178,7 @@ class Verification:
         return strengths
 
     def audit(self, found: list[Base]) -> None:
-        """The operator as it is: what it does to its inputs, whether it draws random numbers, torch's own tests."""
+        """Audit the operator as it is: side effects, random numbers, torch's own tests."""
         if not self.options.safeguards.audit:
             return
         for base in found[:AUDITED]:
@@ -196,14 +200,14 @@ class Verification:
         self.probed(opcheck(self.spec, self.runner.concrete(found[0].inputs)))
 
     def derivative(self, found: list[Base]) -> None:
-        """Where a backward is written by hand: finite differences."""
+        """Compare gradients with finite differences, where a backward is written by hand."""
         if self.options.safeguards.derivative and not self.spec.random:
             for base in found[:AUDITED]:
                 call = self.runner.concrete(base.inputs)
                 self.probed(check_derivative(self.spec, call, self.options.seed))
 
     def probed(self, result: Probed) -> None:
-        """Takes in what a check of the operator itself says; the same check of two sample calls is one."""
+        """Take in what a check of the operator itself says; the same check of two sample calls is one."""
         for check in result.checks:
             same = next((i for i, c in enumerate(self.checks) if c.name == check.name), None)
             if same is None:
@@ -214,7 +218,7 @@ class Verification:
         self.notes.update(dict.fromkeys(result.notes))
 
     def subsets(self, found: list[Base]) -> None:
-        """Gradients do not depend on which other inputs ask for one."""
+        """Check that gradients do not depend on which other inputs ask for one."""
         if self.options.safeguards.subsets:
             self.add(check_subsets(self.runner, found))
 
@@ -225,7 +229,7 @@ class Verification:
         self.findings += findings
 
     def singles(self, found: list[Base]) -> None:
-        """Every identifier, over all sample calls that have it."""
+        """Check every identifier, over all sample calls that have it."""
         for name, kind, group in _identifiers(found):
             started = time.perf_counter()
             outcome = Outcome()
@@ -244,7 +248,7 @@ class Verification:
                 return
 
     def linear(self, found: list[Base]) -> None:
-        """Every set of operands through which partial sums are said to pass."""
+        """Check every set of operands through which partial sums are said to pass."""
         if not any(base.linear for base in found):
             return
         started = time.perf_counter()
@@ -258,7 +262,7 @@ class Verification:
         self.conclude("partial sums pass through", "partial sums", outcome, started, needs)
 
     def retried(self, outcome: Outcome, name: str, group: list[Base]) -> tuple[Claimed, ...]:
-        """What is claimed of a split of `name` and shown by no sample, whatever sizes it is given."""
+        """Test the claims about splits of `name` again at other sizes; return those that still no sample has shown."""
         for claim in self.untested(outcome, [(base, name) for base in group]):
             for base in group:
                 tried = claim in outcome.exercised or outcome.failures
@@ -267,7 +271,7 @@ class Verification:
         return untested(self.untested(outcome, [(base, name) for base in group]), (), outcome.declined)
 
     def untested(self, outcome: Outcome, targets: list[tuple[Base, Target]]) -> tuple[Claimed, ...]:
-        """What is claimed of these targets, and no case has shown. Nothing is said of it where one failed."""
+        """Return the claims about these targets that no case has shown; none where a case failed."""
         if outcome.failures:
             return ()
         guards = self.options.safeguards
@@ -275,7 +279,7 @@ class Verification:
         return untested(claimed, outcome.exercised)
 
     def pairs(self, found: list[Base]) -> None:
-        """Two targets at once. Only what holds alone is tried."""
+        """Check two targets at once, if each holds alone."""
         if not self.options.safeguards.pairs or self.findings:
             return
         started = time.perf_counter()
@@ -299,8 +303,10 @@ class Verification:
         needs: list[tuple[int, Target]],
         unproved: Sequence[tuple[int, Target]] = (),
     ) -> None:
-        """Keeps an outcome for its check, and adds its finding. `needs`: what a proof of it has to prove; `unproved`:
-        what it would have to, and cannot."""
+        """Keep an outcome for its check, and add its finding.
+
+        `needs`: what a proof of it has to prove; `unproved`: what it would have to, and cannot.
+        """
         if outcome.failures:
             failed = outcome.failures[0]
             smallest = shrink(self.runner, failed) if self.options.explain else failed
@@ -368,7 +374,7 @@ def verify_record(
 
 
 def _identifiers(found: list[Base]) -> Iterator[tuple[str, str, list[tuple[int, Base]]]]:
-    """Identifiers with their kind, and the sample calls whose annotation says that they may be split so."""
+    """Yield identifiers with their kind, and the sample calls whose annotation says that they may be split so."""
     groups: dict[tuple[str, str], list[tuple[int, Base]]] = {}
     for index, base in enumerate(found):
         bound = base.signature.bound

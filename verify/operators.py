@@ -20,7 +20,7 @@ from verify.report import Report
 def verify_op(
     operator: Any, *, annotation: str | Callable[..., Any] | None = None, seed: int = 0, isolate: bool = True
 ) -> Report:
-    """Compares the shards of `operator` with the whole, in a child process unless `isolate` is off.
+    """Compare the shards of `operator` with the whole, in a child process unless `isolate` is off.
 
     `operator`: a registered operator, its name, `file.py::function`, `package.module:function`, or any callable with
     `annotation`. Raises NnscalerError for what cannot be run at all: an unknown name, no annotation, an annotation

@@ -28,7 +28,7 @@ NAME = "checkpoint under another plan"
 def check_other_plan(
     request: PlanRequest, prepared: Prepared, comparison: Comparison, task: Task, folder: Path
 ) -> Outcome:
-    """Makes the last step on one rank, from the checkpoint, and compares as after the last step of all ranks."""
+    """Make the last step on one rank, from the checkpoint, and compare as after the last step of all ranks."""
     if prepared.traced is None or task.checkpoint is None:
         return Outcome(Check(NAME, Verdict.INCONCLUSIVE, 0))
     compiled = compile_traced(prepared.traced, ranks=1, plan="dp=1", model={"name": type(prepared.model).__name__})

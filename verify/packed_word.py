@@ -14,13 +14,13 @@ class Damaged(Exception):
 
 
 def pack(prefix: str, document: dict[str, Any]) -> str:
-    """The word."""
+    """Return the word."""
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)
     return prefix + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
 
 def unpack(prefix: str, word: str, largest: int) -> dict[str, Any]:
-    """The document; `largest` bounds its bytes. Raises Damaged."""
+    """Return the document; `largest` bounds its bytes. Raises Damaged."""
     body = word.removeprefix(prefix)
     try:
         packed = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)

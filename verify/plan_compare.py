@@ -1,4 +1,4 @@
-"""What the ranks are given to run, and what the checks are given of what came out."""
+"""Prepare the task that the ranks run, and the comparison that the checks work on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verify.verdict import Verdict
 
 @dataclass(frozen=True)
 class Beside:
-    """What is run beside the trajectory; `notes` on what could not be."""
+    """Runs besides the training steps; `notes` names those that could not be made."""
 
     trials: tuple[Trial, ...] = ()
     forward_only: bool = False
@@ -35,7 +35,7 @@ class Beside:
 def make_task(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
 ) -> Task:
-    """What the ranks run; its files are written to `work`."""
+    """Make the task of the ranks and write its files to `work`."""
     extra = beside or Beside()
     # constants are the model's, as parameters and buffers are: those of the folder are compared with them apart
     made = (prepared.program.state() or {}) if prepared.traced is None else prepared.traced.state
@@ -61,7 +61,7 @@ def make_task(
 def make_comparison(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, results: tuple[RankResult, ...]
 ) -> Comparison:
-    """What the checks are given."""
+    """Make the input of the checks from the model's results and the ranks' results."""
     modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
     parameters, buffers = holdings_of(modules)
     places = Places(prepared.graph)

@@ -19,7 +19,7 @@ from verify.reference import Trajectory
 def low_precision(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, dtypes: Sequence[str]
 ) -> list[Outcome]:
-    """Runs the program in each dtype, and compares every loss, gradient, parameter and buffer."""
+    """Run the program in each dtype, and compare every loss, gradient, parameter and buffer."""
 
     def run(precision: str | None, loss_scale: float) -> Comparison | Outcome:
         task = make_task(request, prepared, reference, work)

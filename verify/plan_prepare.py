@@ -1,4 +1,4 @@
-"""Before anything runs: the model with random parameters, its trace, the program, and the random numbers of both."""
+"""Prepare a verification: the model with random parameters, its trace, the program, and the random numbers of both."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ class Prepared:
     """The model with its random parameters, and the program. `found`: the plan where one was searched; `name`: of the
     model, for the report; `context`: who is told of the run.
 
-    `draws`: the operation of the graph that each random call of the model is, in order; None where there are none, and
-    where they do not match: then `unmatched` says why. `traced`: None where the program alone is known. `runs`: whether
-    the model has data, so that the program can be run and compared. `built`: the model's buffers as it was
-    built, where the program was there before.
+    draws      the graph's operation for each random call of the model, in order; None where there are none or they do
+               not match
+    unmatched  why they do not match; else None
+    traced     None where only the program is known
+    runs       the model has data, so that the program can be run and compared
+    found      the plan, where one was searched
+    built      the model's buffers as built, where the program existed before
     """
 
     model: nn.Module
@@ -115,7 +118,7 @@ def matched_draws(
 
 
 def _is_note(warning: warnings.WarningMessage) -> bool:
-    """Whether it is the compiler that says something, and not torch or the interpreter."""
+    """Return whether the warning comes from the compiler, not from torch or the interpreter."""
     ours = str(Path(nnscaler.__file__).parent)
     return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
 
@@ -123,7 +126,7 @@ def _is_note(warning: warnings.WarningMessage) -> bool:
 def _compile(
     request: PlanRequest, subject: PlanSubject, model: nn.Module, folder: Path, context: RunContext
 ) -> tuple[Traced, ProgramDirectory, Plan | None, tuple[str, ...]]:
-    """The trace, the program, and, where a plan was searched, this plan with a note on it."""
+    """Return the trace, the program, and, where a plan was searched, this plan with a note on it."""
     opened = None
     if request.program is not None:
         opened = open_program(Path(request.program)).for_ranks(request.rank_count)
@@ -161,7 +164,7 @@ def _search(
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Both sides start from the same values, so they must be values of the dtype."""
+    """Round the parameters: both sides start from the same values, so they must be values of the dtype."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -73,12 +73,12 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the program is proved, up to its lemmas, each of which is proved or tested."""
+        """Return whether the program is proved, given its lemmas, each of which is proved or tested."""
         return self.verdict.passes
 
     @property
     def only_undecided(self) -> bool:
-        """Whether nothing is wrong but lines that are not the model's, which may compute the same."""
+        """Return whether all findings concern lines that are not the model's but may compute the same."""
         found = [f.code for o in self.outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings]
         return bool(found) and UNDECIDED.issuperset(found)
 
@@ -124,7 +124,7 @@ def prove_program(
 
 
 def combine(proof: Proof, ran: Sequence[Outcome]) -> list[Outcome]:
-    """What is proved and what was run, as one list of checks.
+    """Combine the proof's checks and the run's checks into one list.
 
     Where the proof holds, the run supports it: it lowers the verdict only if it fails. Where the proof only fails at
     lines that are not the model's, and the run finds no difference, nothing is decided: the lines may compute the same.
@@ -156,7 +156,7 @@ def _certificate(
     lemmas: LemmaResult | None,
     sizes: SizesResult | None,
 ) -> dict[str, Any]:
-    """What was proved about which bytes, on what it rests, and an order in which all instructions can run."""
+    """Build the certificate: hashes of files, what was proved, what it assumes, and an order of all instructions."""
     weakest = None if lemmas is None else lemmas.weakest
     return {
         "proved": static.proved and lemmas is not None and lemmas.verdict.passes,

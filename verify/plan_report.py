@@ -35,7 +35,7 @@ def make_report(
     proof: Proof | None,
     seconds: float,
 ) -> Report:
-    """Checks in order, findings worst first. `reference`: None where nothing was run."""
+    """Make the report: checks in order, findings worst first. `reference`: None where nothing was run."""
     program = prepared.program
     if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
         nothing = Finding("nothing_checked", "there was nothing to compare")
@@ -59,7 +59,7 @@ def make_report(
 
 
 def _attachments(prepared: Prepared, outcomes: Sequence[Outcome], proof: Proof | None) -> dict[str, Any]:
-    """What a page of the report shows besides: tensors compared, lemmas, and what the manifest says of a step."""
+    """Collect the attachments of a report: compared tensors, lemmas, and the manifest's records of a step."""
     manifest = prepared.program.manifest
     kept = {name: manifest[name] for name in ("timeline", "communication_profile", "memory") if name in manifest}
     rows = [_row(row) for outcome in outcomes for row in outcome.rows]
@@ -67,7 +67,7 @@ def _attachments(prepared: Prepared, outcomes: Sequence[Outcome], proof: Proof |
 
 
 def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, str]:
-    """How the program was run; empty where it was not."""
+    """Return the settings of the run; empty where the program was not run."""
     if reference is None:
         return {}
     return {
@@ -86,7 +86,7 @@ def _setting(request: PlanRequest, summary: str, ran: bool) -> str:
 
 
 def _precision(prepared: Prepared, request: PlanRequest, proved: bool) -> str | None:
-    """A note on a program whose own dtypes are others than those of the run."""
+    """Return a note on a program whose own dtypes are others than those of the run."""
     graph = prepared.graph
     casting = [op for op in graph.operations if op.region.autocast not in (None, "off")]
     if casting:
@@ -131,8 +131,11 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _ordered(outcomes: Sequence[Outcome], proofs: frozenset[str]) -> list[Finding]:
-    """What the text shows to be wrong, for it names the mechanism; the lines that compute something wrong; then what
-    differs, the first step first, for the rest follows from it. What a wrong line has said is not said again."""
+    """Sort the findings by how much they explain, and drop repetitions.
+
+    First those of the text, which name the mechanism; then lines that compute something wrong; then differences by
+    step, since later ones follow from earlier ones. A finding that a wrong line already gave is not repeated.
+    """
     ranked: list[tuple[int, int, Finding]] = []
     for outcome in outcomes:
         kind = 0 if outcome.check.name in proofs else 1 if outcome.check.name == LOCALISED else 2
@@ -143,14 +146,16 @@ def _ordered(outcomes: Sequence[Outcome], proofs: frozenset[str]) -> list[Findin
 
 
 def _subject(finding: Finding) -> str:
-    """The first name in the message."""
+    """Return the first name in the message."""
     parts = finding.message.split("`")
     return parts[1] if len(parts) > 1 else finding.message
 
 
 def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
-    """Moves the program out of the temporary folder, for findings name its lines. Where there is no room for it, a note
-    says so: the verdict stands."""
+    """Move the program out of the temporary folder, for findings name its lines.
+
+    Where there is no room for it, a note says so: the verdict stands.
+    """
     if request.program is not None or not report.findings:
         return report
     try:
@@ -167,7 +172,7 @@ def keep_program(report: Report, program: Path, request: PlanRequest) -> Report:
 
 
 def _copied(program: Path) -> Path:
-    """A copy of the folder; nothing is left of one that fails. Raises OSError."""
+    """Return a copy of the folder; nothing is left of one that fails. Raises OSError."""
     kept = Path(tempfile.mkdtemp(prefix="nnscaler-program-", dir=os.environ.get(LASTING)))
     try:
         for file in filter(Path.is_file, program.iterdir()):

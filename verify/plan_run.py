@@ -109,14 +109,14 @@ def _unchecked(count: int) -> str:
 
 
 def _check_folder(prepared: Prepared, stored: Stored | None) -> list[Outcome]:
-    """The tensors in the program's folder: what it starts from, and its sample batch."""
+    """Check the tensors in the program's folder: those that it starts from, and its sample batch."""
     program = prepared.program
     batch = check_batch(program.manifest["batch"], program.batch(), prepared.graph, str(program.path))
     return [*(() if stored is None else (check_state(stored, prepared.graph, str(program.path)),)), batch]
 
 
 def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory | None, Sequence[Outcome]]:
-    """The reference, the program on every rank, and what comes out of both."""
+    """Run the reference and the program on every rank, and collect the results of both."""
     broken = _not_loadable(prepared)
     if broken is not None:
         return prepared, None, [failed(broken, prepared, 0.0)]
@@ -141,7 +141,7 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
 
 
 def _not_loadable(prepared: Prepared) -> Failure | None:
-    """What is wrong with the first role file that no rank could load: it was edited, and is no Python any more."""
+    """Return the failure of the first role file that does not load: it was edited, and is no longer valid Python."""
     for file in prepared.program.role_files:
         path = prepared.program.path / file
         try:
@@ -187,7 +187,7 @@ def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory) -> 
 def run_and_compare(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
 ) -> list[Outcome]:
-    """Runs the program on all ranks and compares everything that comes out."""
+    """Run the program on all ranks and compare everything that comes out."""
     extra = beside or Beside()
     task = make_task(request, prepared, reference, work, extra)
     started = time.perf_counter()
@@ -213,7 +213,7 @@ def run_and_compare(
 
 
 def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> tuple[Comparison, list[Outcome]]:
-    """The checks of the trajectory, and the comparison with the tolerance that they were made with in the end."""
+    """Run the checks of the trajectory; return the comparison with the tolerance that decided, and the outcomes."""
     reference = comparison.reference
     buffers = {name: tensor for name, tensor in logical_state(prepared.model).items() if name in reference.buffers}
     outcomes = run_checks(comparison, buffers)
@@ -236,7 +236,7 @@ def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[
 
 
 def _random_numbers(prepared: Prepared) -> Sequence[Outcome]:
-    """That the random numbers of model and program could not be matched leaves something open."""
+    """Report that the random numbers of model and program could not be matched, which leaves something open."""
     if prepared.unmatched is None:
         return ()
     message = f"random numbers were switched off on both sides, and are not compared: {prepared.unmatched}"
@@ -244,7 +244,7 @@ def _random_numbers(prepared: Prepared) -> Sequence[Outcome]:
 
 
 def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Outcome]:
-    """Every line that is wrong by itself, in a run where nothing is dropped."""
+    """Localise every line that is wrong by itself, in a run where nothing is dropped."""
     started = time.perf_counter()
     found = localise_apart(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
     text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
@@ -253,7 +253,7 @@ def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Out
 
 
 def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> tuple[str, ...]:
-    """What is left of a plan whose program is wrong, as a note: the fault is in what it still splits."""
+    """Minimise a plan whose program is wrong, and return a note on the splits that remain: the fault is among them."""
     if request.program is not None or prepared.traced is None or request.depth == "quick":
         return ()
     started = time.perf_counter()

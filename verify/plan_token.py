@@ -43,13 +43,13 @@ class Source:
 
     @staticmethod
     def of(path: str | Path) -> Source:
-        """The file as it is now. Raises NnscalerError `no_such_file`."""
+        """Return the file as it is now. Raises NnscalerError `no_such_file`."""
         absolute = os.path.abspath(path)
         inside = Path(absolute).is_relative_to(Path.cwd())
         return Source(Path(os.path.relpath(absolute)).as_posix() if inside else absolute, digest(Path(absolute)))
 
     def changed(self) -> bool:
-        """Whether it is not what it was. Raises NnscalerError `no_such_file` where it is gone."""
+        """Return whether the file's content has changed. Raises NnscalerError `no_such_file` where the file is gone."""
         return digest(Path(self.path)) != self.sha256
 
 
@@ -75,7 +75,10 @@ class PlanToken:
     torch: str
 
     def changes(self) -> list[str]:
-        """What differs from when the token was made, as sentences. Raises NnscalerError where a file is gone."""
+        """Return, as sentences, all that has changed since the token was made.
+
+        Raises NnscalerError where a file is gone.
+        """
         sources = [source for source in (self.model, self.policy, self.program) if source is not None]
         told = [f"{source.path} was changed since the token was made" for source in sources if source.changed()]
         here = environment()["torch"]
@@ -137,7 +140,7 @@ def request_of(token: PlanToken) -> PlanRequest:
 
 
 def encode(token: PlanToken) -> str | None:
-    """The word; None where it would be too long for a command line."""
+    """Return the word; None where it would be too long for a command line."""
     word = pack(PREFIX, {"tool": "verify-plan", **asdict(token)})
     return word if len(word) <= LONGEST else None
 
@@ -162,7 +165,7 @@ def decode(text: str) -> PlanToken:
 
 
 def digest(path: Path) -> str:
-    """Of a file's bytes, or of all files of a folder. Raises NnscalerError `no_such_file`."""
+    """Digest a file's bytes, or all files of a folder. Raises NnscalerError `no_such_file`."""
     whole = hashlib.sha256()
     try:
         if not path.is_dir():

@@ -90,7 +90,7 @@ class ProgramDirectory:
         return lines
 
     def state(self) -> dict[str, Tensor] | None:
-        """The stored parameters, buffers and constants; None for a program of a model without data.
+        """Return the stored parameters, buffers and constants; None for a program of a model without data.
 
         Raises NnscalerError `not_a_program` where the file is missing or cannot be read.
         """
@@ -100,7 +100,10 @@ class ProgramDirectory:
         return _tensors(file)
 
     def batch(self) -> dict[str, Tensor]:
-        """The stored sample batch. Raises NnscalerError `not_a_program` where it is missing or cannot be read."""
+        """Return the stored sample batch.
+
+        Raises NnscalerError `not_a_program` where it is missing or cannot be read.
+        """
         return _tensors(self.path / "inputs.pt")
 
 
@@ -115,7 +118,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def open_program(path: Path) -> ProgramDirectory:
-    """Reads a program's manifest. Raises NnscalerError `not_a_program` if something is missing."""
+    """Read a program's manifest. Raises NnscalerError `not_a_program` if something is missing."""
     file = path / "manifest.json"
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -148,7 +151,7 @@ def _changed(path: Path, role: Mapping[str, Any]) -> str | None:
 
 
 def _check_text(file: Path, content: bytes) -> None:
-    """Raises NnscalerError `not_a_program` with the line that is no UTF-8: Python would not read it either."""
+    """Raise NnscalerError `not_a_program` with the line that is no UTF-8: Python would not read it either."""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -35,7 +35,7 @@ from verify.verdict import Verdict, merge
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """What a random plan runs on; see `Plan`."""
+    """The mesh of a random plan; see `Plan`."""
 
     axes: Axes
     micro_batches: int = 1
@@ -84,7 +84,7 @@ def random_plans(
     seeds: Sequence[int],
     meshes: Sequence[Mesh] = MESHES,
 ) -> Iterator[RandomPlanResult]:
-    """One result per seed; seed s runs on mesh s modulo their number."""
+    """Yield one result per seed; seed s runs on mesh s modulo their number."""
     model = factory()
     randomise_parameters(model, 0)
     traced = trace(model, sample_inputs)
@@ -115,7 +115,7 @@ def random_plans(
 
 
 def rows_of(program: Program) -> dict[str, int]:
-    """How often each function of the conversion table stands in the program."""
+    """Count the calls of each function of the conversion table in the program."""
     counts: Counter[str] = Counter()
     for text in program.sources.values():
         for line in text.splitlines():

@@ -37,7 +37,7 @@ def randomise_parameters(module: nn.Module, seed: int) -> None:
 
 
 def scale_of(value: Tensor) -> float:
-    """The root mean square of a tensor, or a floor where it is (almost) zero."""
+    """Return the root mean square of a tensor, or a floor where it is (almost) zero."""
     if value.numel() == 0:
         return 0.0
     size = float(value.square().mean().sqrt())
@@ -45,7 +45,7 @@ def scale_of(value: Tensor) -> float:
 
 
 def logical_state(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by each of its names, detached copies on the CPU."""
+    """Return every parameter and buffer by each of its names, detached copies on the CPU."""
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

@@ -1,4 +1,4 @@
-"""What every rank runs when a program is verified: a few steps of training, and everything that came out.
+"""The program of every rank in a verification run: a few steps of training, with all results recorded.
 
 The same function runs on the simulator's threads and in processes over gloo or NCCL. Imports torch and the runtime
 only, so that a rank's process starts quickly.
@@ -38,14 +38,20 @@ class TrialTask:
 
 @dataclass(frozen=True)
 class Task:
-    """`program`: its directory. `state` and `batch`: files with the logical tensors. `precision`: a dtype's name; None
-    for the dtypes as written.
+    """The work of all ranks in one run.
 
-    `draws`: whether random numbers are drawn by (seed, operation, step); without, nothing is dropped. `max_norm`: to
-    which the gradients of the last step are clipped. `trials` come after the steps. `forward_only`: the loss of
-    the first step is also computed without backward. `checkpoint`: a folder to which the state before the last step is
-    written, from which a new executor then makes the last step.
-    `first_step`: number of the first step, for draws. `loss_scale`: of the steps.
+    program       folder of the program
+    state, batch  files with the logical tensors
+    steps         training steps
+    precision     name of a dtype; None: the dtypes as written
+    draws         random numbers are drawn by (seed, operation, step); False: nothing is dropped
+    seed          of the draws
+    max_norm      to which the gradients of the last step are clipped; None: not clipped
+    trials        further runs after the steps
+    forward_only  compute the first step's loss also without backward
+    checkpoint    folder for the state before the last step, from which a new executor then makes the last step
+    first_step    number of the first step, for draws
+    loss_scale    of the steps
     """
 
     program: str
@@ -64,7 +70,7 @@ class Task:
     loss_scale: float = 1.0
 
     def plain(self) -> Task:
-        """The steps alone: nothing dropped, nothing clipped, nothing afterwards."""
+        """Return the steps alone: nothing dropped, nothing clipped, nothing afterwards."""
         return replace(self, draws=False, max_norm=None, trials=(), forward_only=False, checkpoint=None)
 
 
@@ -76,10 +82,17 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class RankResult:
-    """`losses`: None where the rank does not know the loss. Shards are on the CPU. `norm`: of the gradients of the last
-    step, where they were clipped. `forward_loss`: the first step's loss without backward, None where the rank does not
-    know it.
-    `resumed`: parameters and buffers after the last step, made from the checkpoint."""
+    """The results of one rank. Tensors are local shards on the CPU.
+
+    losses        per step; None where the rank does not know the loss
+    gradients     per step, one entry per stored shard
+    parameters    after the last step
+    buffers       after the last step
+    norm          of the gradients of the last step, before clipping; None where they were not clipped
+    trials        name -> result
+    forward_loss  the first step's loss without backward; None where the rank does not know it
+    resumed       parameters and buffers after the last step, made from the checkpoint
+    """
 
     rank: int
     losses: tuple[Tensor | None, ...]
@@ -93,7 +106,10 @@ class RankResult:
 
 
 def role_file(program: str | Path, rank: int) -> Path:
-    """The file that this rank runs, by the manifest. Raises KeyError for a rank that the program does not have."""
+    """Return the file that this rank runs, by the manifest.
+
+    Raises KeyError for a rank that the program does not have.
+    """
     manifest = json.loads((Path(program) / "manifest.json").read_text(encoding="utf-8"))
     for role in manifest["roles"]:
         if rank in role["ranks"]:
@@ -102,7 +118,7 @@ def role_file(program: str | Path, rank: int) -> Path:
 
 
 def run_rank(communicator: Communicator, task: Task, observe: Callable[..., None] | None = None) -> RankResult:
-    """Trains this rank's part for `task.steps` steps of SGD, and does what else the task asks for."""
+    """Train this rank's part for `task.steps` steps of SGD, and do what else the task asks for."""
     with CheckedKernels():
         return _run_rank(communicator, task, observe)
 
@@ -161,7 +177,7 @@ def _executor(
 def _step(
     executor: RankExecutor, batch: Mapping[str, Tensor], task: Task, *, clip: bool
 ) -> tuple[Tensor | None, tuple[Entry, ...], Tensor | None]:
-    """One step of SGD: the loss, the gradients before clipping, and their norm where they are clipped."""
+    """Make one step of SGD; return the loss, the gradients before clipping, and their norm where they are clipped."""
     executor.zero_grad()
     loss = _kept(executor.step(batch))
     gradients = _entries(executor, "gradient")
@@ -180,7 +196,7 @@ def _trial(communicator: Communicator, task: Task, state: Mapping[str, Tensor], 
 def _resume(
     communicator: Communicator, task: Task, state: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> tuple[Entry, ...]:
-    """Parameters and buffers after the last step, which starts from the checkpoint."""
+    """Return the parameters and buffers after the last step, which starts from the checkpoint."""
     communicator.barrier(range(communicator.world_size))
     checkpoint = load_checkpoint(str(task.checkpoint))
     executor = _executor(communicator, task, {**state, **checkpoint.state}, first_step=checkpoint.step)
@@ -189,7 +205,10 @@ def _resume(
 
 
 def _descend(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> None:
-    """A step of plain SGD. Written out, because the first use of `torch.optim` costs every process 1.5 s of imports."""
+    """Make a step of plain SGD.
+
+    Written out, because the first use of `torch.optim` costs every process 1.5 s of imports.
+    """
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""What is right: the untraced eager model on the whole batch.
+"""The reference: the untraced eager model on the whole batch.
 
 Nothing of the compiler is used to run it, so a mistake of the tracer cannot be on both sides. Only the sample batch
 is taken apart and put together again by shared code, and random numbers are those that the program draws.
@@ -30,10 +30,12 @@ CLIP_SHARE = 0.5  # of the norm of the gradients: clipping is active
 class Settings:
     """How both sides train, besides the number of steps and the learning rate.
 
-    `clip`: the gradients of the last step are clipped, to `max_norm` (None: chosen so that clipping is active).
-    `loss_scale`: backward starts from it, and it is divided out of the gradients. `draws`: the operation of each call
-    of a random operator of torch, in order (None: nothing is dropped, and draws depend on their place alone);
-    `seed`: of the draws.
+    clip        the gradients of the last step are clipped
+    max_norm    to which; None: chosen so that clipping is active
+    loss_scale  backward starts from it, and it is divided out of the gradients
+    draws       the operation of each call of a random operator of torch, in order; None: nothing is dropped, and draws
+                depend on their place alone
+    seed        of the draws
     """
 
     clip: bool = False
@@ -45,12 +47,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A few steps of training.
+    """A few steps of training. Tensors are on the CPU, under every name that they have in the model.
 
-    `losses` and `gradients` have one entry per step, the loss before the step's update and gradients before clipping.
-    Tensors are on the CPU, by every name that they have in the model (tied parameters have several). A gradient is
-    None for a parameter that the loss does not depend on. `norm`: of all gradients in the last step, where they were
-    clipped. `settings`: what another run needs to be comparable (`run_reference(..., settings=...)`).
+    losses      one per step, before its update
+    gradients   one map per step, before clipping; None for a parameter that the loss does not depend on
+    parameters  after the last step
+    buffers     after the last step
+    seconds     of wall time
+    norm        of all gradients in the last step, where they were clipped
+    settings    what another run needs to be comparable (`run_reference(..., settings=...)`)
     """
 
     losses: tuple[Tensor, ...]
@@ -64,7 +69,7 @@ class Trajectory:
 
 
 def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """parameter or buffer name -> all names of the same tensor, the canonical one first."""
+    """Return, by name of a parameter or buffer, all names of the same tensor, the canonical one first."""
     by_object: dict[int, list[str]] = {}
     for name, tensor in _all_tensors(module):
         by_object.setdefault(id(tensor), []).append(name)
@@ -80,7 +85,7 @@ def run_reference(
     learning_rate: float | None = None,
     settings: Settings | None = None,
 ) -> Trajectory:
-    """Trains a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
+    """Train a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
 
     In float64 everything is: also what the model's code casts to float32. `learning_rate` None: chosen from the first
     gradient. Raises NnscalerError `model_raised` with the user's own line if the model raises, UnmatchedDraws where it
@@ -116,7 +121,7 @@ def run_reference(
 
 
 def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
-    """The calls of torch's random operators that one forward makes, in order, as `calls`."""
+    """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
     model = copy.deepcopy(module)
     draws = ProgramDraws()
     with _running_in(model, torch.float64, draws):
@@ -125,8 +130,8 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
 
 
 def choose_learning_rate(model: nn.Module) -> float:
-    """A rate, of two digits, at which a step moves the parameters by a small share of their size: enough for a wrong
-    update to show, too little for the model to leave the range in which it is smooth."""
+    """Return a rate, of two digits, at which a step moves the parameters by a small share of their size: enough for a
+    wrong update to show, too little for the model to leave the range in which it is smooth."""
     size = sum(float(p.detach().double().square().sum()) for p in model.parameters() if p.requires_grad)
     slope = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
     if not slope > 0 or not size > 0 or not slope < float("inf"):
@@ -135,7 +140,7 @@ def choose_learning_rate(model: nn.Module) -> float:
 
 
 def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
-    """Clips the gradients by torch's own function; their norm before."""
+    """Clip the gradients by torch's own function, and return their norm before."""
     trained = [p for p in model.parameters() if p.grad is not None]
     limit = how.max_norm
     if limit is None:
@@ -148,7 +153,7 @@ def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
 
 
 def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Tensor:
-    """The loss, after a backward pass that starts from `scale`, which is divided out of the gradients."""
+    """Return the loss, after a backward pass that starts from `scale`, which is divided out of the gradients."""
     loss = _forward(model, sample, inputs)
     if not loss.requires_grad:
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
@@ -169,7 +174,7 @@ def _forward(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What the model's code raises is said to be the model's, at its line. Our own errors pass."""
+    """Report an exception of the model's code as the model's, at its line. Our own errors pass through."""
     try:
         yield
     except (NnscalerError, UnmatchedDraws):

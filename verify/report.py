@@ -18,8 +18,11 @@ SCHEMA_VERSION = 1
 class Check:
     """One kind of comparison.
 
-    `count` comparisons were made, `refuted` of them failed. `detail` says what was seen ("worst difference 3e-15").
-    `supporting`: it is no claim of its own (an audit of the operator): it lowers the verdict only where it fails.
+    count       comparisons that were made
+    refuted     comparisons that failed
+    seconds     that it took
+    detail      a remark for people ("worst difference 3e-15")
+    supporting  an audit rather than a claim of its own: it lowers the verdict only where it fails
     """
 
     name: str
@@ -33,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What was verified, how, and what came out.
+    """The result of one verification: what was verified, how, and with which outcome.
 
     tool         "verify-plan" or "verify-op"
     subject      what was verified, short: "gpt.py"
@@ -79,7 +82,7 @@ class Report:
         return sum(check.refuted for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON document; fields are only ever added under one `schema_version`."""
+        """Return the JSON document; fields are only ever added under one `schema_version`."""
         return {
             "schema_version": SCHEMA_VERSION,
             "tool": self.tool,
@@ -99,12 +102,13 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """The report as a JSON text."""
+        """Return the report as a JSON text."""
         return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
 
 
 def plain_json(value: Any) -> Any:
-    """The value made of what JSON has: NaN and infinity, which it lacks, are the texts "nan", "inf" and "-inf"."""
+    """Return the value made of what JSON has: NaN and infinity, which it lacks, are the texts "nan",
+    "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reading a generated program: which line assigns which variable from which, and which line of the model it is."""
+"""Read from a generated program which line assigns which variable from which, and which line of the model it is."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _COMMENT = re.compile(r"^\s*# (?P<file>[^\s:]+\.py):(?P<line>\d+)(?: \((?P<modul
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A line of `prepare` or `forward`. `reads` are local variables and attributes of the stage.
+    """A line of `prepare` or `forward`.
 
-    The line of the `def` assigns the arguments: what the stage takes from the batch and from other stages.
+    `reads` are local variables and attributes of the stage. The line of the `def` assigns the arguments: what the stage
+    takes from the batch and from other stages.
     """
 
     stage: int
@@ -30,7 +31,7 @@ class Assignment:
 
 
 def assignments_of(file: str) -> tuple[Assignment, ...]:
-    """Every assignment of every stage of a role file, in the order of the text; empty if it cannot be read."""
+    """Return every assignment of every stage of a role file, in the order of the text; empty if it cannot be read."""
     try:
         source = Path(file).read_text(encoding="utf-8")
         tree = ast.parse(source, file)
@@ -49,7 +50,7 @@ def assignments_of(file: str) -> tuple[Assignment, ...]:
 
 
 def describe_line(file: str, line: int) -> Assignment | None:
-    """The assignment at (or around) a line of a role file; None where there is none."""
+    """Return the assignment at (or around) a line of a role file; None where there is none."""
     for assignment in assignments_of(file):
         if assignment.line == line:
             return assignment
@@ -84,7 +85,7 @@ def _reads(value: ast.expr) -> list[str]:
 
 
 def index_of_stage(node: ast.ClassDef) -> int:
-    """The stage that a class of a role is; -1 for another class."""
+    """Return the stage that a class of a role is; -1 for another class."""
     for statement in node.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
             target = statement.targets[0]
@@ -94,7 +95,7 @@ def index_of_stage(node: ast.ClassDef) -> int:
 
 
 def model_lines(lines: list[str]) -> list[ModelLine | None]:
-    """For each line of the file, the model's line in the nearest comment above it."""
+    """Return for each line of the file, the model's line in the nearest comment above it."""
     current: ModelLine | None = None
     found: list[ModelLine | None] = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""What difference float64 rounding can explain. Lower precisions are judged by `verify.low_precision`.
+"""The bound on differences that float64 rounding can explain. Lower precisions are judged by `verify.low_precision`.
 
 The bound is fixed. The unit of rounding is 1.1e-16; a step of a deep model adds up a few thousand of them, and correct
 programs measure 1e-16 to 1e-13. The bound, 1e-9, leaves four orders of magnitude to either side: the smallest real
@@ -28,15 +28,15 @@ class Tolerance:
 
     @property
     def level(self) -> Verdict:
-        """What agreement is worth."""
+        """Return the verdict that agreement within the bound justifies."""
         return Verdict.TESTED_EXACT
 
     def allowed(self, key: Key) -> float:
-        """The largest relative difference that agrees; the same for every tensor."""
+        """Return the largest relative difference that agrees; the same for every tensor."""
         return self.bound
 
     def judge(self, key: Key, relative: float) -> Verdict:
-        """Agrees, undecided or refuted."""
+        """Judge a difference: agrees, undecided or refuted."""
         if relative <= self.bound:
             return self.level
         explained = CONDITION_FACTOR * self.noise.get(key, 0.0)
@@ -47,5 +47,5 @@ class Tolerance:
 
 
 def exact_tolerance(noise: Mapping[Key, float] | None = None) -> Tolerance:
-    """For float64."""
+    """Return the tolerance for float64."""
     return Tolerance(noise or {})

@@ -43,7 +43,7 @@ class Trial:
         return self.loss_scale != 1.0
 
     def task(self, folder: Path) -> TrialTask:
-        """Writes the batch; what the ranks need."""
+        """Write the batch, and return the ranks' task."""
         file = folder / f"batch_{self.name.replace(' ', '_').replace('/', '_')}.pt"
         save_tensors(dict(self.batch), file)
         return TrialTask(self.name, str(file), self.loss_scale)
@@ -52,7 +52,7 @@ class Trial:
 def plan_trials(
     request: PlanRequest, prepared: Prepared, reference: Trajectory
 ) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
-    """The trials, and notes on those that could not be made."""
+    """Return the trials, and notes on those that could not be made."""
     if request.depth == "quick" or not request.exact:
         return (), ()
     scales = (*SCALES, *(DEEP_SCALES if request.depth == "deep" else ()))
@@ -62,7 +62,7 @@ def plan_trials(
 
 
 def stages_of(program: ProgramDirectory) -> list[type[Stage]]:
-    """The stage classes of all roles."""
+    """Return the stage classes of all roles."""
     return [stage for file in program.role_files for stage in load_role(program.path / file).STAGES]
 
 

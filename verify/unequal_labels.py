@@ -46,7 +46,7 @@ class Labels:
 
 
 def find_labels(graph: Graph) -> Labels | None:
-    """The labels of the first cross entropy whose labels are an input of the model; None if there is none."""
+    """Return the labels of the first cross entropy whose labels are an input of the model; None if there is none."""
     for operation in graph.operations:
         found = _LOSSES.get(operation.operator)
         if found is None:
@@ -60,7 +60,7 @@ def find_labels(graph: Graph) -> Labels | None:
 
 
 def unequal(labels: Labels, batch: Mapping[str, Tensor], stages: Sequence[type[Stage]]) -> dict[str, Tensor] | None:
-    """The batch with ever more labels ignored from piece to piece: the last has all that it had, the first none.
+    """Return the batch with ever more labels ignored from piece to piece: the last has all that it had, the first none.
 
     None where the labels are not cut, or too few to differ.
     """
@@ -81,14 +81,14 @@ def unequal(labels: Labels, batch: Mapping[str, Tensor], stages: Sequence[type[S
 
 
 def counts(labels: Labels, batch: Mapping[str, Tensor], stages: Sequence[type[Stage]]) -> list[int]:
-    """How many labels count in each piece."""
+    """Count the labels in each piece that are not ignored."""
     value = batch[labels.name]
     grids = (torch.meshgrid(indices, indexing="ij") for indices in _pieces(labels, value, stages))
     return [int((value[grid] != labels.ignore_index).sum()) for grid in grids]
 
 
 def _source(graph: Graph, name: str) -> str | None:
-    """The input that a tensor is a rearrangement of."""
+    """Return the input that a tensor is a rearrangement of."""
     while True:
         tensor = graph.tensors[name]
         if tensor.role == "input":
@@ -100,7 +100,8 @@ def _source(graph: Graph, name: str) -> str | None:
 
 
 def _pieces(labels: Labels, value: Tensor, stages: Sequence[type[Stage]]) -> list[list[Tensor]]:
-    """The logical indices, per dim, of each piece into which the program cuts the labels; every micro-batch's too."""
+    """Return the logical indices, per dim, of each piece into which the program cuts the labels; every micro-batch's
+    too."""
     for stage in stages:
         declared = [source for source in stage.inputs.values() if source.name == labels.name]
         if declared:

@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """What is known. The value is the text for people and for machine formats.
+    """How much is known. The value is the text for people and for machine formats.
 
     PROVED_ALL_SIZES   holds for every size, part count and value
     PROVED_BOUNDED     holds for every value at the sizes that were looked at
@@ -32,7 +32,7 @@ class Verdict(Enum):
 
     @property
     def passes(self) -> bool:
-        """Whether a gate may let this through."""
+        """Return whether a gate may let this through."""
         return _RANK[self] < _RANK[Verdict.INCONCLUSIVE]
 
     @property
@@ -55,5 +55,5 @@ _RANK = {verdict: position for position, verdict in enumerate(Verdict)}  # stron
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on all of these together: the weakest; INCONCLUSIVE where there are none."""
+    """Return the verdict on all of these together: the weakest; INCONCLUSIVE where there are none."""
     return max(verdicts, key=_RANK.__getitem__, default=Verdict.INCONCLUSIVE)

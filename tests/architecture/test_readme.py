@@ -22,7 +22,10 @@ INHERITED_BY_MISTAKE = ("PYTEST_", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "N
 
 @pytest.fixture
 def fresh_copy(files: list[Path], repository: Path, tmp_path: Path) -> Iterator[Path]:
-    """What a clone of the working tree would hold. Removed afterwards: its environment takes more than 1 GB."""
+    """Yield a copy of what a clone of the working tree would hold.
+
+    It is removed afterwards: its environment takes more than 1 GB.
+    """
     for path in files:
         target = tmp_path / "nnscaler" / path.relative_to(repository)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +35,7 @@ def fresh_copy(files: list[Path], repository: Path, tmp_path: Path) -> Iterator[
 
 
 def execute(command: str, folder: Path, **extra: str) -> str:
-    """What the command printed. Fails unless it exits 0; a command that hangs is killed with its children."""
+    """Return the output of the command. Fails unless it exits 0; a command that hangs is killed with its children."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED_BY_MISTAKE)}
     # The interpreter that runs the tests is the `python3` of the command: the first one on a machine may be too old.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])

@@ -1,4 +1,4 @@
-"""What must not be in a committed file: paths of somebody's machine, and work left over."""
+"""No committed file holds paths of somebody's machine, or work left over."""
 
 from __future__ import annotations
 

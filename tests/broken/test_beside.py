@@ -1,4 +1,4 @@
-"""What only the runs beside the trajectory see: with a loss scale of 1, equal labels and no checkpoint all is right."""
+"""Bugs that only the runs beside the trajectory see: with loss scale 1, equal labels and no checkpoint all is right."""
 
 from __future__ import annotations
 

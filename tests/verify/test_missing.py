@@ -128,7 +128,7 @@ def sample_inputs():
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Forget, after the test, the operators that it registers."""
     registry = default_registry()
     registry.names()
     monkeypatch.setattr(registry, "_specs", dict(registry._specs))

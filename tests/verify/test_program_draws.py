@@ -62,7 +62,7 @@ def recorded(model: nn.Module, x: Tensor) -> list[Called]:
 
 
 def compiled(model: nn.Module, x: Tensor, step: int) -> Tensor:
-    """What a program for one rank computes in this step."""
+    """Return the loss that a program for one rank computes in this step."""
     program = nnscaler.parallelize(model, (x,), ranks=1)
     with tempfile.TemporaryDirectory() as folder:
         saved = read_program(program.save(folder))

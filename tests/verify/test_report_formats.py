@@ -1,4 +1,4 @@
-"""What people read, to the letter."""
+"""The formats for people, to the letter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What machines read: valid documents, nothing lost, and never a pass that is none."""
+"""The formats for machines: valid documents, nothing lost, and never a pass that is none."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def type_of(element: ElementTree.Element) -> ElementTree.Element | None:
 
 
 def problems(element: ElementTree.Element) -> list[str]:
-    """What the schema does not allow: of attributes, of the elements inside, of text between them. It has no order."""
+    """Return the violations of the schema in attributes, child elements and text. It fixes no order."""
     kind = type_of(declaration(element.tag))
     if kind is None:  # of the type xs:string
         return [f"<{element.tag}> has parts"] if element.attrib or len(element) else []

@@ -1,4 +1,4 @@
-"""What training needs of the runtime, on compiled programs: clipping, loss scale, forward only, checkpoints."""
+"""Training features of the runtime, on compiled programs: clipping, loss scale, forward only, checkpoints."""
 
 from __future__ import annotations
 

@@ -64,8 +64,16 @@ _HEAD = """\
 
 @dataclass(frozen=True)
 class Entry:
-    """One known finding. `message`, `tensor` and `fingerprint` narrow it down where they are given. `checks`: the
-    checks of the item that fail with it; where they are given, another one that fails is new."""
+    """One known finding of a baseline.
+
+    item, code         the item and the finding's code; both must match
+    owner              who looks after it
+    expires            last day on which the entry is valid
+    message            text that the finding's message contains; None: any
+    tensor             tensor or parameter that the finding names; None: any
+    fingerprint        of the finding; None: any
+    checks             the item's checks that fail with it, so that another failing check is new; None: any
+    """
 
     item: str
     code: str
@@ -79,7 +87,7 @@ class Entry:
     where: SourceLocation | None = None
 
     def matches(self, item: str, finding: Finding, fingerprint: str) -> bool:
-        """Whether this is the finding."""
+        """Return whether the finding of this item is the one that the entry describes."""
         facts = finding.counter_example
         return (
             (self.item, self.code) == (item, finding.code)
@@ -89,7 +97,7 @@ class Entry:
         )
 
     def expired(self, today: date) -> bool:
-        """Whether its last day is over."""
+        """Return whether the entry's last day has passed."""
         return today > self.expires
 
     @property
@@ -131,20 +139,23 @@ def _entry(document: Document, path: KeyPath) -> Entry:
 
 
 def fingerprints(report: Report) -> list[tuple[Finding, str]]:
-    """Each finding of a report with what identifies it from run to run, whatever the seed and the line number."""
+    """Return each finding of a report with what identifies it from run to run, whatever the seed and
+    the line number."""
     return [(problem.finding, problem.fingerprint) for problem in problems([report])]
 
 
 def failing_checks(report: Report) -> tuple[str, ...]:
-    """The names of the checks that do not pass."""
+    """Return the names of the checks that do not pass."""
     return tuple(dict.fromkeys(check.name for check in report.checks if not check.verdict.passes))
 
 
 def entries_of(
     item: str, report: Report, old: Sequence[Entry], today: date, blame: Mapping[str, Any]
 ) -> tuple[list[Entry], list[Finding]]:
-    """The entries that make a report's findings known, and the findings that cannot be. An entry that holds already
-    keeps its owner and its date; `blame`: owner, expires and reason of the others."""
+    """Return the entries that make a report's findings known, and the findings that cannot be.
+
+    An entry that holds already keeps its owner and its date; `blame`: owner, expires and reason of the others.
+    """
     made: list[Entry] = []
     refused: list[Finding] = []
     checks = failing_checks(report)
@@ -159,12 +170,15 @@ def entries_of(
 
 
 def write_baseline(file: Path, entries: Iterable[Entry]) -> None:
-    """Replaces the file. Raises NnscalerError `cannot_write`."""
+    """Replace the file. Raises NnscalerError `cannot_write`."""
     write_text(file, "\n".join([_HEAD, *map(_written, entries)]))
 
 
 def _written(entry: Entry) -> str:
-    """A message beside a fingerprint is for the reader: its numbers may change from run to run."""
+    """Write an entry as TOML.
+
+    A message beside a fingerprint is for the reader: its numbers may change from run to run.
+    """
     lines = ["[[finding]]"]
     if entry.fingerprint is not None and entry.message is not None:
         lines.append(f"# {' '.join(entry.message.split())}")
@@ -179,7 +193,7 @@ def _written(entry: Entry) -> str:
 
 
 def quoted(text: str) -> str:
-    """A basic string of TOML."""
+    """Return a basic string of TOML."""
     named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     plain = (c if 0x20 <= ord(c) != 0x7F else f"\\u{ord(c):04X}" for c in text)
     return '"' + "".join(named.get(c, p) for c, p in zip(text, plain, strict=True)) + '"'

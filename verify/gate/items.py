@@ -1,4 +1,4 @@
-"""What a gate verifies: an operator, or a model under one plan. Each has a name that stays the same between runs."""
+"""The items of a gate: operators, and models under one plan. An item's name stays the same between runs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,11 @@ class OpItem:
 
 @dataclass(frozen=True)
 class OpSource:
-    """Where operators come from, as the settings name them. `text`: a name or pattern, a file, or a module; for "user"
-    the model files, of which every operator is taken that the user's own code registers."""
+    """Where operators come from, as the settings name them.
+
+    `text`: a name or pattern, a file, or a module; for "user" the model files, of which every operator is taken that
+    the user's own code registers.
+    """
 
     kind: SourceKind
     text: str
@@ -74,7 +77,7 @@ def _text(value: Option) -> str:
 
 
 def select(items: Sequence[Item], patterns: Sequence[str]) -> list[Item]:
-    """The items whose name matches one of the patterns, or contains it; all without patterns.
+    """Return the items whose name matches one of the patterns, or contains it; all without patterns.
 
     Raises NnscalerError `nothing_named` for a pattern that nothing matches: a typing error must not empty a gate.
     """
@@ -92,7 +95,7 @@ def select(items: Sequence[Item], patterns: Sequence[str]) -> list[Item]:
 
 
 def check_names(items: Sequence[Item]) -> None:
-    """Raises NnscalerError `bad_settings` where two items share a name: the baseline could not tell them apart."""
+    """Raise NnscalerError `bad_settings` where two items share a name: the baseline could not tell them apart."""
     seen: set[str] = set()
     for item in items:
         if item.name in seen:

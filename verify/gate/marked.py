@@ -18,7 +18,7 @@ from verify.report_formats.junit import legal
 
 
 def render(name: str, outcome: Outcome, seconds: float) -> str:
-    """The text of a format; it ends with an end of line."""
+    """Return the text of a format; it ends with an end of line."""
     if name == "github":
         return _github(outcome, seconds)
     text = "".join(line.text + "\n" for line in FORMATS[name](outcome.reports, seconds))
@@ -39,7 +39,7 @@ def _sarif(text: str, outcome: Outcome) -> str:
 
 
 def _junit(text: str, outcome: Outcome) -> str:
-    """The cases of items whose findings are all known are skipped, with the reason."""
+    """Skip, in the JUnit text, the cases of items whose findings are all known, and give the reason."""
     root = ElementTree.fromstring(text)
     known = {judged.result.name: judged for judged in outcome.judged if judged.known}
     for suite in root.iter("testsuite"):
@@ -81,7 +81,8 @@ def _document(text: str, outcome: Outcome) -> str:
 
 
 def _github(outcome: Outcome, seconds: float) -> str:
-    """Annotations of what fails the gate; a notice for each item that is known, beyond the ten that GitHub shows."""
+    """Return annotations of what fails the gate; a notice for each item that is known, beyond the ten that GitHub
+    shows."""
     reports = [judged.result.report for judged in outcome.judged if not judged.known]
     reports += [] if outcome.baseline is None else [outcome.baseline]
     notices = [

@@ -1,4 +1,4 @@
-"""In which order items run: what is most likely to be wrong first, then what is quick, so that a budget shows most.
+"""Order the items: first those most likely to be wrong, then quick ones, so that a budget shows most.
 
 What failed last time goes first. Then the texts of all programs are read, which takes seconds and catches most errors.
 Then everything runs: what was refuted by its text first, then by the time that it is expected to take.
@@ -26,8 +26,10 @@ class Unit:
 
 
 def first_units(items: Sequence[Item], state: State) -> list[Unit]:
-    """What failed last time, quickest first, and the texts of the other plans. One item alone needs no reading first:
-    it starts with that by itself."""
+    """Return the units to run first: items that failed last time, quickest first, then static checks of other plans.
+
+    A single item needs no separate static check: it begins with one anyway.
+    """
     failed = sorted((item for item in items if state.failed(item.name)), key=lambda item: expected(item, state))
     names = {item.name for item in failed}
     texts = [item for item in items if isinstance(item, PlanItem) and item.name not in names]
@@ -35,19 +37,25 @@ def first_units(items: Sequence[Item], state: State) -> list[Unit]:
 
 
 def other_units(items: Sequence[Item], state: State, refuted: Collection[str], done: Collection[str]) -> list[Unit]:
-    """What is left. `refuted`, `done`: names of items whose text was refuted, and that need not run any more."""
+    """Return the remaining units.
+
+    `refuted`: names of items whose text was refuted, which run first. `done`: names of items that need not run again.
+    """
     left = [item for item in items if item.name not in done]
     return [Unit(item) for item in sorted(left, key=lambda i: (i.name not in refuted, expected(i, state)))]
 
 
 def expected(item: Item, state: State) -> float:
-    """Seconds that the item took last time, or those of its kind."""
+    """Return the seconds that the item took last time, or those of its kind."""
     known = state.seconds(item.name)
     return known if known is not None else EXPECTED_OP if isinstance(item, OpItem) else EXPECTED_PLAN
 
 
 def batches(units: Sequence[Unit], workers: int) -> Iterator[list[Unit]]:
-    """Units that run side by side: operators with one time limit. A plan has processes of its own, and runs alone."""
+    """Yield the units that run side by side: operators with one time limit.
+
+    A plan has processes of its own, and runs alone.
+    """
     batch: list[Unit] = []
     for unit in units:
         joins = batch and len(batch) < workers and _side_by_side(batch[0], unit)

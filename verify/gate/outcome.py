@@ -1,4 +1,4 @@
-"""What the results mean: which findings are new, what the baseline has wrong, and one exit code."""
+"""Combine the results of all items: new findings, errors of the baseline, and one exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORST: tuple[Word, ...] = (
 
 @dataclass(frozen=True)
 class Result:
-    """What an item gave.
+    """The result of one item.
 
     stop       2: it could not be run; 101: nnScaler failed on it; 0: the report's verdict counts
     finished   whether all that was asked ran: only then can a finding be missed
@@ -101,13 +101,16 @@ class Outcome:
 
 
 def worst_code(codes: set[int]) -> int:
-    """The exit code that counts; 3 where there is none."""
+    """Return the exit code that counts; 3 where there is none."""
     return next((code for code in _PRIORITY if code in codes), 3)
 
 
 def judge(results: Sequence[Result], entries: Sequence[Entry], items: set[str], today: date, baseline: str) -> Outcome:
-    """Compares the results with the known findings. `items`: the names of all items of the gate, those that were not
-    asked for this time as well. `baseline`: the name of its file."""
+    """Compare the results with the known findings.
+
+    `items`: the names of all items of the gate, those that were not asked for this time as well. `baseline`: the name
+    of its file.
+    """
     judged = sorted(
         (judge_one(r, entries, today) for r in results), key=lambda j: (_WORST.index(j.word), j.result.name)
     )
@@ -117,7 +120,7 @@ def judge(results: Sequence[Result], entries: Sequence[Entry], items: set[str], 
 
 
 def judge_one(result: Result, entries: Sequence[Entry], today: date) -> Judged:
-    """One result. Its report is given the item's name, and its known findings say so."""
+    """Judge one result. Its report is given the item's name, and its known findings say so."""
     report = replace(result.report, subject=result.name)
     if result.stop or report.verdict.passes:
         return Judged(replace(result, report=report), False, report.findings)
@@ -141,7 +144,8 @@ def judge_one(result: Result, entries: Sequence[Entry], today: date) -> Judged:
 
 
 def _beyond(report: Report, held: Sequence[Entry]) -> Finding | None:
-    """Checks that fail beside those that failed when the findings became known: what is new may hide behind them."""
+    """Find checks that fail beside those that failed when the findings became known: new errors may
+    hide behind them."""
     allowed = [set(entry.checks) for entry in held if entry.checks is not None]
     more = sorted(set(failing_checks(report)) - set().union(*allowed)) if allowed else []
     if not more:
@@ -152,7 +156,7 @@ def _beyond(report: Report, held: Sequence[Entry]) -> Finding | None:
 
 
 def stale_entries(judged: Sequence[Judged], entries: Sequence[Entry], items: set[str]) -> list[Entry]:
-    """Entries of items that are gone, or that ran to their end without the finding."""
+    """Return the entries of items that are gone, or that ran to their end without the finding."""
     ran = {j.result.name for j in judged if j.result.finished and not j.result.stop}
     seen = {entry for j in judged for entry in j.entries}
     return [e for e in entries if (e.item in ran or e.item not in items) and e not in seen]
@@ -178,8 +182,10 @@ def _baseline_report(wrong: Sequence[Finding], count: int, name: str) -> Report:
 def updated_entries(
     results: Sequence[Result], old: Sequence[Entry], names: set[str], today: date, blame: Mapping[str, Any]
 ) -> tuple[list[Entry], list[Finding]]:
-    """What the baseline should hold now, and the findings that cannot be known. Entries of items that did not run to
-    their end stay as they are; those of items that are gone do not."""
+    """Return the entries that the baseline should hold now, and the findings that no baseline may accept.
+
+    Entries of items that did not finish stay as they are; entries of items that no longer exist are dropped.
+    """
     entries: list[Entry] = []
     refused: list[Finding] = []
     ran = {r.name for r in results if r.finished and not r.stop}

@@ -44,7 +44,7 @@ class Clock:
     budget: float | None
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Return the seconds that are left."""
         return float("inf") if self.budget is None else self.budget - (time.perf_counter() - self.started)
 
     @property
@@ -53,14 +53,15 @@ class Clock:
 
 
 def preload() -> None:
-    """Imports, once, what each child needs."""
+    """Import once what each child needs."""
     if why_not_fork() is None:
         for name in _PRELOAD:
             importlib.import_module(name)
 
 
 def find_operators(sources: Sequence[OpSource], folder: Path, clock: Clock) -> tuple[list[OpItem], list[Result]]:
-    """The operators of all sources, listed in child processes; and what became of sources that cannot be listed."""
+    """Return the operators of all sources, listed in child processes; and what became of sources that
+    cannot be listed."""
     items: list[OpItem] = []
     failed: list[Result] = []
     for source in sources:
@@ -86,8 +87,10 @@ def _listing(source: OpSource, folder: Path) -> Task[tuple[OpItem, ...]]:
 
 
 def run_items(items: Sequence[Item], state: State, clock: Clock, perform: Perform, jobs: int | None = None) -> Runs:
-    """Runs every item, worst first; yields each unit with its result as it comes. A unit that only reads a text is
-    followed by the whole item, unless the text could not be had."""
+    """Run every item, worst first; yield each unit with its result as it comes.
+
+    A unit that only reads a text is followed by the whole item, unless the text could not be had.
+    """
     refuted: set[str] = set()
     done: set[str] = set()
     workers = jobs or os.cpu_count() or 1
@@ -125,13 +128,16 @@ def _performing(unit: Unit, perform: Perform) -> Task[tuple[Report, bool]]:
 
 
 def _events(tasks: Sequence[Task[T]], workers: int, limit: float, left: float) -> Generator[Event[T], None, None]:
-    """In child processes where there can be some. `left`: of the budget, which is time on the wall."""
+    """Run the units, in child processes where possible. `left`: of the budget, which is time on the wall."""
     yield from run_forked(tasks, workers, limit, wall=left) if why_not_fork() is None else run_here(tasks)
 
 
 def complete(items: Sequence[Item], results: dict[str, Result], why: str) -> list[Result]:
-    """A result for each item. `why`: what kept the missing ones from running, "budget" or "interrupted". One whose text
-    alone was read is not decided, unless that refutes it."""
+    """Return a result for each item.
+
+    `why`: what kept the missing ones from running, "budget" or "interrupted". One whose text alone was read is not
+    decided, unless that refutes it.
+    """
     found: list[Result] = []
     for item in items:
         result = results.get(item.name)
@@ -154,12 +160,12 @@ def _only_text(result: Result) -> bool:
 
 
 def tool_of(item: Item) -> str:
-    """The command that verifies such an item."""
+    """Return the command that verifies such an item."""
     return "verify-plan" if isinstance(item, PlanItem) else "verify-op"
 
 
 def not_run(name: str, tool: str, seed: int, why: str) -> Result:
-    """The result of an item that did not run."""
+    """Return the result of an item that did not run."""
     finding = _not_run(name, why, "nothing of it was checked")
     return Result(name, _bare(name, tool, seed, finding), finished=False)
 
@@ -170,7 +176,7 @@ def _not_run(name: str, why: str, consequence: str) -> Finding:
 
 
 def _lost(name: str, tool: str, seed: int, event: Died | TimedOut | Raised | Done[object], cut: bool) -> Result:
-    """What an item gives whose process did not give a report. `cut`: the budget ended it."""
+    """Make the result of an item whose process gave no report. `cut`: the gate's time budget ended it."""
     if isinstance(event, TimedOut) and cut:
         return not_run(name, tool, seed, "budget")
     seconds = event.seconds

@@ -121,7 +121,7 @@ class GateSettings:
         return self.file.resolve().parent
 
     def get(self, name: str) -> Any:
-        """The value of a setting."""
+        """Return the value of a setting."""
         return self.values[name].value
 
     @property
@@ -137,8 +137,8 @@ class GateSettings:
 def read_settings(
     file: Path | None = None, asked: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> GateSettings:
-    """The settings of `file`, else of the nearest pyproject.toml. `asked`: what the command line says, by the names of
-    DEFAULTS; None stands for not said.
+    """Return the settings of `file`, else of the nearest pyproject.toml. `asked`: what the command line says, by the
+    names of DEFAULTS; None stands for not said.
 
     Raises NnscalerError `nothing_named` where nothing is to be verified, and `bad_settings` for a wrong setting.
     """
@@ -271,7 +271,7 @@ def _model(folder: Path, text: str) -> str:
 
 
 def from_here(folder: Path, text: str) -> str:
-    """A path of the settings, with what follows `::`, relative to the current folder where it is inside."""
+    """Return a path of the settings, with what follows `::`, relative to the current folder where it is inside."""
     path, separator, rest = text.partition("::")
     absolute = os.path.abspath(folder / path)
     inside = Path(absolute).is_relative_to(Path.cwd().resolve())
@@ -279,5 +279,5 @@ def from_here(folder: Path, text: str) -> str:
 
 
 def all_items(settings: GateSettings, operators: Sequence[OpItem]) -> list[Item]:
-    """Plans and operators, in the order of the settings."""
+    """Return plans and operators, in the order of the settings."""
     return [*settings.plans, *operators]

@@ -1,4 +1,4 @@
-"""What the last run of the gate gave: to start with what failed, and to know how long things take.
+"""The state of the last gate run: which items failed, so that they start first, and how long each took.
 
 It decides the order alone, never a verdict. A file that cannot be read is no state.
 """
@@ -33,12 +33,12 @@ class State:
     items: Mapping[str, Last] = field(default_factory=dict)
 
     def failed(self, name: str) -> bool:
-        """Whether the item is known not to have passed."""
+        """Return whether the item is known to have failed."""
         last = self.items.get(name)
         return last is not None and not last.passed
 
     def seconds(self, name: str) -> float | None:
-        """How long the item took; None where that is not known."""
+        """Return how long the item took; None where that is not known."""
         last = self.items.get(name)
         return None if last is None else last.seconds
 
@@ -52,7 +52,7 @@ def state_file(folder: Path) -> Path | None:
 
 
 def read_state(file: Path | None) -> State:
-    """Empty where there is none, or none that can be read."""
+    """Read the state; empty where there is none, or none that can be read."""
     if file is None:
         return State()
     try:
@@ -64,7 +64,7 @@ def read_state(file: Path | None) -> State:
 
 
 def write_state(file: Path | None, before: State, now: Mapping[str, Last]) -> None:
-    """Replaces the file; items that did not run keep what they had. A folder that cannot be written is not an error."""
+    """Replace the file; items that did not run keep what they had. A folder that cannot be written is not an error."""
     if file is None:
         return
     items = {**before.items, **now}

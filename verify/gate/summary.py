@@ -22,7 +22,7 @@ WIDTH = 2000  # characters of one line of a finding: a token may be longer than 
 
 
 def summary(outcome: Outcome, seconds: float, budget: float | None, interrupted: bool = False) -> str:
-    """The text; it ends with an end of line."""
+    """Return the text; it ends with an end of line."""
     head = f"### nnscaler gate: {outcome.word}" + (", interrupted" if interrupted else "")
     lines = [head, "", counts(outcome, seconds, budget), "", *_table(outcome.judged)]
     lines += _findings(outcome)
@@ -58,7 +58,7 @@ def _table(judged: Sequence[Judged]) -> list[str]:
 
 
 def _findings(outcome: Outcome) -> list[str]:
-    """New ones first, those of the baseline after them, known ones last."""
+    """Return the lines of findings: new ones first, then those of the baseline, known ones last."""
     listed: list[tuple[str, Finding]] = []
     for entry in outcome.judged:
         if entry.word != "VERIFIED":
@@ -86,7 +86,7 @@ def _details(name: str, finding: Finding) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    """A token that is cut is none: the line says so instead."""
+    """Shorten a line. A token that is cut cannot be replayed, so the line says so instead."""
     return f"{text[:120]}... ({len(text)} characters: see the full report)"
 
 
@@ -97,6 +97,6 @@ def _made_with(outcome: Outcome) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that Markdown, in a table too, does not change."""
+    """Escape a text so that Markdown, in a table too, does not change it."""
     plain = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]~|])", r"\\\1", plain)

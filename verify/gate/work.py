@@ -56,7 +56,7 @@ def _words(text: str) -> str:
 
 
 def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
-    """The operators of a source. `folder`: of the settings; items are named relative to it.
+    """Return the operators of a source. `folder`: of the settings; items are named relative to it.
 
     Raises NnscalerError where a file or module cannot be imported, or there is no operator.
     """
@@ -74,7 +74,7 @@ def list_operators(source: OpSource, folder: Path) -> tuple[OpItem, ...]:
 
 
 def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note) -> tuple[Report, bool]:
-    """The report on an operator, and whether it is an earlier one. The operator runs in a process of its own.
+    """Return the report on an operator, and whether it is an earlier one. The operator runs in a process of its own.
 
     Raises NnscalerError for one that cannot be run at all.
     """
@@ -92,20 +92,23 @@ def verify_operator(item: OpItem, folder: Path, cache: Cache | None, note: Note)
 
 
 def _search(folder: Path) -> None:
-    """Modules of the project are found, after all others."""
+    """Add the project's folder to the end of the import path, so that its modules are found."""
     for path in (folder, folder / "src"):
         if path.is_dir() and str(path) not in sys.path:
             sys.path.append(str(path))
 
 
 def _annotated(specs: Iterable[OperatorSpec]) -> list[OperatorSpec]:
-    """Overloads without annotation beside one that has one are left out, as verify-op does."""
+    """Leave out overloads without annotation beside one that has one, as verify-op does."""
     found = list({spec.name: spec for spec in specs}.values())
     return [spec for spec in found if spec.annotation != ""] or found
 
 
 def _users(files: Iterable[str]) -> list[OperatorSpec]:
-    """What the user's own code registers when these files are imported. None is an error: nothing would be checked."""
+    """Import the files and return the operators that the user's code registers.
+
+    Raises NnscalerError where there are none: nothing would be checked.
+    """
     for file in files:
         registered_in(file, empty=True)
     registry = default_registry()
@@ -129,7 +132,7 @@ def _item(spec: OperatorSpec, source: OpSource, folder: Path, modules: tuple[str
 
 
 def without_repeats(items: Iterable[OpItem]) -> list[OpItem]:
-    """Each operator once, where it is named first."""
+    """Return each operator once, where it is named first."""
     found: dict[str, OpItem] = {}
     for item in items:
         found.setdefault(item.name, item)

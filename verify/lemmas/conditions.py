@@ -1,4 +1,4 @@
-"""What sizes have to satisfy: every split divides, every factor is a whole number. Simplified, and checked by Z3."""
+"""Conditions on sizes: every split divides, every factor is a whole number. Simplified symbolically, checked by Z3."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Divides:
 def of_splits(
     obligation: Obligation, identifiers: Mapping[str, Size], unifier: Unifier, place: str
 ) -> Iterator[Divides]:
-    """The conditions of one operation under the choices of an obligation. Raises Conflict."""
+    """Yield the conditions of one operation under the choices of an obligation. Raises Conflict."""
     bound = obligation.signature.bound
     if bound is None:
         return
@@ -50,7 +50,7 @@ def of_splits(
 
 
 def _readings(unifier: Unifier, size: Size) -> Iterator[Size]:
-    """The size, with every symbol for a number of which it is not known whether it is one."""
+    """Yield the size, with every symbol for a number of which it is not known whether it is one."""
     size = unifier.known(size)
     name = next((n for n in size.names if n in unifier.unknowns), None)
     if name is None:
@@ -82,8 +82,7 @@ def _of_identifier(
 
 
 def _strides(size: Size, outer: int, parts: Sequence[int], samples: Mapping[str, int]) -> Size | None:
-    """What is left of the size inside of an outer that is a symbol's value, or a multiple; None for an outer that other
-    axes make."""
+    """Divide a size by an outer that symbols account for, up to a factor; None for an outer that other axes make."""
     if outer == 1 or any(prod(parts[:i]) == outer or parts[i] == outer for i in range(len(parts))):
         return None
     names = sorted(size.names & set(samples))
@@ -96,7 +95,7 @@ def _strides(size: Size, outer: int, parts: Sequence[int], samples: Mapping[str,
 
 
 def of_factors(identifiers: Mapping[str, Size], unifier: Unifier, place: str) -> Iterator[Divides]:
-    """Sizes of identifiers are whole numbers."""
+    """Yield the conditions that sizes of identifiers are whole numbers."""
     for found in (reading for size in identifiers.values() for reading in _readings(unifier, size)):
         scale = lcm(*(c.denominator for _, c in found.terms)) if found.terms else 1
         if scale > 1:
@@ -113,7 +112,7 @@ class Simplified:
 
 
 def simplify(conditions: Iterable[Divides], symbols: Iterable[str]) -> Simplified:
-    """One divisor per symbol, and what does not follow from these."""
+    """Return one divisor per symbol, and what does not follow from these."""
     divisors = dict.fromkeys(symbols, 1)
     axes: dict[str, dict[str, None]] = {name: {} for name in divisors}
     rest: dict[tuple[Size, int], Divides] = {}
@@ -145,8 +144,10 @@ def _alone(condition: Divides) -> tuple[str, int] | None:
 
 
 def follows(condition: Divides, divisors: Mapping[str, int], others: Sequence[Divides]) -> bool:
-    """Whether Z3 shows that it follows from the divisors and the other conditions. Unknown is no, and so is a size of
-    which it is not known what it depends on."""
+    """Return whether Z3 proves that the condition follows from the divisors and the other conditions.
+
+    "Unknown" counts as no, and so does a size whose symbols are not all known.
+    """
     if not condition.size.names <= set(divisors):
         return False
     solver = z3.Solver()
@@ -165,7 +166,7 @@ def follows(condition: Divides, divisors: Mapping[str, int], others: Sequence[Di
 
 
 def _expression(size: Size, variables: Mapping[str, z3.ArithRef]) -> z3.ArithRef:
-    """The size as an integer term: its coefficients are whole here."""
+    """Return the size as an integer term: its coefficients are whole here."""
     total = z3.IntVal(0)
     for monomial, value in size.terms:
         term = z3.IntVal(int(value))

@@ -1,4 +1,4 @@
-"""What is known of the claims about one call: tested first, then proved.
+"""Test, then prove, the claims about one call.
 
 A test is exact: small whole numbers in float64, outputs and gradients under random cotangents, deliberately wrong
 variants told apart. A proof only ever strengthens what has passed.
@@ -41,8 +41,12 @@ _GRANTED = frozenset({"no gradient flows through a partial maximum"})
 
 @dataclass(frozen=True)
 class Evidence:
-    """`blocker`: what kept the verdict from being a stronger one. `count`: tensors compared. `open`: not all of it has
-    been tried yet, a proof at least; another run can go on from here."""
+    """The verdict on one claim.
+
+    blocker  why the verdict is not a stronger one
+    count    tensors that were compared
+    open     not everything has been tried yet (a proof, at least); another run can continue
+    """
 
     verdict: Verdict
     blocker: str = ""
@@ -81,8 +85,8 @@ def test(subject: Subject, claim: Claim) -> Evidence:
 
 
 def _inputs(subject: Subject, claim: Claim) -> Iterator[tuple[Representative, Inputs]]:
-    """Inputs of one representative call, and then of others: what no kind of input draws anew, such as the places of
-    labels, may make a wrong variant look right."""
+    """Yield inputs of one representative call, and then of others: what no kind of input draws anew, such as the places
+    of labels, may make a wrong variant look right."""
     small = _sized(subject.small, claim)
     for number in range(AGAIN):
         if number:
@@ -95,7 +99,7 @@ def _inputs(subject: Subject, claim: Claim) -> Iterator[tuple[Representative, In
 
 
 def _sized(small: Representative, claim: Claim) -> Representative:
-    """A representative in which what is split divides by 6."""
+    """Return a representative in which what is split divides by 6."""
     bound = small.signature.bound
     names = [claim.identifier] if isinstance(claim, Splits) else []
     names = list(dict.fromkeys(claim.identifiers)) if isinstance(claim, Together) else names
@@ -111,7 +115,8 @@ def _sized(small: Representative, claim: Claim) -> Representative:
 
 
 def _draws(small: Representative) -> Iterator[Inputs]:
-    """Inputs on which the whole operator shows something; what is always zero is meant so, of a built-in operator."""
+    """Yield inputs on which the whole operator shows something; what is always zero is meant so, of a built-in
+    operator."""
     zeros: list[Inputs] = []
     found = 0
     for number, kind in enumerate(KINDS):
@@ -168,8 +173,10 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
 
 
 def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
-    """Return the evidence after the proofs that are open. All claims about one call share its trace. `deadline`: of
-    `time.thread_time`; what is not proved by then stays open."""
+    """Return the evidence after the proofs that are open.
+
+    All claims about one call share its trace. `deadline`: of `time.thread_time`; what is not proved by then stays open.
+    """
     small = subject.small
     undecided = [c for c in subject.claims if tested[c].verdict.passes and tested[c].open]
     wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
@@ -219,7 +226,10 @@ def _strengthened(small: Representative, claim: Claim, tested: Evidence, strengt
 
 
 def _unevenly(small: Representative, claim: Splits, found: Mapping[Claim, Evidence]) -> Evidence:
-    """What is proved of shards for all sizes says nothing of their being equal, where no hook rewrites the call."""
+    """Derive the evidence for unequal shards from the proof for equal ones.
+
+    A proof for all sizes holds for unequal shards too, unless a hook rewrites the call.
+    """
     equal = found.get(Splits(claim.identifier))
     if not left_alone(small.signature, claim.identifier):
         return replace(found[claim], blocker="its call is rewritten for shards, and unequal ones are tested only")
@@ -229,7 +239,8 @@ def _unevenly(small: Representative, claim: Splits, found: Mapping[Claim, Eviden
 
 
 def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evidence]) -> Evidence:
-    """Two splits at once are as strong as each alone where the call of a shard is made axis by axis."""
+    """Derive the evidence for two splits at once from that for each alone, where a shard's call is
+    made axis by axis."""
     first, second = claim.identifiers
     alone = [found[Splits(name)] for name in dict.fromkeys(claim.identifiers)]
     weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))

@@ -18,11 +18,14 @@ COUNTS = (2, 4)  # from, below: numbers of which each may divide, and changes wh
 
 
 def with_tensors_for(call: Call, seed: int, counts: bool = False) -> Iterator[ConcreteCall]:
-    """The call with tensors. Whole numbers: labels, some of them ignored; below each size of the call, the largest
-    first, since the first that does not reach beyond a table is the table's own; 0 and 1. One number alone is 2 or more
-    where sizes allow it: a divisor of 0 or 1 tells nothing. `counts`, and a call without dims, in which nothing is an
-    index: first of all, every whole number is 2 or 3. Masks: of which two of five entries are true; of which one is,
-    for an operator that asks for an element for each."""
+    """Yield the call with tensors.
+
+    Whole numbers: labels, some of them ignored; below each size of the call, the largest first, since the first that
+    does not reach beyond a table is the table's own; 0 and 1. One number alone is 2 or more where sizes allow it: a
+    divisor of 0 or 1 tells nothing. `counts`, and a call without dims, in which nothing is an index: first of all,
+    every whole number is 2 or 3. Masks: of which two of five entries are true; of which one is, for an operator that
+    asks for an element for each.
+    """
     tensors = call.tensors()
     integers = [t for t in tensors if t.dtype.startswith(("int", "uint"))]
     if not integers:

@@ -33,7 +33,10 @@ class Followed:
 def follow(
     graph: Graph, signatures: Mapping[str, Signature], inputs: Mapping[str, Shape], samples: Mapping[str, int]
 ) -> Followed:
-    """`inputs`: the symbolic shapes of the graph's inputs; `samples`: the symbols' values. Raises Conflict."""
+    """Infer the symbolic sizes of all tensors. Raises Conflict.
+
+    `inputs`: the symbolic shapes of the graph's inputs; `samples`: the symbols' values.
+    """
     found = Followed(Unifier(samples))
     for name, tensor in graph.tensors.items():
         if tensor.role != "activation":
@@ -74,7 +77,7 @@ class _Binder:
         self.sizes: dict[str, Size] = {}
 
     def run(self, signature: Signature, inputs: Sequence[Shape], outputs: Sequence[tuple[int, ...]]) -> list[Shape]:
-        """The outputs' shapes. Raises Conflict."""
+        """Return the outputs' shapes. Raises Conflict."""
         bound = signature.bound
         if bound is None:
             return [tuple(self.unifier.fresh(s, self.place) for s in shape) for shape in outputs]
@@ -89,7 +92,7 @@ class _Binder:
         return made
 
     def inputs(self, bound: BoundAnnotation, shapes: Sequence[Shape]) -> None:
-        """Sizes of identifiers, from dims that are one first, then from the others."""
+        """Find the sizes of identifiers, from dims that are one first, then from the others."""
         loose = self.loose(bound, shapes)
         left: list[tuple[BoundDim, Size]] = []
         for operand, shape in zip(bound.inputs, shapes, strict=True):
@@ -113,7 +116,7 @@ class _Binder:
             self.sizes[name] = size
 
     def regrouped(self, bound: BoundAnnotation, dim: BoundDim, size: Size) -> None:
-        """A group or concatenation: its one unknown factor, or names for several."""
+        """Find the one unknown factor of a group or concatenation, or names for several."""
         size = self.unifier.known(size)
         names = [f.identifier for f in dim.factors if f.identifier is not None and f.identifier not in self.sizes]
         if size.constant is not None:
@@ -134,12 +137,12 @@ class _Binder:
         return self.sizes[identifier] if identifier is not None else number(size)
 
     def dim(self, dim: BoundDim) -> Size:
-        """The size of a dim all of whose identifiers are known."""
+        """Return the size of a dim all of whose identifiers are known."""
         factors = [self.unifier.known(self.factor(f.identifier, f.size)) for f in dim.factors]
         return total(factors) if dim.concat else product(factors)
 
     def loose(self, bound: BoundAnnotation, shapes: Sequence[Shape]) -> Size | None:
-        """A size that numbers in the annotation may depend on: of a dim that the operator reads whole."""
+        """Return a size that numbers in the annotation may depend on: of a dim that the operator reads whole."""
         for operand, shape in zip(bound.inputs, shapes, strict=True):
             if operand is None:
                 found = next((s for s in map(self.unifier.known, shape) if s.names), None)
@@ -153,7 +156,7 @@ class _Binder:
         return None
 
     def made(self, bound: BoundAnnotation, dim: BoundDim, loose: Size | None) -> Size:
-        """The size of an output's dim."""
+        """Return the size of an output's dim."""
         for name in (f.identifier for f in dim.factors if f.identifier is not None):
             if name in self.sizes:
                 continue

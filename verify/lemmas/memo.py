@@ -28,8 +28,10 @@ Known = dict[Claim, Evidence]
 
 @dataclass
 class Memo:
-    """`disk`: where passes are kept beyond this process; None: nowhere. Entries hold the operator's record, because
-    names are made of its id."""
+    """`disk`: where passes are kept beyond this process; None: nowhere.
+
+    Entries hold the operator's record, because names are made of its id.
+    """
 
     disk: Cache | None = None
     kept: dict[tuple[int, str], tuple[OperatorSpec, Known]] = field(default_factory=dict)
@@ -77,12 +79,12 @@ class Memo:
 
 
 def open_memo() -> Memo:
-    """The memo of the user, or of the project where that names a cache."""
+    """Return the memo of the user, or of the project where that names a cache."""
     return Memo(open_cache("lemmas"))
 
 
 def _name(subject: Subject) -> tuple[int, str]:
-    """Names a subject in this process: the operator's record, and what is said of it."""
+    """Name a subject in this process, by the operator's record and the claims about it."""
     return id(subject.small.runner.spec), _said(subject)
 
 
@@ -95,8 +97,10 @@ def _said(subject: Subject) -> str:
 
 
 def _record(spec: OperatorSpec) -> str:
-    """Return the digest of a record under a built-in name, which a registry may have been given in place of ours. Of
-    a user's operator, `key_of` sees the whole record. Raises Opaque."""
+    """Return the digest of a record under a built-in name, which a registry may have been given in place of ours.
+
+    Of a user's operator, `key_of` sees the whole record. Raises Opaque.
+    """
     if spec.target is not None:
         return ""
     left_out = ("where", "flops")  # no verdict depends on them

@@ -1,5 +1,4 @@
-"""What a proof of a program relies on: that operators, run under the choices of the plan, make shards of what they
-make whole."""
+"""The obligations of a plan's proof: operators, run under the plan's choices, make shards of their whole results."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ class Stated:
 
 
 def obligations_of(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> tuple[Stated, ...]:
-    """The distinct obligations of a partitioned graph: one per call and choices, not per layer, stage or rank."""
+    """Return the distinct obligations of a partitioned graph: one per call and choices, not per layer,
+    stage or rank."""
     found: dict[object, Stated] = {}
     for op in partitioned.graph.operations:
         placement = partitioned.placements[op.name]

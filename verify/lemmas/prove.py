@@ -72,7 +72,7 @@ def prove_obligations(
 def _gather(
     subjects: Sequence[Subject], seconds: float, progress: Callable[[str], None], memo: Memo
 ) -> dict[int, Mapping[Claim, Evidence]]:
-    """Evidence by the representative's id: all tests first, then proofs while there is time."""
+    """Gather the evidence by the representative's id: all tests first, then proofs while there is time."""
     deadline = time.thread_time() + seconds
     found: dict[int, Mapping[Claim, Evidence]] = {}
     open_: list[tuple[Subject, dict[Claim, Evidence]]] = []
@@ -101,7 +101,7 @@ def _tested(subject: Subject, claim: Claim, deadline: float, seconds: float) -> 
 
 
 def _forms(obligations: Sequence[Obligation], seed: int) -> list[_Form]:
-    """Obligations by the form of their call: small representatives that are equal are one form."""
+    """Return the obligations by the form of their call: small representatives that are equal are one form."""
     by_call: dict[object, _Form] = {}
     by_form: dict[object, _Form] = {}
     for obligation in obligations:
@@ -170,7 +170,7 @@ def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
 
 
 def _called(form: _Form) -> str:
-    """How the operator was called, at small sizes."""
+    """Describe the operator's call, at small sizes."""
     if form.small is None:
         return form.operator
 

@@ -69,9 +69,12 @@ class Representative:
 
 
 def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Representative:
-    """A small call that runs and that the annotation fits as it fits the real one. `large`: identifiers that are to be
-    split (none: all of them). Whole numbers are drawn again where the result is not finite, or only zeros, in the end
-    without 0 and 1: a count of labels that happens to be 0 shows nothing. Raises Unrepresented."""
+    """Return a small call that runs and that the annotation fits as it fits the real one.
+
+    `large`: identifiers that are to be split (none: all of them). Whole numbers are drawn again where the result is not
+    finite, or only zeros, in the end without 0 and 1: a count of labels that happens to be 0 shows nothing. Raises
+    Unrepresented.
+    """
     first: Representative | None = None
     constant: Representative | None = None
     for number in range(SEEDS + 1):
@@ -92,7 +95,7 @@ def represent(signature: Signature, seed: int, large: Sequence[str] = ()) -> Rep
 
 
 def _larger(signature: Signature, seed: int, large: Sequence[str]) -> Representative | None:
-    """A call with dims of other sizes than 1, which tells more: an index into 1 entry is always 0."""
+    """Return a call with dims of other sizes than 1, which tells more: an index into 1 entry is always 0."""
     bound = signature.bound
     if bound is None or 1 not in bound.sizes.values():
         return None
@@ -105,7 +108,7 @@ def _larger(signature: Signature, seed: int, large: Sequence[str]) -> Representa
 
 
 def _varies(small: Representative) -> bool:
-    """Whether the entries of a result differ: a cut at the wrong place shows nowhere in a constant."""
+    """Return whether the entries of a result differ: in a constant, a cut at the wrong place does not show."""
     outputs = small.runner.prepare(small.inputs).whole.outputs
     return any(bool((o != o.flatten()[0]).any()) for o in outputs if o is not None and o.numel())
 
@@ -119,7 +122,7 @@ def _shows_something(small: Representative) -> bool:
 
 
 def _represent(signature: Signature, seed: int, large: Sequence[str], counts: bool = False) -> Representative:
-    """The first small call of one seed. `counts`: see `with_tensors_for`."""
+    """Return the first small call of one seed. `counts`: see `with_tensors_for`."""
     spec, bound = signature.spec, signature.bound
     if spec is None or bound is None:
         spec, bound = only_whole(signature)
@@ -167,8 +170,10 @@ class _Attempt:
         literals: bool = True,
         wanted: Mapping[str, int] | None = None,
     ) -> Representative | None:
-        """The representative, if the call runs and is of the same form. `literals`: and has the same fixed sizes;
-        `wanted`: and these sizes."""
+        """Return the representative, if the call runs and is of the same form.
+
+        `literals`: and has the same fixed sizes; `wanted`: and these sizes.
+        """
         try:
             runner, inputs, signature = self.run(concrete)
         except (WholeRaised, AnnotationError, NnscalerError, Refusal) as error:
@@ -206,7 +211,7 @@ class _Attempt:
             return runner, inputs, runner.prepare(inputs).signature
 
     def other_form(self, signature: Signature, literals: bool) -> str:
-        """Why a call is not of the same form; empty if it is."""
+        """Explain why a call is not of the same form; empty if it is."""
         assert signature.bound is not None
         if not same_kind(self.bound, signature.bound):
             return "at small sizes its annotation is another one"
@@ -218,7 +223,8 @@ class _Attempt:
 def _resized_call(
     attempt: _Attempt, signature: Signature, bound: BoundAnnotation, large: Sequence[str]
 ) -> Representative | None:
-    """The first of `_calls` that runs; of a call whose sizes the operator computes, one that `_searched` finds."""
+    """Return the first of `_calls` that runs; of a call whose sizes the operator computes, one that
+    `_searched` finds."""
     computed = _computed(bound)
     for call, wanted, follows in _calls(attempt.spec, signature, bound, large):
         if wanted is None and computed:
@@ -236,7 +242,7 @@ def _resized_call(
 
 
 def _samples(spec: OperatorSpec, seed: int) -> Iterator[ConcreteCall]:
-    """The operator's own sample calls."""
+    """Yield the operator's own sample calls."""
     if spec.sample_inputs is not None:
         yield from sample_calls(spec)
     elif spec.target is None:
@@ -247,9 +253,11 @@ def _samples(spec: OperatorSpec, seed: int) -> Iterator[ConcreteCall]:
 def _clipped(
     spec: OperatorSpec, signature: Signature, bound: BoundAnnotation, large: Sequence[str]
 ) -> Iterator[tuple[Call, Mapping[str, int]]]:
-    """Small calls in which a number that counts entries of an identifier (the row of a padding token), and lies beyond
-    all small sizes, is the last of its entries. Left as it is, it would mean none of them. Without a hook, a built-in
-    operator makes the same of a number on every shard."""
+    """Yield small calls in which a number that counts entries of an identifier is the last of its entries.
+
+    This is for numbers (the row of a padding token) that lie beyond all small sizes: left as they are, they would mean
+    no entry. Without a hook, a built-in operator makes the same of a number on every shard.
+    """
     if spec.localize is None and spec.target is None:
         return
     for sizes in _tables(bound, large):
@@ -268,7 +276,8 @@ def _inside(value: Any, top: int, size: int, small: int) -> Any:
 
 
 def _plain(call: Call, values: bool = True) -> str:
-    """The arguments of a call but for the shapes and dtypes of its tensors, and without `values` but for numbers."""
+    """Return the arguments of a call but for the shapes and dtypes of its tensors, and without `values` but for
+    numbers."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorArgument):
@@ -297,7 +306,7 @@ def _ones(bound: BoundAnnotation) -> frozenset[str]:
 def _calls(
     spec: OperatorSpec, signature: Signature, bound: BoundAnnotation, large: Sequence[str]
 ) -> Iterator[tuple[Call, Mapping[str, int] | None, bool]]:
-    """Calls to try, those that change least first, with their sizes where these are ours to choose, and whether
+    """Yield calls to try, those that change least first, with their sizes where these are ours to choose, and whether
     undeclared numbers were taken for sizes."""
     for sizes in _tables(bound, large):
         yield resized(signature, bound, sizes), sizes, False
@@ -309,7 +318,7 @@ def _calls(
 
 
 def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Sizes by identifier: frozen ones small, then as they are. A size of 1 stays: it broadcasts."""
+    """Yield sizes by identifier: frozen ones small, then as they are. A size of 1 stays: it broadcasts."""
     splittable = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.sizes[n] > 1]
     for keep in (False, True):
         frozen = iter(FROZEN * len(bound.sizes))
@@ -328,7 +337,7 @@ def _tables(bound: BoundAnnotation, large: Sequence[str]) -> Iterator[dict[str, 
 
 
 def _computed(bound: BoundAnnotation) -> tuple[str, ...]:
-    """Identifiers that outputs have and no input: under overlapping windows, their number is computed."""
+    """Return the identifiers that outputs have and no input: under overlapping windows, their number is computed."""
     given = {n for operand in bound.inputs if operand is not None for n in operand.identifiers()}
     return tuple(n for n, mark in bound.marks.items() if n not in given and mark != "^" and bound.sizes[n] > 1)
 
@@ -336,8 +345,10 @@ def _computed(bound: BoundAnnotation) -> tuple[str, ...]:
 def _searched(
     attempt: _Attempt, signature: Signature, bound: BoundAnnotation, large: Sequence[str], computed: Sequence[str]
 ) -> Representative | None:
-    """A small call in which all of `large` divide by 6, those that are computed too. What is frozen and small (the size
-    of a kernel) stays."""
+    """Return a small call in which all of `large` divide by 6, those that are computed too.
+
+    What is frozen and small (the size of a kernel) stays.
+    """
     (_, table) = _tables(bound, large)
     frozen = [n for n in bound.sizes if bound.marks.get(n) == "^" and bound.sizes[n] > LARGEST_KERNEL]
     moved = bound.inputs[0].identifiers() if bound.inputs and bound.inputs[0] is not None else ()
@@ -355,7 +366,7 @@ def _searched(
 
 
 def _tied(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
-    """Members of a concatenation: multiples of one number, equal where they were equal."""
+    """Return the members of a concatenation: multiples of one number, equal where they were equal."""
     for names in dict.fromkeys(n for n in bound.tied.values() if len(n) > 1):
         distinct = sorted({bound.sizes[n] for n in names if n in bound.sizes})
         for name in names:

@@ -37,8 +37,11 @@ def rerun(
     followed: Followed,
     values: Mapping[str, int],
 ) -> None:
-    """Runs the graph with these values of the symbols. `relied_on`: the obligations of each operation's call. Raises
-    Conflict with the symbols on which the first operation that comes out otherwise depends."""
+    """Run the graph with these values of the symbols.
+
+    `relied_on`: the obligations of each operation's call. Raises Conflict with the symbols on which the first operation
+    that comes out otherwise depends.
+    """
     shapes: dict[str, Shape] = {}
     done: dict[Any, tuple[Shape, ...]] = {}
     for name, tensor in graph.tensors.items():
@@ -92,7 +95,7 @@ def _names(followed: Followed, size: Any) -> frozenset[str]:
 
 
 def _variants(signature: Signature, inputs: Sequence[Shape], inferred: Sequence[Shape | None]) -> list[Call]:
-    """The call on the new shapes: numbers as they are, then numbers that were sizes following them."""
+    """Return the call on the new shapes: numbers as they are, then numbers that were sizes following them."""
     call = signature.call
     old = [t.shape for t in call.tensors()] + [() if o is None else o.shape for o in call.outputs]
     new = [*inputs, *(shape if shape is not None else () for shape in inferred)]
@@ -127,7 +130,7 @@ def _variants(signature: Signature, inputs: Sequence[Shape], inferred: Sequence[
 def _run(
     call: Call, signature: Signature, inferred: Sequence[Shape | None]
 ) -> tuple[tuple[Shape, ...] | None, str | None]:
-    """The outputs' shapes, or what is wrong with them."""
+    """Return the outputs' shapes, or what is wrong with them."""
     known = None if any(shape is None for shape in inferred) else tuple(s for s in inferred if s is not None)
     spec = signature.spec
     if spec is None or spec.random or spec.target is not None:
@@ -155,7 +158,7 @@ def _run(
 
 
 def _other(call: Call, outputs: Sequence[Shape], signature: Signature, obligations: Sequence[Obligation]) -> str:
-    """Why the call is of another form, or a choice of the plan is not legal; empty if neither."""
+    """Explain why the call is of another form, or a choice of the plan is not legal; empty if neither."""
     spec, bound = signature.spec, signature.bound
     if spec is None or bound is None:
         return ""

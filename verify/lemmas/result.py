@@ -1,4 +1,4 @@
-"""What is known of the lemmas that a plan's proof relies on."""
+"""The verdicts on the lemmas that a plan's proof relies on."""
 
 from __future__ import annotations
 

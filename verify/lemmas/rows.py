@@ -62,7 +62,7 @@ class Conversion:
 
 
 def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> Outcome:
-    """The check of these functions of `nnscaler.runtime.comm`. `parts`: the sizes of the axis that are looked at.
+    """Check these functions of `nnscaler.runtime.comm`. `parts`: the sizes of the axis that are tried.
 
     PROVED (bounded): for all values, at these numbers of parts. A function that the table does not have is REFUTED.
     """
@@ -86,7 +86,7 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> Outcom
 
 
 def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:
-    """All ways to cut for each row. Dims count from 1: the first one holds the vectors."""
+    """Yield all ways to cut for each row. Dims count from 1: the first one holds the vectors."""
     short, sizes = 2, UNEQUAL[:parts]
     cuts = (
         (Sharded(1), 4 * parts),
@@ -113,7 +113,7 @@ def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:
 
 
 def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
-    """From one dim to another, and from one digit of a dim to a lower and to a higher one."""
+    """Yield exchanges from one dim to another, and from one digit of a dim to a lower and to a higher one."""
     two_dims = ((1, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 2))
     for from_dim, from_outer, to_dim, to_outer in two_dims:
         shape = (4 * parts, 2 * parts)
@@ -134,7 +134,7 @@ def _exchanges(function: str, parts: int) -> Iterator[Conversion]:
 
 
 def run_conversions(cases: Sequence[Conversion], parts: int) -> list[str]:
-    """What is wrong with them. All of them run in one job of a thread per rank."""
+    """Return a description of every conversion that is wrong. All cases run in one job with a thread per rank."""
     values = [_basis(case.source, case.shape, parts) for case in cases]
     gradients = [_basis(gradient_state(case.target), case.shape, parts) for case in cases]
     counts = [max(len(v[0]), len(g[0])) for v, g in zip(values, gradients, strict=True)]
@@ -166,7 +166,7 @@ def run_conversions(cases: Sequence[Conversion], parts: int) -> list[str]:
 
 
 def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
-    """What each rank holds of every vector of a basis of the legal values in a state, vectors along dim 0."""
+    """Return each rank's piece of a basis of the legal values in this state: `[vector, *local shape]` per rank."""
     count = prod(shape)
     unit = torch.eye(count, dtype=torch.float64).reshape(count, *shape)
     if isinstance(state, Partial):
@@ -180,13 +180,13 @@ def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
 
 
 def _padded(vectors: Tensor, count: int) -> Tensor:
-    """As many vectors as that, the last ones zero: one call serves values and gradients."""
+    """Pad with zero vectors to that number: one call then serves values and gradients."""
     zeros = vectors.new_zeros((count - len(vectors), *vectors.shape[1:]))
     return torch.cat([vectors, zeros])
 
 
 def _logical(pieces: Sequence[Tensor], state: State, parts: int) -> Tensor | None:
-    """The logical value; None where copies differ or shapes do not fit."""
+    """Return the logical value; None where copies differ or shapes do not fit."""
     try:
         return gather(pieces, lay_of([state], [parts]), torch.equal)
     except (RuntimeError, ValueError):
@@ -219,7 +219,7 @@ def _backward(case: Conversion, gradients: Sequence[Tensor], backs: Sequence[Ten
 
 
 def _maxima(parts: int) -> list[str]:
-    """The maximum over ranks, for every order of as many distinct values: it is decided by their order alone."""
+    """Return the maximum over ranks, for every order of as many distinct values: it is decided by their order alone."""
     orders = torch.tensor(list(permutations(range(-1, parts - 1))), dtype=torch.float64)
 
     def work(communicator: SimulatedCommunicator) -> Tensor:

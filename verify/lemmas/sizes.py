@@ -1,4 +1,4 @@
-"""For which sizes of the inputs the proof of a program holds.
+"""Find the sizes of the inputs for which the proof of a program holds.
 
 The first two dims of the inputs, batch and sequence in many models, are symbols; sizes of all other tensors follow from
 the bound annotations, and every split and every factor of a dim is a condition. A symbol that has to have one value
@@ -30,8 +30,14 @@ SHOWN = 8  # assumptions in the text
 
 @dataclass(frozen=True)
 class Symbol:
-    """`divisor`: what its values divide by; `axes`: those that ask for it. `blocker`: why it stays at the sample's
-    value; empty if it does not."""
+    """A size of the program that may vary.
+
+    name     as the report writes it
+    sample   its value in the sample
+    divisor  all its values are multiples of it
+    axes     the axes that require the divisor
+    blocker  why it has to keep the sample's value; empty if it may vary
+    """
 
     name: str
     sample: int
@@ -42,8 +48,12 @@ class Symbol:
 
 @dataclass(frozen=True)
 class SizesResult:
-    """`others`: conditions on several symbols, or with a rest. `assumptions`: numbers of the program that are taken for
-    sizes, with their places."""
+    """The sizes for which a program's proof holds.
+
+    symbols      sizes that may vary, with their conditions
+    others       conditions on several symbols, or with a remainder
+    assumptions  numbers of the program that are taken for sizes, with their places
+    """
 
     symbols: tuple[Symbol, ...]
     others: tuple[str, ...] = ()
@@ -64,7 +74,7 @@ class SizesResult:
 
 
 def sizes_result(graph: Graph, obligations: Sequence[Obligation]) -> SizesResult:
-    """The sizes for which the obligations of a graph hold if they hold at the sample's. Does not raise."""
+    """Return the sizes for which the obligations of a graph hold if they hold at the sample's. Does not raise."""
     known = signatures(graph)
     relied_on = _by_operation(graph, known, obligations)
     every = _symbols(graph)
@@ -98,7 +108,9 @@ def _symbols(graph: Graph) -> dict[str, tuple[int, tuple[tuple[str, int], ...]]]
 
 def _are_tokens(graph: Graph, names: Sequence[str]) -> bool:
     """Return whether one of these inputs is a batch of token sequences: rows of numbers that a table is read at, whole.
-    The second dim of others may be features, channels or the height of an image."""
+
+    The second dim of others may be features, channels or the height of an image.
+    """
     rows = {graph.tensors[name].shape for name in names if len(graph.tensors[name].shape) == 2}
     return any(
         op.operator.startswith("aten.embedding.") and graph.tensors[op.inputs[1]].shape in rows
@@ -109,7 +121,7 @@ def _are_tokens(graph: Graph, names: Sequence[str]) -> bool:
 def _by_operation(
     graph: Graph, known: Mapping[str, Signature], obligations: Sequence[Obligation]
 ) -> dict[str, list[Obligation]]:
-    """The obligations that each operation's call may rely on: all that speak of such a call."""
+    """Return the obligations that each operation's call may rely on: all that speak of such a call."""
     by_call: dict[str, list[Obligation]] = {}
     for obligation in obligations:
         by_call.setdefault(repr(obligation.signature.call), []).append(obligation)
@@ -124,7 +136,7 @@ def _attempt(
     samples: Mapping[str, int],
     blocked: Mapping[str, str],
 ) -> SizesResult:
-    """The result with these symbols. Raises Conflict."""
+    """Return the result with these symbols. Raises Conflict."""
     followed = follow(graph, known, _inputs(graph, every, samples), samples)
     free = [name for name in samples if name not in followed.unifier.solved]
     conditions = _conditions(graph, relied_on, followed)
@@ -164,7 +176,7 @@ def _conditions(graph: Graph, relied_on: Mapping[str, Sequence[Obligation]], fol
 
 
 def _others(simplified: Simplified, free: Sequence[str], samples: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Other values that satisfy all conditions: of one symbol after the other, then of all of them."""
+    """Yield other values that satisfy all conditions: of one symbol after the other, then of all of them."""
     for changed in (*([name] for name in free), list(free)) if free else ():
         for times in TIMES:
             values = {name: simplified.divisors[name] * times[i % 2] for i, name in enumerate(changed)}
@@ -180,7 +192,7 @@ def _rerun(
     followed: Followed,
     values: Mapping[str, int],
 ) -> None:
-    """`rerun`, whose conflicts are those of the symbols that have other values."""
+    """Run the graph again, with conflicts named by the symbols that have other values."""
     try:
         rerun(graph, known, relied_on, followed, values)
     except Conflict as conflict:
@@ -217,7 +229,7 @@ def _assumptions(graph: Graph, followed: Followed, free: Sequence[str], samples:
 
 
 def _plain_numbers(op: Operation, values: set[int]) -> list[float]:
-    """Arguments of pointwise operators that equal a symbol's value and are no size."""
+    """Return the arguments of pointwise operators that equal a symbol's value and are no size."""
     arguments = (*op.args, *(value for _, value in op.kwargs))
     return [
         a for a in arguments if isinstance(a, int | float) and not isinstance(a, bool) and a in values and op.inputs

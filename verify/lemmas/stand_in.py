@@ -1,4 +1,4 @@
-"""What is looked at in place of a call that cannot be looked at as it is: without annotation, or with infinities."""
+"""Stand-ins for calls that cannot be examined as they are: those without an annotation, or with infinities."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Unrepresented(Exception):
 
 
 def with_finite_numbers(signature: Signature) -> Signature:
-    """The signature with a small number for every infinity among the arguments: what fills a mask says nothing of how
-    the operator splits, and results with infinities cannot be compared."""
+    """Return the signature with a small number for every infinity among the arguments: what fills a mask says nothing
+    of how the operator splits, and results with infinities cannot be compared."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -57,8 +57,8 @@ def without_derivative(call: Call, error: str) -> frozenset[int]:
 
 
 def only_whole(signature: Signature) -> tuple[OperatorSpec, BoundAnnotation]:
-    """A record for an operator that has no annotation, or whose annotation refuses this call: every size is fixed.
-    It is looked at as the program calls it. Raises Unrepresented."""
+    """Return a record for an operator that has no annotation, or whose annotation refuses this call: every size is
+    fixed. It is looked at as the program calls it. Raises Unrepresented."""
     call = signature.call
     sides = [" ".join(map(str, t.shape)) or "()" for t in call.tensors()]
     results = ["?" if t is None else " ".join(map(str, t.shape)) or "()" for t in call.outputs]

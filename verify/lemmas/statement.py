@@ -1,5 +1,4 @@
-"""From obligations to lemmas: statements about one operator that do not mention sizes, numbers of ranks, layers, or
-which axis is split.
+"""Turn obligations into lemmas: statements about one operator that mention no sizes, ranks, layers or axes.
 
 A lemma speaks of one choice on one axis. That an operation run under a choice on each of several axes makes shards of
 shards follows by induction over the axes: the shard of one axis is a call of the same operator at other sizes, to which
@@ -69,7 +68,7 @@ Claim = Splits | Passes | Together | RunsWhole
 
 
 def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
-    """What an obligation says, each thing once. An axis of size 1 says nothing."""
+    """Return the distinct claims that an obligation makes. An axis of size 1 makes none."""
     signature = obligation.signature
     choices = [c for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True) if size > 1]
     found = dict.fromkeys(_of_choice(signature, c) for c in choices)
@@ -92,7 +91,7 @@ def _of_choice(signature: Signature, choice: Choice) -> Claim:
 
 
 def _leader(signature: Signature, identifier: str) -> str:
-    """The identifier that stands for those split together with it."""
+    """Return the identifier that stands for those split together with it."""
     if signature.bound is None:
         return identifier
     return signature.bound.tied.get(identifier, (identifier,))[0]
@@ -104,7 +103,7 @@ def _pairs(splits: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def strided(obligation: Obligation) -> frozenset[str]:
-    """Identifiers that some axis of the obligation splits into strided shards, or by sections."""
+    """Return the identifiers that some axis of the obligation splits into strided shards, or by sections."""
     return frozenset(
         _leader(obligation.signature, c.identifier)
         for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True)

@@ -47,7 +47,7 @@ class Size:
         return of_terms(found)
 
     def over(self, other: Size) -> Size | None:
-        """The quotient, where `other` is one term that divides each of this one's; else None."""
+        """Return the quotient, where `other` is one term that divides each of this one's; else None."""
         if len(other.terms) != 1:
             return number(1) if self == other else None
         ((divisor, value),) = other.terms
@@ -62,7 +62,7 @@ class Size:
         return of_terms(found)
 
     def at(self, values: Mapping[str, Size]) -> Size:
-        """With other sizes for some names."""
+        """Substitute sizes for some names."""
         if self.names.isdisjoint(values):
             return self
         total = number(0)
@@ -74,7 +74,7 @@ class Size:
         return total
 
     def value(self, values: Mapping[str, int]) -> Fraction:
-        """The number for these values of all names."""
+        """Return the number for these values of all names."""
         return sum((c * prod(values[n] for n in monomial) for monomial, c in self.terms), Fraction(0))
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Size:
 
 
 def of_terms(terms: Mapping[Monomial, Fraction]) -> Size:
-    """The size with these terms, zeros left out."""
+    """Return the size with these terms, zeros left out."""
     return Size(tuple(sorted((m, c) for m, c in terms.items() if c)))
 
 
@@ -108,7 +108,7 @@ def product(sizes: list[Size]) -> Size:
 
 
 def total(sizes: list[Size]) -> Size:
-    """Their sum."""
+    """Return the sum of the sizes."""
     found = number(0)
     for size in sizes:
         found = found + size

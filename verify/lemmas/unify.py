@@ -1,4 +1,9 @@
-"""Equations between sizes, solved as they come: what is not known of a size is a name of its own until it is."""
+"""Unify sizes: solve equations between them as they come.
+
+This is unification (Robinson 1965) with polynomials in place of terms. An unknown size is a name of its own, for
+example `?3`. An equation in which an unknown stands once, as a monomial by itself, solves it, and the solution is
+substituted in all others. An equation that cannot be solved yet is kept, and tried again after each new solution.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,7 @@ class Unifier:
     near: dict[str, Size] = field(default_factory=dict)  # unknown -> a size that it may keep its distance from
 
     def fresh(self, sample: int, place: str, beside: Size | None = None) -> Size:
-        """A size of which only its value in the sample is known; `beside`: one that it may depend on."""
+        """Return a size of which only its value in the sample is known; `beside`: one that it may depend on."""
         if sample <= 1:
             return number(sample)
         name = f"?{len(self.unknowns)}"
@@ -48,13 +53,13 @@ class Unifier:
         return named(name)
 
     def known(self, size: Size) -> Size:
-        """The size with all that has been found out."""
+        """Return the size with all that has been found out."""
         while not size.names.isdisjoint(self.solved):
             size = size.at(self.solved)
         return size
 
     def equate(self, left: Size, right: Size, place: str) -> None:
-        """The two are equal. Raises Conflict."""
+        """Record that two sizes are equal. Raises Conflict."""
         difference = self.known(left) - self.known(right)
         if not difference.terms:
             return
@@ -72,7 +77,7 @@ class Unifier:
         self._relate(difference, place)
 
     def _relate(self, difference: Size, place: str) -> None:
-        """Two symbols that must agree are one; any other relation fixes the symbols in it."""
+        """Merge two symbols that must agree; fix the symbols in any other relation."""
         names = sorted(difference.names)
         if len(names) == 2 and difference in (named(names[0]) - named(names[1]), named(names[1]) - named(names[0])):
             self.solved[names[1]] = named(names[0])
@@ -82,13 +87,13 @@ class Unifier:
         raise Conflict(frozenset(names), f"{place} holds only where {values}")
 
     def retry(self) -> None:
-        """Looks again at equations that could not be solved."""
+        """Try again to solve the equations that were left over."""
         waiting, self.pending = self.pending, []
         for left, right, place in waiting:
             self.equate(left, right, place)
 
     def _by_value(self, left: Size, right: Size) -> None:
-        """Products: the one way, if it is one, in which unknowns can be numbers or symbols of their values."""
+        """Solve products, if only one way is left in which unknowns are numbers or symbols of their values."""
         difference = self.known(left) - self.known(right)
         names = sorted(n for n in difference.names if n in self.unknowns)
         if len(names) > 3:
@@ -103,7 +108,7 @@ class Unifier:
             self.retry()
 
     def candidates(self, sample: int) -> Iterator[Size]:
-        """What a number of the program may stand for: itself, or symbols whose product it is."""
+        """Yield the sizes that a number of the program may stand for: itself, or products of symbols of that value."""
         yield number(sample)
         yield from symbols_of_value(sample, [n for n in self.samples if n not in self.solved], self.samples)
 
@@ -133,7 +138,7 @@ class Unifier:
                 raise Conflict(symbols, f"how {place} is made of sizes at other sizes is not known")
 
     def valued(self, values: Mapping[str, int], size: Size) -> int | None:
-        """The size for these values of the symbols; None where it is not known or no whole number."""
+        """Return the size for these values of the symbols; None where it is not known or no whole number."""
         found = self.known(size)
         if any(n in self.unknowns for n in found.names):
             return None
@@ -142,7 +147,7 @@ class Unifier:
 
 
 def symbols_of_value(sample: int, symbols: Sequence[str], samples: Mapping[str, int]) -> Iterator[Size]:
-    """Products of different symbols with this value."""
+    """Yield the products of different symbols with this value."""
     for count in range(1, len(symbols) + 1):
         for chosen in combinations(symbols, count):
             if prod(samples[n] for n in chosen) == sample:
@@ -150,7 +155,7 @@ def symbols_of_value(sample: int, symbols: Sequence[str], samples: Mapping[str, 
 
 
 def _isolated(difference: Size, name: str) -> Size | None:
-    """What the name is, where it stands once and alone."""
+    """Solve `difference = 0` for the name, where it occurs once and as a monomial of its own; None elsewhere."""
     with_name = [(m, c) for m, c in difference.terms if name in m]
     if len(with_name) != 1 or with_name[0][0] != (name,):
         return None

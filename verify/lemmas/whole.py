@@ -42,8 +42,8 @@ _HIDDEN_INPUTS = ("random_operator", "not_repeatable", "input_mutated")
 
 
 def by_construction(operator: str) -> Evidence | None:
-    """The evidence for an operator of torch's or of the runtime's own that draws no random numbers; None for any other
-    one, which has to be looked at."""
+    """Return the evidence for an operator of torch's or of the runtime's own that draws no random numbers; None for any
+    other one, which has to be looked at."""
     if operator.startswith("nnscaler."):
         return Evidence(Verdict.PROVED_ALL_SIZES)
     if not operator.startswith("aten."):
@@ -56,7 +56,7 @@ def by_construction(operator: str) -> Evidence | None:
 
 
 def look_at(subject: Subject) -> Evidence:
-    """The evidence for an operator of which nothing is known: audited, tested, and its backward followed."""
+    """Return the evidence for an operator of which nothing is known: audited, tested, and its backward followed."""
     small = subject.small
     spec = small.runner.spec
     call = small.runner.concrete(small.inputs)
@@ -81,7 +81,7 @@ def look_at(subject: Subject) -> Evidence:
 
 
 def _followed(small: Representative) -> tuple[str, tuple[str, ...]]:
-    """Why gradients are not known to be linear in cotangents, and what has been taken for granted of sizes."""
+    """Explain why gradients are not known to be linear in cotangents, and name the assumptions about sizes."""
     signature = small.signature
     bound, spec = signature.bound, small.runner.spec
     assert bound is not None

@@ -1,4 +1,4 @@
-"""Where a wrong program is wrong, line by line, and why."""
+"""Localise the faults of a wrong program, line by line, and explain them. `teacher` describes the method."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Culprit:
     others: tuple[str, ...] = ()
 
     def finding(self, places: Places, tensors: Mapping[str, str]) -> Finding:
-        """`tensors`: parameter's name -> tensor of the graph."""
+        """Turn the culprit into a finding. `tensors`: parameter's name -> tensor of the graph."""
         tensor = tensors.get(self.tensor, self.tensor)
         where = places.of_tensor(tensor) or places.of_stored().get(tensor) or places.of_line(self.model)
         related: tuple[tuple[str, SourceLocation], ...] = ()
@@ -59,7 +59,7 @@ def line_of(statement: Statement) -> Line:
 
 
 def findings_of(culprits: list[Culprit], places: Places, tensors: Mapping[str, str]) -> tuple[Finding, ...]:
-    """One finding per culprit, at most five; the first says how many there are."""
+    """Return one finding per culprit, at most five; the first says how many there are."""
     found = [culprit.finding(places, tensors) for culprit in culprits[:SHOWN]]
     if len(culprits) > 1:
         shown = f", the first {SHOWN} are shown" if len(culprits) > SHOWN else ""

@@ -35,14 +35,14 @@ class Dealer:
         sizes: Mapping[str, int],
         coordinates: Coordinates,
     ) -> Tensor:
-        """The piece at `coordinates`, its own memory. Raises ValueError when a size does not divide."""
+        """Return the piece at `coordinates`, its own memory. Raises ValueError when a size does not divide."""
         with self._lock:
             if key not in self._dealt:
                 self._dealt[key] = deal(tensor, states, sizes, self._generator(key))
             return self._dealt[key][ravel(coordinates, sizes)].clone()
 
     def random_like(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """A normal tensor of the same shape."""
+        """Return a normal tensor of the same shape."""
         return torch.randn(tensor.shape, dtype=torch.float64, generator=self._generator(key))
 
     def _generator(self, key: Hashable) -> torch.Generator:
@@ -53,7 +53,7 @@ class Dealer:
 def deal(
     tensor: Tensor, states: Mapping[str, State], sizes: Mapping[str, int], generator: torch.Generator
 ) -> dict[int, Tensor]:
-    """position on `sizes` -> piece."""
+    """Cut a tensor into pieces: position on `sizes` -> piece."""
     combined = [axis for axis in sizes if isinstance(states.get(axis), Partial)]
     reductions = {state.reduction for axis in combined if isinstance(state := states[axis], Partial)}
     points = list(product(*(range(sizes[axis]) for axis in combined)))
@@ -69,7 +69,7 @@ def deal(
 
 
 def _parts(tensor: Tensor, count: int, reduction: str, generator: torch.Generator) -> list[Tensor]:
-    """`count` tensors whose sum, or maximum, is `tensor`."""
+    """Return `count` tensors whose sum, or maximum, is `tensor`."""
     if count == 1 or tensor.dtype == torch.bool:
         return [tensor] * count
     if reduction == "max":

@@ -12,7 +12,7 @@ Key = tuple[int, str, str]  # (stage, group, name): (0, "parameters", "w"), (1, 
 
 
 def declarations(file: Path) -> dict[Key, Line]:
-    """Where everything is declared. Entries of `sends` have their keys as names."""
+    """Return the line of every declaration. Entries of `sends` have their keys as names."""
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
     found: dict[Key, Line] = {}

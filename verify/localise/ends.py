@@ -1,4 +1,4 @@
-"""What lies between the statements of a taught run: inputs, messages, the order of backward passes, the loss."""
+"""Judge everything between the statements of a taught run: inputs, messages, the order of backward passes, the loss."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Lines = Mapping[Key, Line]
 
 
 def wrong_ends(teacher: Teacher, lines: Lines, schedules: Mapping[int, Line]) -> list[Culprit]:
-    """In the order in which they matter: what is taken, what is lost on the way back, the loss. `schedules`: by
-    stage."""
+    """Find wrong ends, in the order in which they matter: inputs, gradients lost on the way back, the loss.
+
+    `schedules`: by stage.
+    """
     found = [*_taken(teacher, lines), *_not_sent_back(teacher, lines)]
     if not any(culprit.code == "tensor_gradient_differs" for culprit in found):
         found += _never_backward(teacher, schedules) or _wrongly_sent_back(teacher, lines)
@@ -27,7 +29,7 @@ def wrong_ends(teacher: Teacher, lines: Lines, schedules: Mapping[int, Line]) ->
 
 
 def _taken(teacher: Teacher, lines: Lines) -> list[Culprit]:
-    """Pieces of inputs, and received tensors, that are not what the stage's layout says."""
+    """Find pieces of inputs, and received tensors, that are not what the stage's layout says."""
     found: list[Culprit] = []
     for (stage, phase, name), pieces in sorted(teacher.seen.entered.items()):
         variable = teacher.variables.get((stage, name))
@@ -73,7 +75,7 @@ def _not_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
 
 
 def _never_backward(teacher: Teacher, schedules: Mapping[int, Line]) -> list[Culprit]:
-    """Micro-batches whose forward ran and whose backward did not."""
+    """Find micro-batches whose forward ran and whose backward did not."""
     missing = {stage: ran - teacher.seen.backwards.get(stage, set()) for stage, ran in teacher.seen.forwards.items()}
     stages = [stage for stage, at in missing.items() if at]
     if not stages or not any(teacher.seen.backwards.values()):
@@ -90,7 +92,7 @@ def _never_backward(teacher: Teacher, schedules: Mapping[int, Line]) -> list[Cul
 
 
 def _wrongly_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
-    """Gradients of what a stage returned, as the executor hands them to its backward."""
+    """Find wrong gradients of a stage's outputs, as the executor hands them to its backward."""
     found: list[Culprit] = []
     for (stage, key), pieces in sorted(teacher.seen.came_back.items()):
         statement = next((s for s in teacher.statements.values() if s.key == key and s.stage == stage), None)
@@ -113,7 +115,7 @@ def _wrongly_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
 
 
 def _loss(teacher: Teacher, lines: Lines) -> list[Culprit]:
-    """The sum of the loss over ranks and micro-batches."""
+    """Judge the sum of the loss over ranks and micro-batches."""
     loss = teacher.logical.graph.loss
     right = teacher.logical.values[loss]
     wrong = sorted(rank for rank, value in teacher.seen.losses.items() if difference(value, right).relative > BOUND)
@@ -143,7 +145,7 @@ def _loss(teacher: Teacher, lines: Lines) -> list[Culprit]:
 
 
 def _buffers(teacher: Teacher, lines: Lines) -> list[Culprit]:
-    """Buffers whose new value was right and is not what is stored."""
+    """Return the buffers whose new value was right and is not what is stored."""
     found: list[Culprit] = []
     new = dict(teacher.logical.graph.updates)
     for (index, name), pieces in sorted(teacher.seen.buffers.items()):

@@ -1,4 +1,4 @@
-"""Where a wrong program goes wrong first.
+"""Find the first tensor in which a run of a wrong program differs from the model.
 
 The program runs once more on the simulator, with every variable of every rank observed, and the graph is interpreted
 on the whole batch. The manifest says which logical tensor each variable is, and in which layout, so that every
@@ -35,14 +35,14 @@ BOUND = 1e-8
 
 @dataclass(frozen=True)
 class Logical:
-    """What every logical tensor, and its gradient, should be."""
+    """The right value and the right gradient of every logical tensor."""
 
     values: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
 
 
 def localise(task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float) -> Finding | None:
-    """The finding on the first tensor that differs in the first step; None if all that is observed agrees."""
+    """Return the finding on the first tensor that differs in the first step; None if all that is observed agrees."""
     observed = _observe(task, program, timeout)
     logical = _interpret(task, graph)
     stages = _stages(program)
@@ -126,8 +126,10 @@ def _last_gradient(
     logical: Logical,
     graph: Graph,
 ) -> _Found | None:
-    """Only variables that the producing operation assigns: a converted or received copy carries a part of the
-    gradient."""
+    """Find the last wrong gradient, among variables that the producing operation assigns.
+
+    A converted or received copy carries only a part of the gradient.
+    """
     scale = family_scale(logical.gradients.values())
     for line in sorted(lines, key=lambda a: (a.stage, a.line), reverse=True):
         if line.phase != "forward" or "comm." in line.text or line.is_arguments:
@@ -147,7 +149,7 @@ def _last_gradient(
 
 
 def _absent(forward: Pieces, backward: Pieces, expected: Tensor) -> Unequal | None:
-    """Ranks and micro-batches that computed the variable and got no gradient for it."""
+    """Return the ranks and micro-batches that computed the variable and got no gradient for it."""
     missing = sorted(set(forward) - set(backward))
     if not missing or not largest(expected) > 0:
         return None
@@ -177,7 +179,7 @@ def _subject(found: _Found, graph: Graph) -> str:
 
 
 def _where(found: _Found, places: Places) -> SourceLocation | None:
-    """The model's line: of a tensor, of a stored tensor's first use, or the one that the program quotes."""
+    """Return the model's line: of a tensor, of a stored tensor's first use, or the one that the program quotes."""
     tensor = found.variable.tensor
     return places.of_tensor(tensor) or places.of_stored().get(tensor) or places.of_line(found.line.model)
 
@@ -187,7 +189,7 @@ def _in_program(line: Assignment) -> tuple[str, SourceLocation]:
 
 
 def _value_finding(found: _Found, graph: Graph, places: Places) -> Finding:
-    """Arguments of a stage are right where they come from."""
+    """Make the finding on a wrong value. A wrong argument of a stage was made wrong on its way."""
     line, variable, subject = found.line, found.variable, _subject(found, graph)
     cause = found.cause
     if not line.is_arguments:
@@ -205,7 +207,7 @@ def _value_finding(found: _Found, graph: Graph, places: Places) -> Finding:
 
 
 def _advice(found: _Found, graph: Graph) -> str | None:
-    """Of the built-in operators the annotations are tested; nobody has tested the user's."""
+    """Return of the built-in operators the annotations are tested; nobody has tested the user's."""
     producer = graph.producers.get(found.variable.tensor)
     if producer is None or "comm." in found.line.text or producer.operator.startswith(("aten.", "nnscaler.")):
         return None
@@ -224,6 +226,6 @@ def _gradient_finding(found: _Found, graph: Graph, places: Places, lines: list[A
 
 
 def _users(variable: Variable, line: Assignment, lines: list[Assignment]) -> list[Assignment]:
-    """The lines of the stage that read the variable, conversions first, and what reads a conversion's result."""
+    """Return the lines of the stage that read the variable, conversions first, and what reads a conversion's result."""
     users = [a for a in lines if a.stage == line.stage and variable.name in a.reads]
     return sorted(users, key=lambda a: ("comm." not in a.text, a.line))[:4]

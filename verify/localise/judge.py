@@ -1,4 +1,4 @@
-"""Which statements of a taught run are wrong: their results, or the gradients that they send back."""
+"""Judge the statements of a taught run, by their results and by the gradients that they send back."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ ROUNDING = 1e-4  # of the largest operand, times compare.FAMILY_SHARE: what is r
 
 @dataclass(frozen=True)
 class Wrong:
-    """A statement whose result, or the gradient it sends back to `read`, is wrong.
+    """A statement whose result, or the gradient that it sends back, is wrong.
 
-    `variable`: what is compared; `pieces`: what the ranks have of it, `expected` the logical tensor.
+    result    name of the result
+    variable  the variable that is compared
+    unequal   the difference
+    pieces    (rank, micro-batch) -> what that rank has of the variable
+    expected  the logical tensor, `[*global shape]`
+    scale     magnitude relative to which the comparison is made
+    read      the operand whose gradient is wrong; empty where a value is
     """
 
     statement: Statement
@@ -43,15 +49,18 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`summed`: axes on which the ranks hold parts of the gradient of a stored tensor, by (stage, attribute), as the
-    statements that read it leave them."""
+    """The wrong statements of a taught run, and the gradient sums that are still to be taken.
+
+    wrong   statements that are wrong by themselves, in the order of the program
+    summed  (stage, attribute) -> axes on which the ranks hold parts of the stored tensor's gradient
+    """
 
     wrong: tuple[Wrong, ...]
     summed: Mapping[tuple[int, str], frozenset[str]]
 
 
 def judge(teacher: Teacher) -> Judgement:
-    """Every statement that was executed, in the order of the program."""
+    """Judge every statement that was executed, in the order of the program."""
     wrong: list[Wrong] = []
     summed: dict[tuple[int, str], frozenset[str]] = {}
     for number, executions in sorted(teacher.seen.executions.items()):
@@ -64,7 +73,7 @@ def judge(teacher: Teacher) -> Judgement:
 
 
 def wrong_values(teacher: Teacher, statement: Statement, executions: Mapping[At, Execution]) -> Iterator[Wrong]:
-    """The results that differ."""
+    """Yield the results that differ."""
     for name in results_of(statement):
         variable = teacher.target(statement, name)
         pieces = {at: e.outputs[name] for at, e in executions.items() if name in e.outputs}
@@ -78,7 +87,8 @@ def wrong_values(teacher: Teacher, statement: Statement, executions: Mapping[At,
 
 
 def _scale(teacher: Teacher, statement: Statement) -> float:
-    """Operands that are partial sums are dealt at random, and rounding is relative to the terms."""
+    """Return the scale of rounding: operands that are partial sums are dealt at random, so it is relative to their
+    terms."""
     found = 0.0
     for read in statement.reads:
         name = teacher.tensor_of(statement.stage, read)
@@ -98,7 +108,7 @@ def wrong_gradients(
     executions: Mapping[At, Execution],
     summed: dict[tuple[int, str], frozenset[str]],
 ) -> Iterator[Wrong]:
-    """The operands whose gradients differ; what is seen of stored tensors goes into `summed`."""
+    """Yield the operands whose gradients differ; what is seen of stored tensors goes into `summed`."""
     due = gradients_due(teacher, statement)
     for read, expected in due.items():
         got = {at: e.sent_back[read] for at, e in executions.items() if read in e.sent_back}
@@ -131,14 +141,14 @@ def _cut_off(got: Mapping[At, Tensor | None]) -> Unequal:
 
 
 def _results(teacher: Teacher, statement: Statement) -> list[str]:
-    """The logical tensors that the statement makes, of those that need a gradient."""
+    """Return the logical tensors that the statement makes, of those that need a gradient."""
     variables = (teacher.target(statement, name) for name in results_of(statement))
     names = (teacher.logical.name_of(v.tensor) for v in variables if v is not None)
     return [name for name in names if name in teacher.logical.cotangents]
 
 
 def gradients_due(teacher: Teacher, statement: Statement) -> dict[str, Tensor]:
-    """operand -> what the statement must add to its gradient, for operands that are one tensor each."""
+    """Return, by operand, what the statement must add to its gradient, for operands that are one tensor each."""
     tensors = {read: teacher.tensor_of(statement.stage, read) for read in statement.reads}
     counts = [name for name in tensors.values() if name is not None]
     results = _results(teacher, statement)
@@ -157,7 +167,8 @@ def gradients_due(teacher: Teacher, statement: Statement) -> dict[str, Tensor]:
 
 
 def operation_of(teacher: Teacher, statement: Statement) -> Operation | None:
-    """The operation of the graph that a statement is; None for a conversion of layouts, and for what is returned."""
+    """Return the operation of the graph that a statement is; None for a conversion of layouts, and for what is
+    returned."""
     variable = teacher.target(statement, statement.names[0]) if statement.names else None
     if variable is None:
         return None
@@ -172,13 +183,16 @@ def operation_of(teacher: Teacher, statement: Statement) -> Operation | None:
 
 
 def _is_passed_in(teacher: Teacher, variable: Variable) -> bool:
-    """Whether the stage gets the tensor from elsewhere, so that its statements only convert it."""
+    """Return whether the stage receives the tensor, so that its own statements only convert it."""
     received = (teacher.variables.get((variable.stage.index, name)) for name in variable.stage.receives)
     return any(v is not None and v.tensor == variable.tensor for v in received)
 
 
 def operand(teacher: Teacher, stage: int, read: str) -> Variable | None:
-    """What an operand is; a stored tensor as its declaration says, its gradient a partial sum where that is summed."""
+    """Return the variable that an operand is.
+
+    A stored tensor is as its declaration says; its gradient is a partial sum where the declaration reduces it.
+    """
     if not read.startswith("self."):
         return teacher.variables.get((stage, read))
     attribute = read.removeprefix("self.")
@@ -193,8 +207,10 @@ def operand(teacher: Teacher, stage: int, read: str) -> Variable | None:
 def _compare_gradient(
     statement: Statement, variable: Variable, read: str, pieces: Pieces, expected: Tensor, scale: float
 ) -> tuple[Unequal | None, frozenset[str] | None]:
-    """How the gradient of an operand differs. Of a stored tensor: also on which axes it is a partial sum, where it is
-    right when read so."""
+    """Return how the gradient of an operand differs.
+
+    Of a stored tensor: also on which axes it is a partial sum, where it is right when read so.
+    """
     first = compare_variable(variable, pieces, expected, BOUND, is_gradient=True, scale=scale)
     if not read.startswith("self."):
         return first, None

@@ -1,4 +1,4 @@
-"""A wrong statement, in words: what it computes, why, and the changed line that computes the right thing."""
+"""Describe a wrong statement: what it computes, why, and the changed line that computes the right thing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from verify.localise.teacher import Teacher
 
 
 def culprit_of(replay: Replay, same: Sequence[Wrong], deadline: float) -> Culprit:
-    """What is wrong with one statement. Changes of it are tried until `deadline`, of
-    `time.process_time`."""
+    """Describe the fault of one statement. Candidate repairs are tried until `deadline`, of `time.process_time`."""
     teacher, first = replay.run.teacher, same[0]
     statement = first.statement
     cause = cause_of(replay, first, deadline)
@@ -70,7 +69,7 @@ def _facts(teacher: Teacher, same: Sequence[Wrong]) -> dict[str, str]:
 
 
 def _advice(teacher: Teacher, wrong: Wrong) -> str | None:
-    """Of the built-in operators the annotations are tested; nobody has tested the user's."""
+    """Return of the built-in operators the annotations are tested; nobody has tested the user's."""
     operation = operation_of(teacher, wrong.statement)
     if operation is None or operation.operator.startswith(("aten.", "nnscaler.")):
         return None
@@ -78,7 +77,7 @@ def _advice(teacher: Teacher, wrong: Wrong) -> str | None:
 
 
 def cause_of(replay: Replay, wrong: Wrong, deadline: float) -> str | None:
-    """The simple repair of the numbers that fits, and the changed line that was tried and is right."""
+    """Return the simple repair of the numbers that fits, and the changed line that was tried and is right."""
     teacher, statement = replay.run.teacher, wrong.statement
     operands = {}
     for read in statement.reads:
@@ -114,7 +113,7 @@ def _text(statement: Statement) -> str:
 
 
 def _of_ranks(wrong: Wrong) -> str | None:
-    """Where nothing else is known: that some ranks alone are wrong."""
+    """Return where nothing else is known: that some ranks alone are wrong."""
     stage = wrong.variable.stage
     if set(wrong.unequal.ranks) == set(stage.ranks):
         return None

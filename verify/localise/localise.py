@@ -1,4 +1,4 @@
-"""Every line of a program that is wrong by itself, with a tested cause.
+"""Find every line of a program that is wrong by itself, with a tested cause.
 
 The program is taught (`teacher`): each statement runs on right operands, so that one error does not make everything
 after it differ. Where teaching shows nothing, or cannot run, the first tensor that differs in a plain run is what is
@@ -33,14 +33,14 @@ REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one
 
 
 def localise(task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float) -> Finding | None:
-    """The first of `localise_all`; None if all that is observed agrees."""
+    """Return the first of `localise_all`; None if all that is observed agrees."""
     return next(iter(localise_all(task, graph, program, places, timeout)), None)
 
 
 def localise_all(
     task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float
 ) -> tuple[Finding, ...]:
-    """A finding for each wrong line, five at most, in the order of the program."""
+    """Return a finding for each wrong line, five at most, in the order of the program."""
     try:
         culprits = find_culprits(task, graph, program, timeout)
     except Exception:  # noqa: BLE001 - a wrong program may raise anything; a plain run still says where it differs
@@ -55,13 +55,13 @@ def localise_all(
 def localise_apart(
     task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float
 ) -> tuple[Finding, ...]:
-    """`localise_all` in a child process; nothing where the program ends that process."""
+    """Run `localise_all` in a child process; nothing is found where the program ends that process."""
     found = run_apart(lambda: localise_all(task, graph, program, places, timeout), RUNS * timeout)
     return found if isinstance(found, tuple) else ()
 
 
 def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: float) -> list[Culprit]:
-    """Teaches the program for as many steps as it takes. Raises what the program raises."""
+    """Teach the program for as many steps as it takes. Raises what the program raises."""
     run = prepare_run(task, graph, program, timeout)
     lines, schedules = _lines(program)
     before: Finals = {}
@@ -75,7 +75,7 @@ def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: 
 
 
 def _lines(program: ProgramDirectory) -> tuple[dict[Key, Line], dict[int, Line]]:
-    """The declarations of all stages, and the schedule of each."""
+    """Return the declarations of all stages, and the schedule of each."""
     lines: dict[Key, Line] = {}
     schedules: dict[int, Line] = {}
     for role in program.manifest["roles"]:
@@ -106,7 +106,7 @@ def _culprits(
 
 
 def _statements(replay: Replay, wrong: Sequence[Wrong]) -> list[Culprit]:
-    """One culprit for each statement; the causes of those that are shown are tried."""
+    """Return one culprit for each statement; the causes of those that are shown are tried."""
     by_number: dict[int, list[Wrong]] = {}
     for one in wrong:
         by_number.setdefault(one.statement.number, []).append(one)

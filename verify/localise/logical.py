@@ -1,4 +1,5 @@
-"""What every logical tensor is, what each operation sends back, and what the parameters become after a step."""
+"""Interpret the graph on the whole batch: the value of every logical tensor, the gradient that each operation sends
+back, and the parameters after a step."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from verify.localise.deal import Dealer
 
 @dataclass(frozen=True)
 class Logical:
-    """One step of the graph, interpreted on the whole batch in float64.
+    """One step of the graph, interpreted on the whole batch in float64. Each map is by tensor, `[*global shape]`.
 
-    `values`: every tensor. `gradients`: of the loss. `cotangents`: a random tensor for each that needs a gradient; it
-    stands for the gradient in every test of a single statement, so that zeros in the real one hide nothing.
+    values      of every tensor
+    gradients   of the loss
+    cotangents  a random tensor for each that needs a gradient. It stands for the gradient in every test of a single
+                statement, so that zeros in the real one hide nothing.
     """
 
     graph: Graph
@@ -31,7 +34,7 @@ class Logical:
     cotangents: Mapping[str, Tensor]
 
     def name_of(self, tensor: str) -> str:
-        """The tensor of the model: what is computed once per step is computed again for each micro-batch."""
+        """Return the tensor of the model: what is computed once per step is computed again for each micro-batch."""
         return tensor.removesuffix(SUFFIX) if tensor not in self.values else tensor
 
     def value(self, tensor: str) -> Tensor | None:
@@ -42,7 +45,7 @@ class Logical:
         return {}
 
     def sent_back(self, operation: Operation) -> Mapping[str, Tensor]:
-        """input -> what the operation adds to its gradient when the outputs' gradients are the cotangents."""
+        """Return, by input, what the operation adds to its gradient when the outputs' gradients are the cotangents."""
         if operation.name not in self._sent_back:
             self._sent_back[operation.name] = _sent_back(self, operation)
         return self._sent_back[operation.name]
@@ -51,7 +54,7 @@ class Logical:
 def interpret(
     graph: Graph, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], dealer: Dealer, step: int = 0
 ) -> Logical:
-    """One step from `state`."""
+    """Interpret one step of the graph from `state`."""
     trainable = {t.fqns[0] for t in graph.with_role("parameter") if t.needs_grad}
     leaves = {
         name: t.double().detach().requires_grad_(name in trainable) if t.is_floating_point() else t
@@ -68,7 +71,7 @@ def interpret(
 
 
 def next_state(logical: Logical, state: Mapping[str, Tensor], learning_rate: float) -> dict[str, Tensor]:
-    """The state after a step of SGD."""
+    """Return the state after a step of SGD."""
     after = {name: t.double() if t.is_floating_point() else t for name, t in state.items()}
     for tensor in logical.graph.with_role("parameter"):
         gradient = logical.gradients.get(tensor.name)
@@ -81,7 +84,7 @@ def next_state(logical: Logical, state: Mapping[str, Tensor], learning_rate: flo
 
 
 def _sent_back(logical: Logical, operation: Operation) -> dict[str, Tensor]:
-    """Runs the operation alone. Empty where it records no gradient."""
+    """Run the operation alone. Empty where it records no gradient."""
     made = [name for name in operation.outputs if name is not None]
     cotangents = {name: logical.cotangents[name] for name in made if name in logical.cotangents}
     if not operation.region.grad_enabled or not cotangents:

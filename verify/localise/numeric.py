@@ -1,4 +1,4 @@
-"""Why numbers are wrong: simple repairs of what the ranks hold, each tried on the pieces themselves."""
+"""Explain wrong numbers by simple repairs of the ranks' pieces, each of them tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ At = Sequence[tuple[Coordinates, Tensor]]
 
 
 def explain(wrong: Wrong, operands: Mapping[str, Tensor]) -> str | None:
-    """The first repair that fits, as a sentence. `operands`: logical tensors that may have been added too often."""
+    """Return the first repair that fits, as a sentence.
+
+    `operands`: logical tensors that may have been added too often.
+    """
     variable = wrong.variable
     states = gradient_states(variable.states) if wrong.is_gradient else dict(variable.states)
     prepared = all(micro < 0 for _, micro in wrong.pieces)
@@ -48,7 +51,7 @@ def _count(sizes: Mapping[str, int]) -> int:
 
 
 def near(one: Tensor, other: Tensor) -> bool:
-    """Whether they differ by rounding only."""
+    """Return whether two tensors differ by rounding only."""
     return one.shape == other.shape and difference(one, other).relative < CLOSE
 
 
@@ -66,7 +69,7 @@ class _Case:
         self.ranks, self.axes = ranks, axes
 
     def whole_where_parts(self) -> str | None:
-        """Every rank has all of it, and the layout says that they have terms of a sum."""
+        """Test: every rank has all of it, and the layout says that they have terms of a sum."""
         for axis, state in self.states.items():
             if isinstance(state, Partial) and axis != MICRO and self.sizes[axis] > 1:
                 other = {**self.states, axis: Invariant()}
@@ -84,7 +87,7 @@ class _Case:
         return None
 
     def first_alone(self) -> str | None:
-        """The first rank of an axis has all of it, the others zeros, and the layout says that all have it."""
+        """Test: the first rank of an axis has all of it, the others zeros, and the layout says that all have it."""
         for axis, size in self.sizes.items():
             if axis == MICRO or size == 1 or isinstance(self.states.get(axis), Sharded | Partial):
                 continue
@@ -95,7 +98,7 @@ class _Case:
         return None
 
     def unsummed(self) -> str | None:
-        """Parts of a sum where the layout says that every rank has all of it."""
+        """Test: the ranks have parts of a sum where the layout says that every rank has all of it."""
         for axis, size in self.sizes.items():
             state = self.states.get(axis, Invariant())
             if axis == MICRO or size == 1 or isinstance(state, Partial):
@@ -109,7 +112,7 @@ class _Case:
         return None
 
     def scaled(self) -> str | None:
-        """A multiple of what is right."""
+        """Test: the value is a multiple of the right one."""
         value = self._value(self.states)
         if value is None or value.shape != self.expected.shape:
             return None
@@ -129,7 +132,7 @@ class _Case:
         return "its sign is wrong" if abs(factor + 1) < CLOSE else f"it is {factor:.6g} times the model's"
 
     def order(self) -> str | None:
-        """The right pieces, on an axis in another order."""
+        """Test: the pieces are right, and on an axis in another order."""
         for axis, size in self.sizes.items():
             if size == 1 or size > 6:
                 continue
@@ -142,7 +145,7 @@ class _Case:
         return None
 
     def other_cut(self) -> str | None:
-        """The pieces of another layout with the same local shape."""
+        """Test: the pieces are those of another layout with the same local shape."""
         for axis, state in self.states.items():
             if not isinstance(state, Sharded):
                 continue
@@ -161,7 +164,7 @@ class _Case:
         return None
 
     def operand(self, operands: Mapping[str, Tensor]) -> str | None:
-        """An operand that is added too often, or too seldom."""
+        """Test: an operand is added too often, or too seldom."""
         value = self._value(self.states)
         if value is None or value.shape != self.expected.shape:
             return None
@@ -190,7 +193,7 @@ class _Case:
         return None
 
     def some_ranks(self) -> str | None:
-        """Right on some ranks."""
+        """Test: the value is right on some ranks."""
         if any(isinstance(state, Partial) for state in self.states.values()):
             return None
         good = {self._rank(c): near(piece, right) for (c, piece), right in zip(self.at, self._rights(), strict=True)}
@@ -220,7 +223,7 @@ class _Case:
             return None
 
     def _assembles(self, states: Mapping[str, State], at: At | None = None) -> bool:
-        """Whether the pieces make up the logical tensor, copies included."""
+        """Return whether the pieces assemble to the logical tensor, and copies agree."""
         try:
             found = assemble(self.at if at is None else at, states, self.sizes, tuple(self.expected.shape))
         except (ValueError, IndexError):
@@ -238,7 +241,7 @@ class _Case:
             return False
 
     def _alike(self, axis: str) -> bool:
-        """Whether the ranks of the axis hold the same."""
+        """Return whether all ranks of the axis hold the same piece."""
         first = {tuple(v for a, v in c.items() if a != axis): p for c, p in self.at if c[axis] == 0}
         return all(near(piece, first[tuple(v for a, v in c.items() if a != axis)]) for c, piece in self.at)
 
@@ -260,7 +263,7 @@ class _Case:
 
 
 def cuts(shape: tuple[int, ...], states: Mapping[str, State], axis: str, sizes: Mapping[str, int]) -> Iterator[Sharded]:
-    """Every even cut over the axis that gives the first rank a piece of the same shape."""
+    """Yield every even cut over the axis that gives the first rank a piece of the same shape."""
     first = dict.fromkeys(sizes, 0)
     local = local_shape(shape, states, sizes, first)
     for dim, size in enumerate(shape):

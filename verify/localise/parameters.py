@@ -24,7 +24,7 @@ Column = tuple[str, int, int]  # stage (as text, "before" for the last step), ra
 
 
 def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, Line]) -> list[Culprit]:
-    """Parameters whose `reduce` is not the axes on which what reads them leaves parts."""
+    """Find parameters whose `reduce` is not the axes on which their readers leave parts."""
     found: list[Culprit] = []
     for stage, attribute in _in_order(teacher, summed):
         axes = summed[stage, attribute]
@@ -56,13 +56,13 @@ def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, Line]) 
 
 
 def _in_order(teacher: Teacher, keys: Collection[tuple[int, str]]) -> list[tuple[int, str]]:
-    """(stage, attribute) in the order of the declarations."""
+    """Return (stage, attribute) in the order of the declarations."""
     order = [(index, name) for index, stage in sorted(teacher.stages.items()) for name in stage.parameters]
     return [key for key in order if key in keys]
 
 
 def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, Line]) -> list[Culprit]:
-    """Trained tensors that the program declares frozen, or unused although the model uses them."""
+    """Find trained tensors that the program declares frozen, or unused although the model uses them."""
     found: list[Culprit] = []
     for index, stage in teacher.stages.items():
         for attribute, declared in {**stage.frozen, **stage.parameters}.items():
@@ -79,7 +79,7 @@ def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, Line]) -> list[Cu
 def wrongly_accumulated(
     teacher: Teacher, before: Finals, lines: Mapping[Key, Line], foreign: Sequence[Foreign]
 ) -> list[Culprit]:
-    """Parameters whose gradient is not the sum of the right parts. `before`: what the last step left."""
+    """Find parameters whose gradient is not the sum of the right parts. `before`: what the last step left."""
     found: list[Culprit] = []
     for stage, attribute in _in_order(teacher, teacher.seen.gradients):
         pieces = teacher.seen.gradients[stage, attribute]
@@ -103,7 +103,7 @@ def wrongly_accumulated(
 
 
 def changed(teacher: Teacher, lines: Mapping[Key, Line], foreign: Sequence[Foreign]) -> list[Culprit]:
-    """Parameters that the program itself writes to during a step."""
+    """Find parameters that the program itself writes to during a step."""
     found: list[Culprit] = []
     for (stage, attribute), ranks in sorted(teacher.seen.changed.items()):
         declared = teacher.stages[stage].parameters.get(attribute) or teacher.stages[stage].frozen.get(attribute)
@@ -121,7 +121,7 @@ def changed(teacher: Teacher, lines: Mapping[Key, Line], foreign: Sequence[Forei
 
 
 def _at_foreign(culprit: Culprit, foreign: Sequence[Foreign], stage: int, attribute: str) -> Culprit:
-    """The statement that no generated program has, where one names the parameter."""
+    """Return the statement that no generated program has, where one names the parameter."""
     line = next((f for f in foreign if f"self.{attribute}." in f.text and f.stage == stage), None)
     return culprit if line is None else replace(culprit, line=Line(line.file, line.line, line.text))
 
@@ -148,7 +148,7 @@ def _culprit(
 
 
 def _merged(culprits: list[Culprit]) -> list[Culprit]:
-    """What is wrong with many parameters for one reason is wrong once."""
+    """Merge the culprits that have one cause into one, which names the other tensors."""
     by_cause: dict[str, list[Culprit]] = {}
     for culprit in culprits:
         by_cause.setdefault(culprit.cause or culprit.tensor, []).append(culprit)
@@ -215,7 +215,7 @@ def _factor(factor: float, stage: type[Stage]) -> str:
 
 
 def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict[Column, Tensor]:
-    """What every rank of the group, in every stage that holds the parameter, contributed in each micro-batch."""
+    """Return each rank's contribution in each micro-batch, from every stage that holds the parameter."""
     found: dict[Column, Tensor] = {}
     here = unravel(teacher.stages[stage].ranks.index(rank), teacher.stages[stage].axes)
     for index, other in teacher.stages.items():
@@ -234,7 +234,7 @@ def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict
 
 
 def _solve(columns: Mapping[Column, Tensor], piece: Tensor) -> dict[Column, float] | None:
-    """The weights with which the parts make the gradient; None where they do not, or too little is known."""
+    """Return the weights with which the parts make the gradient; None where they do not, or too little is known."""
     if not columns or piece.numel() < len(columns) + 2:
         return None
     matrix = torch.stack([c.double().reshape(-1) for c in columns.values()], 1)
@@ -246,7 +246,7 @@ def _solve(columns: Mapping[Column, Tensor], piece: Tensor) -> dict[Column, floa
 
 
 def _words(weights: Mapping[Column, float], rank: int) -> str | None:
-    """Which parts are missing, or counted otherwise than once."""
+    """Return which parts are missing, or counted otherwise than once."""
     used = {key for key, weight in weights.items() if weight}
     missing = [key for key in weights if key not in used]
     if not missing:

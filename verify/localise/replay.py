@@ -1,4 +1,4 @@
-"""One statement, changed, run again on what its ranks were taught: does that repair it?"""
+"""Run a changed statement again on what its ranks were taught: does that repair it?"""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Replay:
     run: TaughtRun
 
     def repairs(self, original: Statement, changed: Statement, instead: Substitute | None = None) -> bool:
-        """Whether the changed statement computes what the original should; gradients too, where no operand is
-        substituted."""
+        """Return whether the changed statement computes the original's right results, and right gradients where no
+        operand is substituted."""
         executions = self.execute(original, changed, instead)
         if executions is None:
             return False
@@ -43,7 +43,7 @@ class Replay:
     def execute(
         self, original: Statement, changed: Statement, instead: Substitute | None = None
     ) -> dict[At, Execution] | None:
-        """What the changed statement computes where the original ran; None if it raises."""
+        """Run the changed statement everywhere that the original ran; None if it raises."""
         before = self.run.teacher.seen.executions.get(original.number, {})
         found: dict[At, Execution] = {}
 
@@ -87,7 +87,7 @@ class Replay:
 
 
 def with_body(statement: Statement, body: ast.expr, variables: Collection[str] = ()) -> Statement:
-    """The statement with another right-hand side; it may also read the `variables`."""
+    """Return the statement with another right-hand side; it may also read the `variables`."""
     known = {a.arg for a in statement.function.args.args} | set(variables)
     named = dict.fromkeys(n.id for n in ast.walk(body) if isinstance(n, ast.Name))
     parameters = [n for n in named if n in known or n.startswith(ATTRIBUTE)]

@@ -35,7 +35,7 @@ class Rewrite:
 
 
 def rewrites(teacher: Teacher, statement: Statement) -> Iterator[Rewrite]:
-    """Every change that is worth trying."""
+    """Yield every change that is worth trying."""
     operation = operation_of(teacher, statement)
     yield from _order(statement)
     yield from _unwrapped(statement)
@@ -47,7 +47,7 @@ def rewrites(teacher: Teacher, statement: Statement) -> Iterator[Rewrite]:
 
 
 def _order(statement: Statement) -> Iterator[Rewrite]:
-    """The results, assigned in another order."""
+    """Yield the results, assigned in another order."""
     if 2 <= len(statement.names) <= 4:
         for names in permutations(statement.names):
             if names != statement.names:
@@ -56,7 +56,7 @@ def _order(statement: Statement) -> Iterator[Rewrite]:
 
 
 def _unwrapped(statement: Statement) -> Iterator[Rewrite]:
-    """An expression replaced by one of those inside of it."""
+    """Yield an expression replaced by one of those inside of it."""
     for node in _expressions(statement.function.body):
         for inner in _children(node):
             body = _replaced(statement.function.body, node, inner)
@@ -73,7 +73,7 @@ def _around(node: ast.expr, inner: ast.expr) -> str:
 
 
 def _operands(teacher: Teacher, statement: Statement, operation: Operation | None) -> Iterator[Rewrite]:
-    """Another variable in the place of one; two exchanged."""
+    """Yield other variables in the place of one; two exchanged."""
     body = statement.function.body
     variables = [read for read in statement.reads if (statement.stage, read) in teacher.variables]
     for one, other in combinations([r for r in statement.reads if teacher.tensor_of(statement.stage, r)], 2):
@@ -106,13 +106,13 @@ def _stored(teacher: Teacher, stage: int) -> list[str]:
 
 
 def _arguments(body: ast.expr) -> list[ast.expr]:
-    """What is computed inside of the arguments of the call."""
+    """Return the computed arguments of the call: nested calls, arithmetic, subscripts."""
     given = body.args if isinstance(body, ast.Call) else []
     return [a for a in given if isinstance(a, ast.Call | ast.BinOp | ast.Subscript)]
 
 
 def _as_in_model(statement: Statement, operation: Operation) -> Iterator[Rewrite]:
-    """The function and the constants of the model's operation."""
+    """Yield the function and the constants of the model's operation."""
     body = statement.function.body
     for node in ast.walk(body):
         if not isinstance(node, ast.Call):
@@ -146,7 +146,7 @@ def _function_text(operator: str) -> str:
 
 
 def _constants(statement: Statement) -> Iterator[Rewrite]:
-    """Numbers in the text, one off, doubled, halved, negated."""
+    """Yield other numbers in the text: one off, doubled, halved, negated."""
     body = statement.function.body
     for node in ast.walk(body):
         if not isinstance(node, ast.Constant) or isinstance(node.value, bool | str) or node.value is None:
@@ -160,7 +160,7 @@ def _constants(statement: Statement) -> Iterator[Rewrite]:
 
 
 def _conversions(teacher: Teacher, statement: Statement) -> Iterator[Rewrite]:
-    """Another conversion, or one where there is none: around the whole expression and around each operand."""
+    """Yield other conversions, or one where there is none: around the whole expression and around each operand."""
     body = statement.function.body
     stage = teacher.stages[statement.stage]
     target = teacher.target(statement, results_of(statement)[0])
@@ -222,7 +222,7 @@ def _name(read: str) -> str:
 
 
 def _expressions(body: ast.expr) -> Iterator[ast.expr]:
-    """The whole and its parts that are made of others, but not the functions that are called."""
+    """Yield the whole and its parts that are made of others, but not the functions that are called."""
     functions = {id(n.func) for n in ast.walk(body) if isinstance(n, ast.Call) and not _is_method(n)}
     for node in ast.walk(body):
         if isinstance(node, ast.Call | ast.BinOp | ast.UnaryOp | ast.Subscript) and id(node) not in functions:
@@ -256,7 +256,7 @@ def _replaced(body: ast.expr, old: ast.expr, new: ast.expr) -> ast.expr:
 
 
 def _shallow(node: ast.AST) -> ast.AST:
-    """A copy whose lists of children are its own, so that the original tree stays as it is."""
+    """Return a copy whose lists of children are its own, so that the original tree stays as it is."""
     made = copy.copy(node)
     for field, value in ast.iter_fields(node):
         if isinstance(value, list):

@@ -22,9 +22,16 @@ ATTRIBUTE = "self__"  # how a lambda names an attribute of the stage
 
 @dataclass(frozen=True)
 class Statement:
-    """`names`: the variables that it assigns; for a value that is returned, `key` is its name in the dict. `reads`:
-    local variables, and attributes of the stage as `self.w`, as the parameters of `function`, a lambda's text.
-    `compound`: it calls other statements of the program."""
+    """A statement of a rank program.
+
+    number    its place among all statements of the program
+    phase     the method that it belongs to
+    names     variables that it assigns
+    reads     local variables, and attributes of the stage as `self.w`: the parameters of `function`
+    function  the right side as a lambda
+    key       for a returned value, its name in the dict; else empty
+    compound  it calls other statements of the program
+    """
 
     number: int
     stage: int
@@ -46,7 +53,7 @@ class Statement:
 
 
 def shown(node: ast.expr) -> str:
-    """The text of an expression, with `self.w` for `self__w`."""
+    """Return the text of an expression, with `self.w` for `self__w`."""
     return ast.unparse(node).replace(ATTRIBUTE, "self.")
 
 
@@ -68,7 +75,7 @@ class Instrumented:
 
 
 def instrument(source: str, filename: str, first: int = 0) -> Instrumented:
-    """The program of one role; its statements are numbered from `first`. Raises SyntaxError."""
+    """Instrument the program of one role; its statements are numbered from `first`. Raises SyntaxError."""
     tree = ast.parse(source, filename)
     lines = source.splitlines()
     statements: list[Statement] = []

@@ -23,7 +23,8 @@ _GROUPS = ("parameters", "frozen", "buffers", "constants")
 def wrongly_held(
     replay: Replay, wrong: Sequence[Wrong], lines: Mapping[Key, Line]
 ) -> tuple[list[Culprit], frozenset[int]]:
-    """Declarations that are wrong, and the numbers of the statements that are right once they are repaired."""
+    """Return the declarations that are wrong, and the numbers of the statements that are right once
+    they are repaired."""
     culprits: list[Culprit] = []
     explained: set[int] = set()
     numbers = frozenset(one.statement.number for one in wrong)
@@ -49,13 +50,14 @@ def _culprit(replay: Replay, user: Wrong, attribute: str, text: str, lines: Mapp
 
 
 def _always_wrong(replay: Replay, stage: int, attribute: str, numbers: frozenset[int]) -> bool:
-    """Whether every statement that reads it is wrong: what suits one of them is held rightly."""
+    """Return whether every statement that reads the tensor is wrong; if one is right, the stored tensor is too."""
     readers = [s for s in replay.run.statements.values() if s.stage == stage and f"self.{attribute}" in s.reads]
     return all(s.number in numbers for s in readers)
 
 
 def _repair(replay: Replay, wrong: Wrong, numbers: frozenset[int]) -> tuple[tuple[str, ...], str]:
-    """The first other holding with which the statement is right: of one stored tensor, or of all that it reads."""
+    """Return the first other holding with which the statement is right: of one stored tensor, or of
+    all that it reads."""
     teacher = replay.run.teacher
     stage = teacher.stages[wrong.statement.stage]
     reads = [read.removeprefix("self.") for read in wrong.statement.reads if read.startswith("self.")]
@@ -76,8 +78,10 @@ def _repair(replay: Replay, wrong: Wrong, numbers: frozenset[int]) -> tuple[tupl
 
 
 def _is_stale(replay: Replay, wrong: Wrong, stage: type[Stage], attribute: str) -> bool:
-    """Whether the statement, run again with the value of before the last update, gives what it gave: right programs
-    read the value of after it."""
+    """Return whether the statement gives the same results with the value from before the last update.
+
+    A correct program reads the value from after the update.
+    """
     declared = replay.run.teacher.stored(stage.index, attribute)
     old = None if replay.run.earlier is None else replay.run.earlier.get(declared.fqn)
     if old is None:
@@ -114,7 +118,7 @@ def _is_right(replay: Replay, wrong: Wrong, held: Mapping[str, tuple[Tensor, Map
 
 
 def _holdings(replay: Replay, stage: type[Stage], attribute: str) -> Iterator[tuple[str, Tensor, dict[str, State]]]:
-    """Other layouts of the same local shape, then other tensors of the model."""
+    """Yield other layouts of the same local shape, then other tensors of the model."""
     declared = replay.run.teacher.stored(stage.index, attribute)
     sizes = dict(stage.axes)
     states = dict(declared.states)

@@ -1,4 +1,4 @@
-"""Runs a program on the simulator while it is taught, and single statements of it again on other operands."""
+"""Run a program on the simulator while it is taught, and run single statements of it again on other operands."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TaughtRun:
     earlier: dict[str, Tensor] | None = None  # the same, as of when the step that was taught last began
 
     def step(self, number: int) -> Logical:
-        """Teaches one step; what it showed is `teacher.seen`. Raises what a rank raises, TimeUp."""
+        """Teach one step; the observations are in `teacher.seen`. Raises TimeUp, and what a rank raises."""
         self.earlier = self.before
         logical = interpret(self.graph, self.state, self.inputs, self.dealer, number)
         self.teacher.begin(logical, self.dealer)
@@ -66,7 +66,7 @@ class TaughtRun:
         return logical
 
     def together(self, work: Callable[[Any], T]) -> list[T]:
-        """`work` on every rank."""
+        """Run `work` on every rank."""
         found: list[list[T]] = []
         errors: list[BaseException] = []
 
@@ -112,7 +112,7 @@ def _stored(executor: RankExecutor) -> list[tuple[int, str, Tensor]]:
 
 
 def prepare_run(task: Task, graph: Graph, program: ProgramDirectory, timeout: float, seed: int = 0) -> TaughtRun:
-    """Loads the roles to be taught. Raises what loading or building them raises."""
+    """Load the roles to be taught. Raises what loading or building them raises."""
     statements: dict[int, Statement] = {}
     foreign: list[Foreign] = []
     modules: dict[int, Any] = {}

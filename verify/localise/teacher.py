@@ -1,8 +1,52 @@
-"""Teaching a run: every statement gets right operands, whatever the statements before it computed.
+"""Teach a run: give every statement right operands, whatever the statements before it computed.
 
-What a statement computes is recorded and replaced by the right shards, and its gradient is taken on the spot, from the
-right shards of a random cotangent. So nothing wrong spreads, and a statement that differs is wrong itself. What lies
-between the statements (messages, accumulation, sums over ranks) gets right values and gradients as well.
+The idea
+--------
+In a wrong program, everything after the first wrong line differs as well, and the first difference need not be the
+only fault. So the program runs under teacher forcing (Williams and Zipser 1989, where a recurrent network is given the
+right previous output instead of its own): each statement's result is recorded, and then replaced by the right shards.
+A statement whose result differs is therefore wrong itself. The right shards come from the graph, interpreted on the
+whole batch in float64 (`logical`), and are cut by the layout that the manifest gives for the variable (`deal`).
+
+Gradients are treated alike. No backward pass goes through the program: each statement runs on detached leaves, and its
+own vector-Jacobian product is taken on the spot, with a random cotangent for the result, cut as the layout says. What
+lies between statements (messages, accumulation over micro-batches, sums over ranks) is joined by `Boundary`, which
+hands the executor right values and right gradients in place of those that the stage computed.
+
+A worked example
+----------------
+`down(relu(up(x))).square().sum()` under tp=2, with two lines edited:
+
+    relu = aten.gelu(linear)                                   # was aten.relu
+    linear_1_v1 = comm.shard(linear_1, self.tp, dim=1)         # was comm.reduce_scatter
+
+A plain run says that the loss is 0.3907767475 instead of 0.5207095327, and that `relu` is the first tensor that
+differs. It cannot say whether the second edited line is wrong too: its operand already differs. In the taught run
+`relu` differs (0.5897832401 = gelu(0.7597408791) instead of 0.7597408791), is recorded, and is replaced. So
+`aten.linear` reads the right `relu` and is right; its result, a partial sum, is replaced by random terms whose sum is
+right. From these, `comm.shard` returns 0.2108635066 instead of -0.3525990638. Both lines are named, each with a repair
+that was tried on the recorded operands alone:
+
+    cause: it calls `aten.gelu` where the model's line is `aten.relu`; `relu = aten.relu(linear)` repairs it
+    cause: a reduce_scatter over tp is missing; `linear_1_v1 = comm.reduce_scatter(linear_1, self.tp, dim=1)` repairs it
+
+The invariant
+-------------
+Whenever a taught statement starts, each of its operands that is a known tensor is the right piece of its logical
+tensor, for this rank and micro-batch. `Seen` then contains, for each statement and rank, the operands, what was
+computed, and what was sent back: enough to judge the statement (`judge`), and to run changed versions of it without
+running the program again (`replay`). A result that is no tensor of the graph has no right value. It is passed on as it
+is, together with its leaves (`_open`), so that the next statement whose result is known is judged for both.
+
+Why not otherwise
+-----------------
+* Compare the tensors of a plain run, and take the first that differs (`first_divergent`): this finds one fault, and one
+  of the backward pass only where all values agree. It is kept for programs that cannot be taught.
+* Bisect over the lines, or minimise the program (delta debugging): many runs, one fault at a time, and half of a rank
+  program is no program.
+* Put zeros on all ranks but one for a partial sum, or use the loss's real gradient as the cotangent: zeros hide
+  mistakes. relu's gradient is zero for half of its inputs, and a missing sum over zeros is no mistake that shows. Hence
+  random terms and random cotangents, drawn once for all ranks from a seed.
 """
 
 from __future__ import annotations
@@ -28,8 +72,10 @@ At = tuple[int, int]  # rank, micro-batch (-1: `prepare`)
 
 @dataclass(frozen=True)
 class Execution:
-    """One statement on one rank. `sent_back`: operand -> gradient, None for one that gets none; empty where no gradient
-    is due."""
+    """One statement on one rank.
+
+    `sent_back`: operand -> gradient, None for one that gets none; empty where no gradient is due.
+    """
 
     stage: Stage
     function: Callable[..., Any]
@@ -41,7 +87,7 @@ class Execution:
 
 @dataclass
 class Seen:
-    """What one step of a taught run showed."""
+    """The observations of one step of a taught run."""
 
     executions: dict[int, dict[At, Execution]] = field(default_factory=dict)  # by statement
     entered: dict[tuple[int, str, str], Pieces] = field(default_factory=dict)  # (stage, phase, argument)
@@ -72,7 +118,10 @@ class Boundary(torch.autograd.Function):
 
 
 class Teacher:
-    """What taught programs call, from the threads of all ranks. `begin` names what is right in the next step."""
+    """The functions that taught programs call, from the threads of all ranks.
+
+    `begin` sets the right values of the next step.
+    """
 
     def __init__(
         self,
@@ -92,14 +141,14 @@ class Teacher:
         self._names = {fqn: t.name for t in logical.graph.tensors.values() for fqn in t.fqns if t.role != "input"}
 
     def names(self) -> dict[str, Callable[..., Any]]:
-        """What the module of a taught program needs besides its own names."""
+        """Return the names that the module of a taught program needs besides its own."""
         called: Callable[..., Any] = lambda function, *tensors: function(*tensors)  # noqa: E731
         return {"_taught": self.taught, "_entered": self.entered, "_returned": self.returned, "recompute": called}
 
     # -- what is right --------------------------------------------------------------------------------------------
 
     def tensor_of(self, stage: int, read: str) -> str | None:
-        """The logical tensor that an operand (`x`, `self.w`) is."""
+        """Return the logical tensor that an operand (`x`, `self.w`) is."""
         if not read.startswith("self."):
             variable = self.variables.get((stage, read))
             return None if variable is None else self.logical.name_of(variable.tensor)
@@ -107,7 +156,7 @@ class Teacher:
         return None if stored is None else self._names.get(stored.fqn)
 
     def stored(self, stage: int, attribute: str) -> Any:
-        """The declaration of a stored tensor; None for another attribute."""
+        """Return the declaration of a stored tensor; None for another attribute."""
         declared = self.stages[stage]
         for group in (declared.parameters, declared.frozen, declared.buffers, declared.constants):
             if attribute in group:
@@ -115,7 +164,7 @@ class Teacher:
         return None
 
     def target(self, statement: Statement, name: str) -> Variable | None:
-        """The variable that a result is. What is returned is what its key says."""
+        """Return the variable that a result is. What is returned is what its key says."""
         known = self.variables.get((statement.stage, name))
         if known is not None or not statement.key:
             return known
@@ -126,7 +175,7 @@ class Teacher:
         return found or (read[0] if read and name.startswith("new ") else None)
 
     def right(self, variable: Variable, at: At, *, gradient: bool = False) -> Tensor | None:
-        """The right piece of a variable, or of its cotangent."""
+        """Return the right piece of a variable, or of its cotangent."""
         name = self.logical.name_of(variable.tensor)
         tensor = (self.logical.cotangents if gradient else self.logical.values).get(name)
         if tensor is None:
@@ -171,7 +220,7 @@ class Teacher:
         *,
         recording: bool,
     ) -> tuple[Execution, Any, dict[str, Tensor]]:
-        """Runs one statement on one rank: what was seen, what it returned, and the operands that have a gradient."""
+        """Run one statement on one rank; return the record, the result, and the operands that have a gradient."""
         given, leaves = self._operands(statement, operands, recording)
         result = function(*given)
         named = {n: v for n, v in zip(results_of(statement), _listed(result), strict=False) if isinstance(v, Tensor)}
@@ -181,7 +230,7 @@ class Teacher:
         return Execution(stage, function, given, computed, sent, recording), result, leaves
 
     def entered(self, stage: Stage, phase: str, name: str, value: Any, nested: bool) -> Any:
-        """An argument of a method, or of a function inside of it."""
+        """Record an argument of a method, or of a function inside of it, and replace it by its right piece."""
         variable = self.variables.get((stage.index, name))
         if not isinstance(value, Tensor) or nested:
             return value
@@ -193,7 +242,7 @@ class Teacher:
         return self._replaced(value, variable, {}, at)
 
     def returned(self, stage: Stage, phase: str, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a method returns; that of `forward` is connected with what it is made of."""
+        """Record the outputs of a method; connect those of `forward` with its inputs and parameters by a `Boundary`."""
         if phase == "prepare":
             return outputs
         at = (stage.rank, stage.micro.index)
@@ -227,7 +276,7 @@ class Teacher:
     def _operands(
         self, statement: Statement, operands: tuple[Any, ...], recording: bool
     ) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-        """The operands as leaves of a graph of their own, and those leaves that have a gradient."""
+        """Return the operands as leaves of a graph of their own, and those leaves that have a gradient."""
         given: list[Any] = []
         leaves: dict[str, Tensor] = {}
         for read, value in zip(statement.reads, operands, strict=True):
@@ -273,14 +322,14 @@ class Teacher:
         return right.to(value.dtype)
 
     def _gradient_of(self, stage: Stage, name: str, at: At, tensor: Tensor) -> Tensor | None:
-        """The right piece of the gradient of something received, or of a parameter."""
+        """Return the right piece of the gradient of something received, or of a parameter."""
         if not name.startswith("self."):
             variable = self.variables.get((stage.index, name))
             return None if variable is None else _like(self.right(variable, at, gradient=True), tensor)
         return _like(self.part_of(stage.index, stage.parameters[name.removeprefix("self.")], at), tensor)
 
     def part_of(self, stage: int, declared: Parameter, at: At) -> Tensor | None:
-        """What one rank contributes to the gradient of a parameter in one micro-batch."""
+        """Return the part of a parameter's gradient that one rank contributes in one micro-batch."""
         part = self.part(declared.fqn, stage)
         if part is None:
             return None
@@ -289,7 +338,7 @@ class Teacher:
         return self._deal(key, part, states, self.stages[stage], at)
 
     def part(self, fqn: str, stage: int) -> Tensor | None:
-        """The part of a parameter's gradient that comes from one of the stages that hold it."""
+        """Return the part of a parameter's gradient that comes from one of the stages that hold it."""
         total = self.logical.cotangents.get(self._names.get(fqn, ""))
         holders = [i for i, s in self.stages.items() if any(p.fqn == fqn and p.used for p in s.parameters.values())]
         if total is None or stage not in holders:
@@ -301,7 +350,7 @@ class Teacher:
 
 
 def results_of(statement: Statement) -> tuple[str, ...]:
-    """The names of what a statement computes."""
+    """Return the names of what a statement computes."""
     return statement.names or (statement.key,)
 
 

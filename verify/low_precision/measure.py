@@ -1,4 +1,4 @@
-"""What a program computed in low precision, tensor by tensor, beside the exact result."""
+"""Compare a low-precision run of a program with the exact result, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ KINDS = ("loss", "gradient", "parameter", "buffer")
 
 @dataclass(frozen=True)
 class Measured:
-    """`key`: whose noise it is compared with. `problem`: what makes a comparison of values pointless, with `code`.
-    `holding`: None for a loss, which is that of `rank`. `finite`: of the program's value."""
+    """The error of one tensor or loss of a low-precision run.
+
+    key      whose noise it is compared with
+    error    the three statistics of `measures`
+    holding  where the tensor is held; None for a loss
+    rank     of a loss; -1 for a tensor
+    code     of the finding, where values cannot be compared
+    problem  why values cannot be compared
+    finite   whether the program's value is
+    """
 
     key: Key
     error: Statistics = (0.0, 0.0, 0.0)
@@ -36,7 +44,7 @@ class Measured:
 
 
 def measured(comparison: Comparison, targets: Mapping[Key, Target]) -> tuple[Measured, ...]:
-    """Every loss, gradient, parameter and buffer of the program. What neither side has is left out."""
+    """Measure every loss, gradient, parameter and buffer of the program. Those that neither side has are left out."""
     last = comparison.steps - 1
     kinds = [("gradient", step) for step in range(comparison.steps)] + [("parameter", last), ("buffer", last)]
     found = list(_losses(comparison, targets))

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in three numbers that see different errors.
+"""Measure the difference of two tensors, in three numbers that see different errors.
 
     greatest   the largest absolute difference, relative to the largest value: one wrong element
     norm       the Frobenius norm of the difference, relative to the tensor's own: permuted, missing or foreign pieces
@@ -23,7 +23,8 @@ Statistics = tuple[float, float, float]
 
 
 def statistics(actual: Tensor, expected: Tensor, family: float) -> Statistics:
-    """The three numbers, in the order of NAMES; infinity for unequal shapes, and where `actual` is not finite."""
+    """Return the three numbers, in the order of NAMES; infinity for unequal shapes, and where `actual`
+    is not finite."""
     greatest = difference(actual, expected, family).relative
     if actual.shape != expected.shape or not is_finite(actual) or not is_finite(expected):
         return (inf, inf, inf) if greatest > 0 else (0.0, 0.0, 0.0)
@@ -36,7 +37,7 @@ def statistics(actual: Tensor, expected: Tensor, family: float) -> Statistics:
 
 
 def floors(expected: Tensor, unit: float) -> Statistics:
-    """What rounding the right result to the dtype, once, does to the three numbers; `unit` is half an epsilon."""
+    """Return the three statistics of rounding the right result once to the dtype. `unit`: half an epsilon."""
     if not (expected.is_floating_point() or expected.is_complex()):
         return (0.0, 0.0, 0.0)
     square = _numbers(expected).square()
@@ -47,7 +48,7 @@ def floors(expected: Tensor, unit: float) -> Statistics:
 
 
 def size(expected: Tensor, family: float) -> float:
-    """The tensor's own size relative to the scale that `norm` uses: 1 unless it is (almost) zero in theory."""
+    """Return the tensor's own size relative to the scale that `norm` uses: 1 unless it is (almost) zero in theory."""
     e = _numbers(expected)
     own = _norm(e)
     scale = max(own, FAMILY_SHARE * family * sqrt(e.numel()))

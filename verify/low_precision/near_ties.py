@@ -31,7 +31,7 @@ class NearTies(RulesMode):
         self._generator = generator
 
     def _moved(self, x: Tensor) -> Tensor:
-        """In float64, where a part of a unit counts."""
+        """Move values in float64, where a part of a unit counts."""
         share = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) * 2 - 1
         return x.double() * (1 + UNITS * torch.finfo(x.dtype).eps * share)
 
@@ -46,7 +46,7 @@ def _chosen(position: int, moved: Callable[[Tensor], Tensor], func: Any, x: Tens
 
 
 def _unmoved(x: Tensor, indices: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The values that `x` itself has at the indices, of which a maximum may have dropped the dim."""
+    """Return the values that `x` itself has at the indices, of which a maximum may have dropped the dim."""
     kept = indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
     return x.gather(dim, kept).view(indices.shape), indices
 

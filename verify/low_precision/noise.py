@@ -43,9 +43,14 @@ KINDS = ("plain", "reassociated", "moved", "reassociated", "moved", "reassociate
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn from: the model and batch with values of `dtype`, and their exact result. `parts`: in how many
-    parts the program computes its sums. `replaced`: whether all floating dtypes of the model's code become `dtype`.
-    `loss_scale`: of the program's run, and so of every draw."""
+    """The model and batch, with values of `dtype`, from which noise is drawn.
+
+    truth       their exact result
+    parts       numbers of parts in which the program computes its sums
+    seed        of the draws
+    replaced    all floating dtypes of the model's code become `dtype`
+    loss_scale  of the program's run, and so of every draw
+    """
 
     model: nn.Module
     sample: SampleInputs
@@ -73,15 +78,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Noise:
-    """The largest statistics over `draws` draws, and never less than one rounding of the right result. `overflowed`:
-    a tensor that is not finite in a draw, though it is in float64."""
+    """The rounding noise of the reference.
+
+    draws       number of draws
+    largest     the largest statistics over all draws, at least those of rounding the right result once
+    overflowed  a tensor that is not finite in some draw although it is in float64
+    """
 
     draws: int
     largest: Mapping[Key, Statistics]
     overflowed: Key | None = None
 
     def joined(self, other: Noise) -> Noise:
-        """Of both sets of draws."""
+        """Join the noise of two sets of draws."""
         largest = {
             key: _larger(self.largest.get(key, (0.0, 0.0, 0.0)), other.largest.get(key, (0.0, 0.0, 0.0)))
             for key in {**self.largest, **other.largest}
@@ -97,7 +106,7 @@ def subject_of(
     parts: Sequence[int],
     seed: int,
 ) -> Subject:
-    """Rounds the model and runs it exactly, as long and as fast as `reference` did."""
+    """Round the model and run it exactly, as long and as fast as `reference` did."""
     low, batch = rounded_model(model, dtype), rounded_sample(sample, dtype)
     truth = run_reference(
         low,
@@ -111,7 +120,7 @@ def subject_of(
 
 
 def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
-    """Every tensor of the exact result by (kind, step, name)."""
+    """Return every tensor of the exact result by (kind, step, name)."""
     found: dict[Key, Target] = {}
     for (kind, step), tensors in _families(trajectory).items():
         family = family_scale(t for t in tensors.values() if t is not None and t.is_floating_point())
@@ -122,7 +131,7 @@ def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
 
 
 def draw_noise(subject: Subject, targets: Mapping[Key, Target], first: int, count: int) -> Noise:
-    """The noise over draws number `first` and the next ones, `count` in all."""
+    """Return the noise over draws number `first` and the next ones, `count` in all."""
     noise = Noise(0, {key: floors(target.value, subject.unit) for key, target in targets.items()})
     for number in range(first, first + count):
         run = draw(subject, number)
@@ -156,8 +165,8 @@ def draw(subject: Subject, number: int) -> Trajectory:
 
 
 def choose_loss_scale(subject: Subject, targets: Mapping[Key, Target]) -> float:
-    """The scale of the loss that keeps small gradients above the least number of the dtype: 1 where the dtype reaches
-    as far down as float32 does; else the largest of a few at which nothing overflows, with a margin."""
+    """Choose the scale of the loss that keeps small gradients above the least number of the dtype: 1 where the dtype
+    reaches as far down as float32 does; else the largest of a few at which nothing overflows, with a margin."""
     if torch.finfo(subject.dtype).tiny <= torch.finfo(torch.float32).tiny:
         return 1.0
     for scale in LOSS_SCALES:
@@ -195,8 +204,10 @@ def _larger(one: Statistics, other: Statistics) -> Statistics:
 
 
 def parts_of(axes: Mapping[str, int], micro_batches: int) -> tuple[int, ...]:
-    """In how many parts sums may be computed under these axes: each axis alone, the micro-batches, and both together.
-    (2,) where nothing is divided."""
+    """Return the numbers of parts in which sums may be computed under these axes.
+
+    Each axis alone, the micro-batches, and both together; (2,) where nothing is divided.
+    """
     sizes = {size for name, size in axes.items() if name != "pp" and size > 1}
     found = sizes | {size * micro_batches for size in sizes} | {micro_batches}
     return tuple(sorted(n for n in found if n > 1)) or (2,)

@@ -20,7 +20,7 @@ _TITLES = {"loss": "loss", "gradient": "gradients", "parameter": "parameters", "
 def rows_of(
     tensors: Sequence[Measured], targets: Mapping[Key, Target], noise: Noise, dtype: str
 ) -> tuple[NoiseRow, ...]:
-    """A row for every tensor whose values could be compared, in the order of `tensors`."""
+    """Return a row for every tensor whose values could be compared, in the order of `tensors`."""
     found = []
     for one in tensors:
         if not one.problem:
@@ -33,7 +33,7 @@ def rows_of(
 def outcomes_of(
     comparison: Comparison, tensors: Sequence[Measured], rows: Sequence[NoiseRow], draws: int, dtype: str
 ) -> list[Outcome]:
-    """One check per kind of tensor."""
+    """Return one check per kind of tensor."""
     compared = iter(rows)
     pairs = [(one, None if one.problem else next(compared)) for one in tensors]
     kinds = [kind for kind in KINDS if any(one.key[0] == kind for one in tensors)]

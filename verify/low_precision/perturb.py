@@ -18,7 +18,7 @@ _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 
 
 def rounded_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose parameters and buffers are values of `dtype`, in their own dtypes."""
+    """Return a copy whose parameters and buffers are values of `dtype`, in their own dtypes."""
     result = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in (*result.parameters(), *result.buffers()):
@@ -28,12 +28,13 @@ def rounded_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
-    """The batch with its floating-point tensors rounded to values of `dtype`."""
+    """Return the batch with its floating-point tensors rounded to values of `dtype`."""
     return replace(sample, tensors={n: _rounded(t, dtype) for n, t in sample.tensors.items()})
 
 
 def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
-    """A copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last place."""
+    """Return a copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last
+    place."""
     result = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in result.parameters():  # each object once, so tied ones once
@@ -43,13 +44,14 @@ def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator
 
 
 def moved_sample(sample: SampleInputs, dtype: torch.dtype, generator: torch.Generator) -> SampleInputs:
-    """The batch with its floating-point tensors moved likewise."""
+    """Return the batch with its floating-point tensors moved likewise."""
     tensors = {n: moved(t, dtype, generator) if t.is_floating_point() else t for n, t in sample.tensors.items()}
     return replace(sample, tensors=tensors)
 
 
 def moved(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """The tensor, rounded to `dtype`, with each element moved by -1, 0 or +1 unit of that dtype in the last place.
+    """Return the tensor, rounded to `dtype`, with each element moved by -1, 0 or +1 unit of that dtype in the last
+    place.
 
     Zero, infinity and NaN stay, and so does what would become infinite.
     """

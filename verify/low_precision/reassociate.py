@@ -44,8 +44,10 @@ class RulesMode(TorchDispatchMode):
 
 
 class Reassociated(RulesMode):
-    """While open, every sum that has a rule is computed in parts. `parts`: the numbers of parts to choose from; a sum
-    of fewer terms than parts is left alone."""
+    """While open, every sum that has a rule is computed in parts.
+
+    `parts`: the numbers of parts to choose from; a sum of fewer terms than parts is left alone.
+    """
 
     def __init__(self, generator: torch.Generator, parts: Sequence[int]) -> None:
         super().__init__(_RULES, self._cut)
@@ -92,8 +94,10 @@ def _addmm(cut: Cut, func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: flo
 
 
 def _reduced(cut: Cut, func: Any, x: Tensor, dim: Sequence[int] | None = None, *rest: Any, **named: Any) -> Tensor:
-    """sum or mean over `dim` (all where there is none), in parts along the longest of these dims. A mean is the mean
-    of the parts' means, each with its share of the terms."""
+    """Compute a sum or mean over `dim` (all where there is none), in parts along the longest of these dims.
+
+    A mean is the mean of the parts' means, each with its share of the terms.
+    """
     dims = [d % x.dim() for d in dim] if dim else list(range(x.dim()))
     if not dims or x.numel() == 0:
         return func(x, dim, *rest, **named)  # type: ignore[no-any-return]
@@ -159,7 +163,7 @@ def _convolution_backward(cut: Cut, func: Any, gradient: Tensor, x: Tensor, *res
 
 
 def _by_rows(parts: Sequence[Sequence[Tensor | None]], order: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Of each part (gradient of the rows, gradients that are sums over rows): rows put back, sums added."""
+    """Return of each part (gradient of the rows, gradients that are sums over rows): rows put back, sums added."""
     rows = [part[0] for part in parts]
     back = torch.argsort(torch.cat(list(order)))
     first = None if rows[0] is None else torch.cat([r for r in rows if r is not None])[back]

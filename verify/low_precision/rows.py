@@ -64,12 +64,12 @@ class NoiseRow:
 
     @property
     def near(self) -> bool:
-        """Whether it is neither clearly rounding nor clearly an error."""
+        """Return whether the difference is neither clearly rounding nor clearly an error."""
         return self.verdict is Verdict.INCONCLUSIVE
 
 
 def judged(kind: str, step: int, name: str, dtype: str, error: Statistics, noise: Statistics, size: float) -> NoiseRow:
-    """The row of one tensor; `size` is its own size in the scale of `norm`."""
+    """Return the row of one tensor; `size` is its own size in the scale of `norm`."""
     worst = max(range(len(NAMES)), key=lambda i: (_ratio(error[i], noise[i]), -i))
     ratio = _ratio(error[worst], noise[worst])
     drowned = size > 0 and PASS_RATIO * noise[1] >= size

@@ -41,14 +41,14 @@ Run = Callable[[str | None, float], Comparison | Outcome]
 
 
 class Requested(Protocol):
-    """What is used of a `PlanRequest`."""
+    """The part of a `PlanRequest` that is used here."""
 
     @property
     def seed(self) -> int: ...
 
 
 class Built(Protocol):
-    """What is used of a `Prepared`: `model` with its random parameters, in its own dtypes."""
+    """The part of a `Prepared` that is used here: `model` has its random parameters, in its own dtypes."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -76,7 +76,7 @@ class Calibration:
         return self.dtype if self.subject.replaced else None
 
     def with_more_draws(self) -> Calibration:
-        """As many draws again, up to the most."""
+        """Double the number of draws, up to the most."""
         count = min(self.noise.draws, MOST_DRAWS - self.noise.draws)
         more = draw_noise(self.subject, self.targets, self.noise.draws, count)
         return replace(self, noise=self.noise.joined(more))
@@ -97,7 +97,7 @@ def low_precision_outcomes(
     run: Run,
     progress: Progress = lambda phase, seconds, text: None,
 ) -> tuple[list[Outcome], tuple[NoiseRow, ...]]:
-    """The checks of every dtype, and the rows behind them.
+    """Return the checks of every dtype, and the rows behind them.
 
     `reference`: the float64 run of the model; its number of steps, learning rate and settings are used. `run` runs the
     program from the state and batch of `prepared` with the same; what its Comparison compares with is not looked at.
@@ -129,7 +129,7 @@ def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name:
 
 
 def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: str) -> Calibration:
-    """The noise of the dtype called `name`, from the first draws."""
+    """Return the noise of the dtype called `name`, from the first draws."""
     program = prepared.program
     parts = parts_of(program.axes, int(program.manifest["micro_batches"]))
     subject = subject_of(prepared.model, prepared.sample, getattr(torch, name), reference, parts, request.seed)
@@ -139,7 +139,10 @@ def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: 
 
 
 def compare(calibration: Calibration, comparison: Comparison) -> Result:
-    """The checks of one run of a program. Draws again while a tensor disagrees, unless no draw can explain it."""
+    """Return the checks of one run of a program.
+
+    Draws again while a tensor disagrees, unless no draw can explain it.
+    """
     tensors = measured(comparison, calibration.targets)
     while True:
         noise = calibration.noise

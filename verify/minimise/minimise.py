@@ -32,7 +32,7 @@ class Minimal:
 
 
 def minimise_plan(plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS) -> Plan:
-    """The plan of `minimise`; the given one where that does not fail again."""
+    """Return the plan of `minimise`; the given one where that does not fail again."""
     found = minimise(plan, graph, still_fails, seconds=seconds)
     return plan if found is None else found.plan
 
@@ -40,8 +40,8 @@ def minimise_plan(plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool],
 def minimise(
     plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS
 ) -> Minimal | None:
-    """The smallest plan found in `seconds` of processor time, of this process and of the children that it has waited
-    for, for which `still_fails` holds; None if it does not hold for `plan`.
+    """Return the smallest plan found in `seconds` of processor time, of this process and of the children that it has
+    waited for, for which `still_fails` holds; None if it does not hold for `plan`.
 
     `still_fails` may raise NnscalerError for a plan that is not legal, which then counts as one that does not fail.
     """
@@ -87,7 +87,7 @@ def _worked() -> float:
 
 
 def _fewer_axes(plan: Plan, search: _Search) -> Plan:
-    """As long as a smaller plan fails, the smaller plan."""
+    """Shrink the plan axis by axis as long as it still fails."""
     while True:
         found = next((other for other in smaller(plan) if search.fails(other)), None)
         if found is None:
@@ -96,7 +96,7 @@ def _fewer_axes(plan: Plan, search: _Search) -> Plan:
 
 
 def _ddmin(units: Sequence[Unit], fails: Callable[[Sequence[Unit]], bool], search: _Search) -> tuple[Unit, ...]:
-    """A subset that fails, and of which no part that was tried does."""
+    """Return a failing subset of which no smaller one that was tried fails (ddmin)."""
     if fails(()):
         return ()
     kept, parts = tuple(units), 2

@@ -25,7 +25,7 @@ class Unit:
 
 
 def units_of(plan: Plan, graph: Graph) -> tuple[Unit, ...]:
-    """What a plan splits. Raises NnscalerError for a plan that is not legal."""
+    """Return every (operation, axis) that the plan splits. Raises NnscalerError for a plan that is not legal."""
     known = dict(signatures(graph, default_registry()))
     partitioned = apply_plan(graph, known, plan)
     found: dict[tuple[str, str], Unit] = {}
@@ -42,7 +42,7 @@ def units_of(plan: Plan, graph: Graph) -> tuple[Unit, ...]:
 
 
 def keeping(plan: Plan, units: Collection[Unit], kept: Collection[Unit]) -> Plan:
-    """The plan in which only the units `kept` are left of `units`; the others run whole."""
+    """Return the plan in which only the units `kept` are left of `units`; the others run whole."""
     gone: dict[str, list[str]] = {}
     for unit in units:
         if unit not in kept:
@@ -52,7 +52,7 @@ def keeping(plan: Plan, units: Collection[Unit], kept: Collection[Unit]) -> Plan
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """Plans with less of one thing, those that leave out most first."""
+    """Yield plans with less of one thing, those that leave out most first."""
     if plan.devices > 1 and not plan.stage_axes:
         steps = _without(plan.steps, AssignStep)
         mesh = tuple((name, size) for name, size in plan.mesh if name != "pp")

@@ -1,4 +1,4 @@
-"""Whether a plan fails, asked often: compile, one step on the simulator, loss and gradients."""
+"""Test cheaply whether a plan fails: compile, run one step on the simulator, compare loss and gradients."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class PlanTrial:
     timeout: float = 30.0
 
     def fails(self, plan: Plan) -> bool:
-        """Whether the program of the plan computes another loss or other gradients, or does not end. Raises
-        NnscalerError for a plan that is not legal."""
+        """Return whether the plan's program computes a different loss or different gradients, or does not end.
+
+        Raises NnscalerError for a plan that is not legal.
+        """
         with tempfile.TemporaryDirectory(prefix="nnscaler-minimise-") as folder:
             compiled = compile_traced(self.traced, ranks=plan.ranks, plan=plan, model={"name": "model"})
             program = open_program(compiled.save(Path(folder) / "program"))

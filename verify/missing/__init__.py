@@ -1,1 +1,1 @@
-"""Which operators of a model have no annotation, and which annotation each could have."""
+"""Find the operators of a model that have no annotation, and suggest one for each."""

@@ -29,7 +29,8 @@ MOST_FORMS = 8  # calls that differ in more than sizes are looked at
 class Form:
     """One way in which an operator is called: ranks of its tensors, and its other arguments.
 
-    `call` has tensors to run it on; `own`: of the model's own shapes.
+    call  has tensors to run it on
+    own   these have the model's own shapes
     """
 
     call: ConcreteCall
@@ -37,7 +38,8 @@ class Form:
 
 
 def tensors_of(traced: Traced, operations: Sequence[Operation]) -> Mapping[str, Tensor]:
-    """The inputs of these operations on the sample batch; on the meta device where the model has no data there."""
+    """Return the inputs of these operations on the sample batch; on the meta device where the model
+    has no data there."""
     wanted = {name for op in operations for name in op.inputs}
     state = {name: tensor.detach() for name, tensor in traced.state.items()}
     meta = any(t.is_meta for t in state.values()) or any(t.is_meta for t in traced.inputs.values())
@@ -55,7 +57,7 @@ def tensors_of(traced: Traced, operations: Sequence[Operation]) -> Mapping[str, 
 
 
 def record(missing: Missing) -> OperatorSpec:
-    """The operator's record, without annotation, as `verify-op` takes it."""
+    """Return the operator's record, without annotation, as `verify-op` takes it."""
     if missing.function is None:
         spec = record_of(_overload(missing.operator))
         assert spec is not None
@@ -76,14 +78,14 @@ def record(missing: Missing) -> OperatorSpec:
 
 
 def parameter_names(function: type[torch.autograd.Function]) -> tuple[str, ...]:
-    """The parameters of an `autograd.Function`'s forward, without ctx."""
+    """Return the parameters of an `autograd.Function`'s forward, without ctx."""
     code = function.forward.__code__
     skip = 1 if function.setup_context is torch.autograd.Function.setup_context else 0
     return tuple(code.co_varnames[skip : code.co_argcount])
 
 
 def forms(missing: Missing, spec: OperatorSpec, values: Mapping[str, Tensor]) -> tuple[Form, ...]:
-    """The operator's calls that differ in more than sizes, at most `MOST_FORMS` of them."""
+    """Return the operator's calls that differ in more than sizes, at most `MOST_FORMS` of them."""
     found: dict[str, Operation] = {}
     for operation in missing.calls:
         found.setdefault(form_key(operation, values), operation)
@@ -91,7 +93,7 @@ def forms(missing: Missing, spec: OperatorSpec, values: Mapping[str, Tensor]) ->
 
 
 def form_key(operation: Operation, values: Mapping[str, Tensor]) -> str:
-    """Equal for calls with tensors of the same ranks and dtypes, and the same other arguments."""
+    """Return a key that is equal for calls with tensors of the same ranks and dtypes, and the same other arguments."""
 
     def kind(slot: Any) -> Any:
         tensor = values[operation.inputs[slot.index]]
@@ -115,7 +117,7 @@ def _form(operation: Operation, spec: OperatorSpec, values: Mapping[str, Tensor]
 
 
 def _ready(value: Any, tensor: Callable[[Any], Tensor], plain: Callable[[Any], Any]) -> Any:
-    """An argument of an operation, with its tensors."""
+    """Return an argument of an operation, with its tensors."""
     if isinstance(value, list | tuple):
         return [_ready(v, tensor, plain) for v in value]
     found = map_slots(value, tensor)

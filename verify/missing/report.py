@@ -99,7 +99,7 @@ def report_missing(
 
 
 def _forms(missing: Missing, spec: Any, values: Mapping[str, Any]) -> tuple[Form, ...] | str:
-    """The forms of an operator's calls, or why there are none that could be run."""
+    """Return the forms of an operator's calls, or why there are none that could be run."""
     if missing.function is not None and missing.function.constants:
         position, value = missing.function.constants[0]
         return (

@@ -1,4 +1,5 @@
-"""What the missing annotations cost: the share of matmul FLOPs that tensor parallelism divides, with and without."""
+"""Estimate the cost of missing annotations: the share of matmul FLOPs that tensor parallelism divides, with and
+without."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ def shares(
     specs: Mapping[str, OperatorSpec],
     suggested: Mapping[str, str | AnnotationFunction],
 ) -> Shares | None:
-    """None where the model has no matmul-like operator. `specs` and `suggested` (annotations) by the operators' first
-    names."""
+    """Estimate the shares; None where the model has no matmul-like operator.
+
+    `specs` and `suggested` (annotations) by the operators' first names.
+    """
     known = signatures(graph)
     inner = {op.name: _inner(op, graph, specs[m.operator]) for m in missing for op in m.calls}
     flops = {op.name: inner.get(op.name, known[op.name].flops) for op in graph.operations}
@@ -71,8 +74,8 @@ def _divided(graph: Graph, known: Mapping[str, Signature], flops: Mapping[str, i
 
 
 def _inner(operation: Operation, graph: Graph, spec: OperatorSpec) -> int:
-    """The matmul FLOPs inside an operator without annotation, counted on the meta device; 0 where it does not run
-    there."""
+    """Return the matmul FLOPs inside an operator without annotation, counted on the meta device; 0 where it does not
+    run there."""
     call = as_call(operation, graph.tensors)
     tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in call.tensors()]
     args, kwargs = with_tensors(call, tensors, {})

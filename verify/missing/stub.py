@@ -23,8 +23,13 @@ from verify.missing.uses import Missing, shown
 
 @dataclass(frozen=True)
 class Stub:
-    """`code`: ready to paste at the place that `place` describes. `above`: the line of the file before which it goes,
-    0 where any line after the operator's definition does."""
+    """An annotation as code.
+
+    code   ready to paste
+    place  a description of the place where it goes
+    file   that the place is in
+    above  line of the file before which it goes; 0: any line after the operator's definition
+    """
 
     code: str
     place: str
@@ -37,7 +42,7 @@ class NoStub(Exception):
 
 
 def write_stub(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice) -> Stub:
-    """The code for an operator. Raises NoStub where registration cannot take it."""
+    """Return the code for an operator. Raises NoStub where registration cannot take it."""
     options = ', gradient="custom"' if advice.gradient == "custom" else ""
     function = annotation_function(missing, spec, forms, advice)
     annotation = f'"{advice.text}"' if function is None else function.partition("(")[0].removeprefix("def ")
@@ -87,7 +92,7 @@ def _typing(cls: type[torch.autograd.Function], types: Mapping[str, str]) -> str
 
 
 def _types(cls: type[torch.autograd.Function], text: str | None, call: Call) -> Mapping[str, str]:
-    """The types that registration cannot guess, by parameter. Raises NoStub where forward has no schema."""
+    """Return the types that registration cannot guess, by parameter. Raises NoStub where forward has no schema."""
     skip = 1 if cls.setup_context is torch.autograd.Function.setup_context else 0
     parameters = list(inspect.signature(cls.forward).parameters.values())[skip:]
     found: dict[str, str] = {}
@@ -107,7 +112,7 @@ def _types(cls: type[torch.autograd.Function], text: str | None, call: Call) -> 
 
 
 def _typed(function: Any, types: Mapping[str, str]) -> Any:
-    """A copy of the function's signature with more types."""
+    """Return a copy of the function's signature with more types."""
 
     def prototype() -> None: ...
 
@@ -122,7 +127,7 @@ def _typed(function: Any, types: Mapping[str, str]) -> Any:
 
 
 def _type_of(value: Any) -> str | None:
-    """The type of an argument as it is written in a definition; None where nothing is known of it."""
+    """Return the type of an argument as it is written in a definition; None where nothing is known of it."""
     if isinstance(value, TensorArgument):
         return "torch.Tensor"
     if isinstance(value, DType):
@@ -136,7 +141,7 @@ def _type_of(value: Any) -> str | None:
 def annotation_of(
     missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice
 ) -> str | AnnotationFunction:
-    """What the code registers: the text, or the function that it defines."""
+    """Return the annotation that the stub registers: a text, or the function that it defines."""
     function = annotation_function(missing, spec, forms, advice)
     if function is None:
         assert advice.text is not None
@@ -148,8 +153,8 @@ def annotation_of(
 
 
 def annotation_function(missing: Missing, spec: OperatorSpec, forms: Sequence[Form], advice: Advice) -> str | None:
-    """The definition of an annotation function, where one text does not do: calls have other texts, or an argument
-    such as `dim=` decides, of which other values were not tested. None where the text does."""
+    """Return the definition of an annotation function, where one text does not do: calls have other texts, or an
+    argument such as `dim=` decides, of which other values were not tested. None where the text does."""
     named = [_deciding(spec, form.call.call, text) for form, text in zip(forms, advice.texts, strict=True)]
     names = [p.name for p in spec.parameters if any(p.name in arguments for arguments in named)]
     if advice.text is not None and not names:
@@ -174,7 +179,8 @@ def annotation_function(missing: Missing, spec: OperatorSpec, forms: Sequence[Fo
 
 
 def _deciding(spec: OperatorSpec, call: Call, text: str | None) -> dict[str, Any]:
-    """Arguments that may decide what can be split: whole numbers, flags and words that are no identifier's size."""
+    """Return the arguments that may decide what can be split: whole numbers, flags and words that are no identifier's
+    size."""
     sizes = {i.name for i in parse(text).identifiers()} if text else set()
     found: dict[str, Any] = {}
     for position, parameter in enumerate(spec.parameters):

@@ -1,5 +1,7 @@
-"""The widest annotation that holds for every call of an operator that has none. Nothing is suggested that was not
-tested."""
+"""The widest annotation that holds for every call of an operator that has none.
+
+Nothing is suggested that was not tested.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ Gradient = Literal["derivative", "custom"]
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found for one operator.
+    """The suggestion for one operator.
 
     texts     the annotation of each form of its calls, None where nothing of it can be split; empty: see `reason`
     verdict   on the texts together
@@ -50,7 +52,7 @@ class Advice:
 
 
 def advise(spec: OperatorSpec, forms: Sequence[Form]) -> Advice:
-    """Infers and tests; never raises for what the operator does."""
+    """Infer an annotation and test it. Never raises for what the operator does."""
     if _is_random(spec):
         return Advice(reason="it draws random numbers, which no annotation makes the same on every rank")
     advice = _advise(spec, forms)
@@ -83,7 +85,8 @@ def _advise(spec: OperatorSpec, forms: Sequence[Form]) -> Advice:
 
 
 def _common(spec: OperatorSpec, forms: Sequence[Form], found: Sequence[Sequence[Suggestion]]) -> Suggestion | None:
-    """The widest annotation that was found for every form, tested on all of them at once; None where they differ."""
+    """Return the widest annotation that was found for every form, tested on all of them at once; None where they
+    differ."""
     if not found or not all(found):
         return None
     if len(found) == 1:

@@ -14,7 +14,8 @@ _KINDS = {"aten": "torch", "library": "torch.library", "function": "autograd.Fun
 
 
 def missing_lines(report: MissingReport) -> list[Line]:
-    """Operators that a parameter reaches with their stubs, the others in a line, what it costs, and the sum."""
+    """Return the report: operators that a parameter reaches with their stubs, the others in a line, the cost, and the
+    sum."""
     lines: list[Line] = []
     for row in report.rows:
         lines += [*_row(row), plain("")]

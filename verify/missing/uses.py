@@ -62,8 +62,8 @@ class Place:
 
 
 def find_missing(traced: Traced, registry: Registry | None = None) -> tuple[Missing, ...]:
-    """Every operator that the graph calls and the registry does not know: those that a parameter reaches first, then
-    by number of calls."""
+    """Return every operator that the graph calls and the registry does not know: those that a parameter reaches first,
+    then by number of calls."""
     registry = registry or default_registry()
     calls: dict[object, list[Operation]] = {}
     for operation in traced.graph.operations:
@@ -76,8 +76,10 @@ def find_missing(traced: Traced, registry: Registry | None = None) -> tuple[Miss
 
 
 def reached_by_parameters(graph: Graph) -> frozenset[str]:
-    """Names of the operations whose inputs depend on a parameter. The others compute the same on every rank, from
-    what every rank has."""
+    """Return the names of the operations whose inputs depend on a parameter.
+
+    The others compute the same on every rank, from what every rank has.
+    """
     tensors = {t.name for t in graph.with_role("parameter")}
     operations: set[str] = set()
     for operation in graph.operations:
@@ -88,7 +90,7 @@ def reached_by_parameters(graph: Graph) -> frozenset[str]:
 
 
 def places(calls: Iterable[Operation]) -> tuple[Place, ...]:
-    """The calls by line and class of module, in order."""
+    """Return the calls by line and class of module, in order."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for operation in calls:
         grouped.setdefault((_where(operation), operation.module_type), []).append(operation.module)
@@ -104,7 +106,7 @@ def _where(operation: Operation) -> str:
 
 
 def shown(file: str) -> str:
-    """The path, relative to the current folder where it is inside; an installed one from its package on."""
+    """Return the path, relative to the current folder where it is inside; an installed one from its package on."""
     path = Path(file)
     here = Path.cwd()
     if "site-packages" in path.parts:

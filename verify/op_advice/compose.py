@@ -1,4 +1,4 @@
-"""Facts -> the annotation that says them.
+"""Compose an annotation from facts about a function.
 
 Each fact is one identifier. A dim lists the identifiers that split it by their outer factors; what none of them covers
 is an integer before the first of them, and a frozen identifier behind the last. Dims that nothing splits are frozen
@@ -40,7 +40,12 @@ Part = tuple[Key | None, int]  # a factor and its size; without key a literal
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an annotation is made of. `grown`: the outputs with each group of sizes doubled, None where that raises."""
+    """The observations from which an annotation is composed.
+
+    outputs  of the function on the question's own tensors
+    facts    splits that hold
+    grown    group of sizes -> outputs with these sizes doubled; None where that raises
+    """
 
     question: Question
     outputs: Outputs
@@ -49,7 +54,7 @@ class Evidence:
 
 
 def consistent(facts: Sequence[Fact]) -> tuple[Fact, ...]:
-    """The facts that one annotation can say: an operand is additive under every sum that it takes no part in."""
+    """Return the facts that one annotation can say: an operand is additive under every sum that it takes no part in."""
     kept: list[Fact] = []
     sayable = [f for f in facts if len(f.integers) <= 1]  # one identifier gives one argument its size
     for fact in sorted(sayable, key=lambda f: not _terms(f)):  # those with additive operands first
@@ -63,7 +68,7 @@ def _terms(fact: Fact) -> frozenset[int]:
 
 
 def _agree(fact: Fact, other: Fact) -> bool:
-    """Whether what `fact` has as additive operands is so under `other` too (which may be `fact` itself)."""
+    """Return whether the additive operands of `fact` are additive under `other` too (which may be `fact` itself)."""
     partial = [o for o in other.outputs if isinstance(o, Partial)]
     mixed = any(isinstance(o, Sharded) for o in other.outputs) or any(o.reduction != "sum" for o in partial)
     for i in _terms(fact) if partial else ():
@@ -75,7 +80,7 @@ def _agree(fact: Fact, other: Fact) -> bool:
 
 
 def compose(evidence: Evidence, spec: OperatorSpec) -> tuple[str, Mapping[str, Fact]]:
-    """The canonical text, and the fact behind each of its identifiers that may be split."""
+    """Return the canonical text, and the fact behind each of its identifiers that may be split."""
     composer = _Composer(evidence, spec)
     text = composer.text()
     facts = {key[1]: name for key, name in composer.names.items() if key[0] == "fact"}
@@ -111,8 +116,10 @@ class _Composer:
         return print_annotation(Annotation(self._with_absent(additive), tuple(outputs)))
 
     def _with_absent(self, operands: Sequence[Operand]) -> tuple[Operand | Opaque, ...]:
-        """`?` where an optional tensor before others was not given. Behind the others it would say that any tensor may
-        come there, which was not tested."""
+        """Put `?` where an optional tensor before others was not given.
+
+        Behind the others it would say that any tensor may come there, which was not tested.
+        """
         question = self.evidence.question
         tensors = {p.name for p in self.spec.parameters if p.tensor}
         found: list[Operand | Opaque] = []
@@ -129,7 +136,7 @@ class _Composer:
         return list(self.evidence.question.concrete.call.kwargs.items())
 
     def _unit(self, fact: Fact) -> int:
-        """The size of a fact's identifier: the integer it divides, else the smallest dim that it splits."""
+        """Return the size of a fact's identifier: the integer it divides, else the smallest dim that it splits."""
         for name in fact.integers:
             return self.evidence.question.integers[name]
         number = next(n for n, f in enumerate(self.evidence.facts) if f is fact)
@@ -144,20 +151,20 @@ class _Composer:
         return min(f for f in found if f)
 
     def _splits(self, index: int, dim: int) -> list[tuple[int, int]]:
-        """(outer, number) of the facts that split a dim of an input, outermost first."""
+        """Return (outer, number) of the facts that split a dim of an input, outermost first."""
         states = [f.inputs[index] for f in self.evidence.facts]
         return sorted(_on(states, dim))
 
     def _group_of(self, place: Place) -> object:
-        """The sizes that change with a dim; the dim itself where it cannot change."""
+        """Return the sizes that change with a dim; the dim itself where it cannot change."""
         return next((g for g in self.evidence.grown if place in g), place)
 
     def _concatenates(self, number: int) -> bool:
-        """Whether a fact has an identifier for each operand, whose dims an output concatenates."""
+        """Return whether the fact splits each operand by an identifier of its own, and an output concatenates them."""
         return any(isinstance(o, Sharded) and o.sections for o in self.evidence.facts[number].outputs)
 
     def _chain(self, splits: Iterable[tuple[int, int]], size: int, group: object, operand: int = 0) -> list[Part]:
-        """The factors of a dim of an operand."""
+        """Return the factors of a dim of an operand."""
         parts: list[Part] = []
         position = 1
         for outer, number in splits:
@@ -178,7 +185,7 @@ class _Composer:
         return parts
 
     def _gap(self, size: int) -> Part:
-        """What stands beside an identifier: an integer argument of that size, else a number."""
+        """Return the other factor of a dim: an integer argument of that size, else the number itself."""
         for name, value in self.evidence.question.integers.items():
             if value == size and frozenset((name,)) in self.evidence.grown:
                 return ("integer", name), size
@@ -218,7 +225,7 @@ class _Composer:
         return found if isinstance(found, frozenset) else frozenset()
 
     def _ratio(self, group: Sizes, number: int, dim: int) -> float:
-        """How a dim of an output grows with a group of sizes."""
+        """Return the factor by which a dim of an output grows with a group of sizes."""
         grown = self.evidence.grown[group]
         whole = self.evidence.outputs[number]
         if grown is None or number >= len(grown) or whole is None:
@@ -254,7 +261,7 @@ class _Composer:
 
 
 def mark_of(fact: Fact) -> tuple[Mark, Reduction]:
-    """The mark of a fact's identifier."""
+    """Return the mark of a fact's identifier."""
     for state in fact.outputs:
         if isinstance(state, Partial):
             return "+", "sum" if state.reduction == "sum" else "max"
@@ -262,7 +269,7 @@ def mark_of(fact: Fact) -> tuple[Mark, Reduction]:
 
 
 def _room(splits: Sequence[tuple[int, int]], number: int, size: int) -> int:
-    """How large an identifier can be in a dim: up to the next one behind it. 0 where it is not in the dim."""
+    """Return the largest size of an identifier in a dim: up to the next one behind it; 0 where it is not in the dim."""
     outers = [outer for outer, n in splits if n == number]
     if not outers:
         return 0
@@ -271,7 +278,7 @@ def _room(splits: Sequence[tuple[int, int]], number: int, size: int) -> int:
 
 
 def _splits(fact: Fact, group: Sizes) -> bool:
-    """Whether a fact splits a dim of a group of sizes."""
+    """Return whether a fact splits a dim of the group."""
     return any(isinstance(s, Sharded) and (i, s.dim) in group for i, s in enumerate(fact.inputs))
 
 

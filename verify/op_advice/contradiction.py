@@ -38,7 +38,7 @@ from verify.verdict import Verdict
 def contradiction(
     operator: Any, annotation: str | Callable[..., Any] | None, error: AnnotationError, options: OpOptions
 ) -> Report | None:
-    """The report on an annotation whose only fault is an unmarked identifier that an output lacks; else None."""
+    """Return the report on an annotation whose only fault is an unmarked identifier that an output lacks; else None."""
     if not isinstance(annotation, str):
         return None
     try:
@@ -73,7 +73,7 @@ def contradiction(
 
 
 def _missing(text: str) -> list[str]:
-    """Identifiers without mark that some output lacks."""
+    """Return the identifiers without mark that some output lacks."""
     annotation = parse(text)
     outputs = [{i.name for i in o.identifiers()} for o in annotation.outputs if isinstance(o, Operand)]
     names = {i.name: None for i in annotation.identifiers() if not i.mark}
@@ -81,7 +81,7 @@ def _missing(text: str) -> list[str]:
 
 
 def _counter_example(runner: Runner, identifier: str) -> dict[str, str] | None:
-    """How far one shard's output is from the whole's; None if it is equal after all."""
+    """Return how far one shard's output is from the whole's; None if it is equal after all."""
     for base in bases(runner):
         enumerator = Enumerator(runner, base)
         for inputs in enumerator.draws(enumerator.sizes_for([identifier])):

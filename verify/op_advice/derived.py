@@ -31,7 +31,8 @@ def add_derived(verification: Verification) -> None:
 
 
 def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]:
-    """The sets of inputs through which partial sums pass, of an operator that declares none; no check without any."""
+    """Return the sets of inputs through which partial sums pass, of an operator that declares none; no check without
+    any."""
     started = time.perf_counter()
     try:
         call = runner.concrete(base.inputs)

@@ -1,4 +1,4 @@
-"""Which factors a function makes of its dims: read off the views, splits and slices that it runs."""
+"""Find the factors that a function makes of its dims, from the views, splits and slices that it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Outers = Mapping[int, tuple[int, ...]]
 
 
 def find_outers(question: Question) -> Outers:
-    """size of a dim -> what may stand before an identifier in it: 3 and 3 * h for a dim viewed as (3, h, d)."""
+    """Return, by size of a dim, what may stand before an identifier in it: 3 and 3 * h for a dim
+    viewed as (3, h, d)."""
     watcher = _Watcher()
     with watcher:
         question.run(question.tensors, {})
@@ -46,7 +47,7 @@ class _Watcher(TorchDispatchMode):
 
 
 def _prefixes(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """For every run of dims that become other dims: their product, and the product of the first few."""
+    """Yield, for every run of dims that become other dims, their product, and the product of the first few."""
     left = right = 0
     while left < len(before) and right < len(after):
         ends = [left + 1, right + 1]
@@ -67,7 +68,7 @@ def _prefixes(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int
 
 
 def _shares(before: Sequence[int], pieces: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """For a dim that is cut into equal pieces: its size, and how many there are."""
+    """Yield, for a dim that is cut into equal pieces, its size and the number of pieces."""
     for piece in pieces[:1]:
         for size, part in zip(before, piece.shape, strict=False):
             if 1 < part < size and size % part == 0:

@@ -1,4 +1,4 @@
-"""The widest annotation of a function without one, from a sample call.
+"""Infer the widest annotation of a function without one, from a sample call.
 
 Groups of sizes that change together are found first, then what splits of them do to the outputs, on sizes of our own
 choice; the annotation that says so is tested by the ordinary oracle before anybody sees it.
@@ -38,7 +38,7 @@ class Suggestion:
 
 
 def suggest_annotation(spec: OperatorSpec, options: OpOptions | None = None) -> list[Suggestion]:
-    """Annotations for an operator that has sample inputs, the widest first; none where nothing could be split.
+    """Return annotations for an operator that has sample inputs, the widest first; none where nothing could be split.
 
     Raises NnscalerError `sample_inputs_needed` where nothing says what to call it with.
     """
@@ -56,8 +56,10 @@ def suggest_annotation(spec: OperatorSpec, options: OpOptions | None = None) -> 
 def infer_annotation(
     spec: OperatorSpec, concrete: ConcreteCall, others: Sequence[ConcreteCall] = (), options: OpOptions | None = None
 ) -> list[Suggestion]:
-    """The same from a call; `others` are calls that the annotation must fit and hold on too. Of `spec`, annotation
-    and sample inputs are not looked at."""
+    """Infer annotations from one call; `others` are calls that the annotation must fit and hold on too.
+
+    Of `spec`, annotation and sample inputs are not read.
+    """
     function = function_of(concrete.call.operator, spec)
     with checked_kernels():
         question = make_question(spec, function, concrete)
@@ -84,7 +86,7 @@ def infer_annotation(
 
 
 def _starred(spec: OperatorSpec, text: str, samples: Sequence[Question], options: OpOptions | None) -> list[Suggestion]:
-    """The same annotation for any number of leading dims, if it holds."""
+    """Return the same annotation for any number of leading dims, if it holds."""
     with checked_kernels():
         found = with_star(text, samples[0])
     if found is None:
@@ -95,7 +97,7 @@ def _starred(spec: OperatorSpec, text: str, samples: Sequence[Question], options
 
 
 def gather(question: Question) -> Evidence:
-    """What the function does, on sizes of our own choice."""
+    """Run the function on sizes of our own choice and collect the facts about its splits."""
     groups = find_groups(question)
     resized = resize(question, groups)
     facts = truth_table(resized, groups)
@@ -104,12 +106,12 @@ def gather(question: Question) -> Evidence:
 
 
 def _leans_on_sizes(fact: Fact) -> bool:
-    """Whether a fact's text has a number in it that may belong to the sizes it was found on."""
+    """Return whether the fact's text contains a number that may be specific to the sizes on which it was found."""
     outers = [s.outer for s in (*fact.inputs, *fact.outputs) if isinstance(s, Sharded)]
     return not fact.integers and (fact.tail > 1 or any(outer > 1 for outer in outers))
 
 
 def _refuted(report: Report, by_name: Mapping[str, Fact]) -> list[Fact]:
-    """The facts of the identifiers that did not pass."""
+    """Return the facts of the identifiers that did not pass."""
     failed = [c.name for c in report.checks if not c.verdict.passes]
     return [fact for name, fact in by_name.items() if any(f"split `{name}` " in check for check in failed)]

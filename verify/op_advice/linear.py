@@ -1,4 +1,5 @@
-"""In which tensor operands an operator is jointly linear: terms of a sum in all of them give terms of every output.
+"""Find the sets of tensor operands in which an operator is jointly linear: terms in all of them give terms of every
+output.
 
 Found by running the operator on terms, never taken from a declaration. A call that adds a constant is not linear: it
 adds it once per rank, by however little. Nor is one that rounds to another dtype.
@@ -46,7 +47,7 @@ class _Draw:
 
 
 def derive_linear(function: Callable[..., Any], concrete: ConcreteCall) -> tuple[frozenset[int], ...]:
-    """The maximal sets of tensors (by index) in which the call is jointly linear, smaller ones first."""
+    """Return the maximal sets of tensors (by index) in which the call is jointly linear, smaller ones first."""
     question = Question(function, concrete)
     if _casts(question.concrete.call):
         return ()
@@ -61,7 +62,7 @@ def derive_linear(function: Callable[..., Any], concrete: ConcreteCall) -> tuple
 
 
 def is_linear(function: Callable[..., Any], concrete: ConcreteCall, slots: frozenset[int]) -> bool:
-    """Whether the call is jointly linear in these tensors."""
+    """Return whether the call is jointly linear in these tensors."""
     question = Question(function, concrete)
     with checked_kernels():
         draws = [] if _casts(question.concrete.call) else _draws(question)
@@ -69,7 +70,7 @@ def is_linear(function: Callable[..., Any], concrete: ConcreteCall, slots: froze
 
 
 def _sets(candidates: Sequence[int]) -> Iterator[frozenset[int]]:
-    """Sets to try, larger ones first: all of them, or the largest and the smallest where there are too many."""
+    """Yield sets to try, larger ones first: all of them, or the largest and the smallest where there are too many."""
     count = len(candidates)
     sizes = range(count, 0, -1) if count <= ALL_SUBSETS else (count, count - 1, 2, 1)
     for size in sizes:
@@ -78,7 +79,7 @@ def _sets(candidates: Sequence[int]) -> Iterator[frozenset[int]]:
 
 
 def _draws(question: Question) -> list[_Draw]:
-    """The call on two kinds of values on which it is finite."""
+    """Return the call on two kinds of values on which it is finite."""
     found: list[_Draw] = []
     for number, kind in enumerate(DRAWS):
         generator = torch.Generator().manual_seed(number)
@@ -97,14 +98,17 @@ def _draws(question: Question) -> list[_Draw]:
 
 
 def _terms(tensor: Tensor, kind: Kind, generator: torch.Generator) -> list[Tensor]:
-    """Terms of both signs. Integers sum exactly; real ones also tell a function that rounds from a linear one."""
+    """Return terms of both signs.
+
+    Integers sum exactly; real ones also tell a function that rounds from a linear one.
+    """
     if tensor.dtype == torch.bool:
         return [tensor] * RANKS
     return (random_terms if kind == "integers" else real_terms)(tensor, RANKS, generator)
 
 
 def _is_linear(draw: _Draw, slots: frozenset[int]) -> bool:
-    """Outputs on terms sum to the outputs, and gradients are as such sums have them."""
+    """Return whether outputs on terms sum to the outputs, and gradients are as such sums have them."""
     try:
         nothing = draw.question.run([torch.zeros_like(t) if i in slots else t for i, t in enumerate(draw.tensors)], {})
         if any(o is not None and (o.dtype == torch.bool or bool(o.any())) for o in nothing):
@@ -120,7 +124,7 @@ def _is_linear(draw: _Draw, slots: frozenset[int]) -> bool:
 
 
 def _sum_to(whole: Tensor, pieces: Sequence[Tensor | None]) -> bool:
-    """Whether these are terms of the whole, up to the rounding of their sum."""
+    """Return whether the pieces sum to the whole, up to the rounding of the sum."""
     terms = [p for p in pieces if p is not None and p.shape == whole.shape and p.dtype == whole.dtype]
     if len(terms) < len(pieces) or whole.dtype == torch.bool:
         return False
@@ -134,7 +138,7 @@ def _sum_to(whole: Tensor, pieces: Sequence[Tensor | None]) -> bool:
 
 
 def _gradients_agree(draw: _Draw, slots: frozenset[int]) -> bool:
-    """Every rank has the whole gradient of what it has a term of, and a term of every other gradient."""
+    """Check that every rank has the whole gradient of what it has a term of, and a term of every other gradient."""
     whole, cotangents = _gradients(draw, draw.tensors, [])
     columns = [_gradients(draw, draw.with_terms(slots, rank), cotangents)[0] for rank in range(RANKS)]
     for index, expected in enumerate(whole):
@@ -155,7 +159,8 @@ def _gradients_agree(draw: _Draw, slots: frozenset[int]) -> bool:
 def _gradients(
     draw: _Draw, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
-    """The gradient of every tensor (zero where nothing depends on it), and the cotangents, drawn if none are given."""
+    """Return the gradient of every tensor (zero where nothing depends on it), and the cotangents, drawn if none are
+    given."""
     leaves = as_leaves(tensors, without_gradient=draw.question.concrete.constants)
     args, kwargs = with_tensors(draw.question.concrete.call, leaves, {})
     with torch.enable_grad():
@@ -168,7 +173,7 @@ def _gradients(
 
 
 def _casts(call: Call) -> bool:
-    """Whether an argument names a floating dtype, to which the call may round."""
+    """Return whether an argument names a floating dtype, to which the call may round."""
 
     def floating(value: object) -> bool:
         if isinstance(value, DType):

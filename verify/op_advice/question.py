@@ -26,8 +26,12 @@ Number = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """`names`: of the function's parameters, in order; integers among the arguments are known by them. `trusted`: what
-    it runs is known to check its sizes."""
+    """A function and one call of it, about which advice is asked.
+
+    concrete  the call
+    names     of the function's parameters, in order: integer arguments are known by them
+    trusted   everything that it runs is known to check its sizes
+    """
 
     function: Callable[..., Any]
     concrete: ConcreteCall
@@ -56,11 +60,11 @@ class Question:
         return [*zip(self.names, call.args, strict=False), *call.kwargs.items()]
 
     def number(self, name: str) -> int:
-        """An integer argument, or the common divisor of those in a list."""
+        """Return an integer argument, or the common divisor of those in a list."""
         return self.integers[name] if name in self.integers else gcd(*self.lists[name])
 
     def scaled(self, name: str, numerator: int, denominator: int = 1) -> Number:
-        """An integer argument or a list of them, times a fraction."""
+        """Return an integer argument or a list of them, times a fraction."""
         if name in self.integers:
             return self.integers[name] * numerator // denominator
         return tuple(i * numerator // denominator for i in self.lists[name])
@@ -70,7 +74,7 @@ class Question:
         return {}
 
     def call_with(self, integers: Mapping[str, Number]) -> Call:
-        """The call with some of its integers changed."""
+        """Return the call with some of its integers changed."""
         key = tuple(integers.items())
         call = self._calls.get(key)
         if call is None:
@@ -82,7 +86,7 @@ class Question:
         return call
 
     def run(self, tensors: Sequence[Tensor], integers: Mapping[str, Number]) -> Outputs:
-        """The outputs on other tensors. Raises whatever the function raises."""
+        """Return the outputs on other tensors. Raises whatever the function raises."""
         call = self.call_with(integers)
         if not self.checked:
             self._try_shapes(call, tensors)
@@ -92,7 +96,7 @@ class Question:
 
     @cached_property
     def checked(self) -> bool:
-        """Whether all kernels that the function runs on its own tensors check their sizes."""
+        """Return whether all kernels that the function runs on its own tensors check their sizes."""
         if self.trusted:
             return True
         args, kwargs = with_tensors(self.concrete.call, self.tensors, {})
@@ -107,7 +111,7 @@ class Question:
         return {}
 
     def _try_shapes(self, call: Call, tensors: Sequence[Tensor]) -> None:
-        """Raises what the call raises about its shapes on the meta device."""
+        """Try the call's shapes on the meta device. Raises what the call raises about them."""
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         key = (shapes, repr(call.args), repr(call.kwargs))
         if key not in self._known:
@@ -118,7 +122,7 @@ class Question:
             raise problem
 
     def steps(self, tensors: Sequence[Tensor], integers: Mapping[str, Number]) -> int | None:
-        """How many operators run before one raises; None if none does."""
+        """Return how many operators run before one raises; None if none does."""
         counter = _Counter()
         try:
             with counter:
@@ -128,7 +132,7 @@ class Question:
         return None
 
     def changed(self, tensors: Sequence[Tensor], integers: Mapping[str, Number], trusted: bool = False) -> Question:
-        """The same question about other tensors and integers."""
+        """Return the same question about other tensors and integers."""
         call = self.call_with(integers)
         args, kwargs = with_tensors(call, tensors, {})
         concrete = make_call(call.operator, args, kwargs, self.concrete.kind)
@@ -150,7 +154,8 @@ class _Counter(TorchDispatchMode):
 
 
 def make_question(spec: OperatorSpec, function: Callable[..., Any], concrete: ConcreteCall) -> Question:
-    """The question about one call of an operator: arguments in the order of its parameters, defaults written out."""
+    """Return the question about one call of an operator: arguments in the order of its parameters, defaults written
+    out."""
     args, kwargs = with_tensors(concrete.call, concrete.tensors, {})
     names = tuple(p.name for p in spec.parameters)
     try:

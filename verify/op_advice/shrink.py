@@ -19,9 +19,9 @@ SIZES = (12, 24, 6, 36, 18, 30, 48, 8, 10, 4, 2)
 
 
 def shrink(spec: OperatorSpec, concrete: ConcreteCall) -> ConcreteCall:
-    """The call with sizes of our own choice, as far as the function takes them, on tensors with data: the beginnings
-    of those given, random numbers for those on the meta device. Raises what the function raises on meta tensors of its
-    own shapes."""
+    """Return the call with sizes of our own choice, as far as the function takes them, on tensors with data: the
+    beginnings of those given, random numbers for those on the meta device. Raises what the function raises on meta
+    tensors of its own shapes."""
     function = function_of(concrete.call.operator, spec)
     question = make_question(spec, function, concrete)
     question = question.changed([t.to("meta") for t in question.tensors], {}, trusted=True)
@@ -41,7 +41,7 @@ def shrink(spec: OperatorSpec, concrete: ConcreteCall) -> ConcreteCall:
 
 
 def _scaled(question: Question, group: Group, size: int, common: int) -> Question | None:
-    """With the group's sizes in proportion, `size` for each `common`; None where that does not run."""
+    """Return with the group's sizes in proportion, `size` for each `common`; None where that does not run."""
     shapes = [list(t.shape) for t in question.tensors]
     integers: dict[str, Number] = {}
     for element in group:
@@ -63,8 +63,10 @@ def _meta(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _filled(small: Tensor, given: Tensor) -> Tensor:
-    """A tensor with data, of the shape of `small`. Whole numbers that are not known are 0 or 1: few operators take
-    none of them."""
+    """Return a tensor with data, of the shape of `small`.
+
+    Whole numbers that are not known are 0 or 1: few operators take none of them.
+    """
     if not given.is_meta:
         for dim, size in enumerate(small.shape):
             given = given.narrow(dim, 0, size) if size <= given.shape[dim] else given

@@ -20,7 +20,7 @@ LONGEST = 1 << 15  # elements of one tensor
 
 
 def resize(question: Question, groups: Sequence[Group]) -> Question:
-    """The question on sizes of our own choice, as far as the function takes them; else on its own."""
+    """Return the question on sizes of our own choice, as far as the function takes them; else on its own."""
     free: set[Element] = {
         e for group in groups if len(group) == 1 for e in group if isinstance(e, str) and e in question.integers
     }
@@ -40,7 +40,7 @@ def resize(question: Question, groups: Sequence[Group]) -> Question:
 
 
 def _targets(question: Question, group: Group, free: set[Element], taken: set[int]) -> Iterator[int]:
-    """Sizes for the smallest of the group to try, the best first."""
+    """Yield sizes for the smallest of the group to try, the best first."""
     smallest = _common(question, group)
     factored = any(size_of(question, e) % question.integers[str(i)] == 0 for i in free for e in group)
     if any(isinstance(e, str) for e in group):
@@ -57,7 +57,8 @@ def _common(question: Question, group: Group) -> int:
 
 
 def _scaled(question: Question, group: Group, target: int) -> Question | None:
-    """With the group's sizes in proportion, so that their common divisor is `target`; None where that does not run."""
+    """Return with the group's sizes in proportion, so that their common divisor is `target`; None where that does not
+    run."""
     common = _common(question, group)
     tensors = list(question.tensors)
     integers: dict[str, Number] = {}
@@ -78,5 +79,5 @@ def _scaled(question: Question, group: Group, target: int) -> Question | None:
 
 
 def _with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Elements repeated or left out along one dim."""
+    """Return elements repeated or left out along one dim."""
     return tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])

@@ -18,8 +18,8 @@ from verify.op_advice.question import Question
 
 
 def with_star(text: str, question: Question) -> tuple[str, Question] | None:
-    """The text with `*` for the dims with which the first operand and every output begin, and a call with another
-    number of them, on which the function runs; None where there is no such thing."""
+    """Return the text with `*` for the dims with which the first operand and every output begin, and a call with
+    another number of them, on which the function runs; None where there is no such thing."""
     annotation = parse(text)
     length = _leading(annotation)
     inputs = [o for o in annotation.inputs if isinstance(o, Operand)]
@@ -49,7 +49,7 @@ def with_star(text: str, question: Question) -> tuple[str, Question] | None:
 
 
 def _renamed(annotation: Annotation, question: Question) -> Annotation:
-    """With letters from the start of the alphabet again."""
+    """Rename the identifiers to letters from the start of the alphabet."""
     letters = (c for c in string.ascii_lowercase if c not in question.integers)
     names: dict[str, str] = {}
     for identifier in annotation.identifiers():
@@ -61,7 +61,7 @@ def _renamed(annotation: Annotation, question: Question) -> Annotation:
 
 
 def _leading(annotation: Annotation) -> int:
-    """How many leading dims may become `*`: each one identifier without mark, in the same places wherever it is."""
+    """Count the leading dims that may become `*`: one identifier each, without mark, in the same places everywhere."""
     operands = list(annotation.operands())
     first = next((o for o in annotation.inputs if isinstance(o, Operand)), None)
     outputs = [o for o in annotation.outputs if isinstance(o, Operand)]
@@ -83,12 +83,12 @@ def _leading(annotation: Annotation) -> int:
 
 
 def _names(operand: Operand) -> list[str]:
-    """The name of every dim that is one identifier, "" for the others."""
+    """Return the name of every dim that is one identifier, "" for the others."""
     return [d.name if isinstance(d, Identifier) and not d.mark else "" for d in operand.dims]
 
 
 def _regrouped(tensor: Tensor, length: int) -> Tensor:
-    """The leading dims as one, or one of them as two."""
+    """Return the leading dims as one, or one of them as two."""
     shape = tuple(tensor.shape)
     leading: Sequence[int] = (prod(shape[:length]),) if length > 1 else (2, shape[0] // 2)
     return tensor.reshape(*leading, *shape[length:])

@@ -27,8 +27,10 @@ FEW = 12  # cases of one identifier
 
 
 def with_annotation(spec: OperatorSpec, text: str, questions: Sequence[Question] = ()) -> OperatorSpec:
-    """The operator under another annotation; `questions` are its sample inputs, if there are any. Raises
-    AnnotationError where the text breaks a rule of the language."""
+    """Return the operator under another annotation; `questions` are its sample inputs, if there are any.
+
+    Raises AnnotationError where the text breaks a rule of the language.
+    """
     if questions:
         calls = [_sample(question) for question in questions]
         spec = replace(spec, sample_inputs=lambda: calls)
@@ -42,7 +44,7 @@ def _sample(question: Question) -> Any:
 
 
 def report_on(spec: OperatorSpec, options: OpOptions | None = None) -> Report:
-    """What the ordinary oracle says of the operator, first on few cases, and on all where these decide nothing.
+    """Verify the operator as verify-op does: first on a few cases, and on all of them where these decide nothing.
 
     Nothing is proved: that takes longer than a suggestion may.
     """
@@ -52,8 +54,10 @@ def report_on(spec: OperatorSpec, options: OpOptions | None = None) -> Report:
 
 
 def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | None = None) -> bool:
-    """Whether splits of these identifiers (`*`: of all its dims) pass, on every sample that has them; False where
-    something that is claimed of one of them was not compared at all."""
+    """Return whether splits of these identifiers (`*`: of all its dims) pass on every sample that has them.
+
+    False where some claim about one of them was not compared at all.
+    """
     outcomes: dict[str, Outcome] = {}
     claimed: list[Claimed] = []
     runner = Runner(spec, replace(options or OpOptions(), prove=False))

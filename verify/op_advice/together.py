@@ -1,4 +1,4 @@
-"""Which sizes of a call belong together: those that can only change at once.
+"""Find the sizes of a call that can only change together.
 
 Dims and integer arguments are doubled. A function that raises on the doubled size of one is given another one doubled
 too, the one with which it gets furthest, until it runs: the two sides of a contraction, the heads of a query, a key
@@ -24,20 +24,20 @@ LARGE = 1 << 20  # elements; beyond, shapes are tried on the meta device
 
 
 def size_of(question: Question, element: Element) -> int:
-    """The size of a dim, or the number that an argument is."""
+    """Return the size of a dim, or the number that an argument is."""
     if isinstance(element, str):
         return question.number(element)
     return int(question.tensors[element[0]].shape[element[1]])
 
 
 def elements_of(question: Question) -> list[Element]:
-    """Every dim of 2 and more, then every argument that may be a size."""
+    """Return every dim of 2 and more, then every argument that may be a size."""
     dims: list[Element] = [(i, d) for i, t in enumerate(question.tensors) for d, size in enumerate(t.shape) if size > 1]
     return [*dims, *question.integers, *question.lists]
 
 
 def find_groups(question: Question) -> tuple[Group, ...]:
-    """The smallest sets of sizes that can be doubled together, one for each size that can be doubled at all."""
+    """Return the smallest sets of sizes that can be doubled together, one for each size that can be doubled at all."""
     search = _Search(_light(question))
     found: dict[Group, None] = {}
     covered: set[Element] = set()
@@ -52,7 +52,7 @@ def find_groups(question: Question) -> tuple[Group, ...]:
 
 
 def growth(question: Question, group: Group) -> Outputs | None:
-    """The outputs with the sizes of a group doubled; None where it raises."""
+    """Return the outputs with the sizes of a group doubled; None where it raises."""
     search = _Search(question)
     tensors, integers = search.doubled(group)
     try:
@@ -62,7 +62,8 @@ def growth(question: Question, group: Group) -> Outputs | None:
 
 
 def _light(question: Question) -> Question:
-    """The question on the meta device where its tensors are large or its kernels unchecked, and it runs there."""
+    """Return the question on the meta device where its tensors are large or its kernels unchecked, and
+    it runs there."""
     if question.checked and sum(t.numel() for t in question.tensors) < LARGE:
         return question
     meta = question.changed([t.to("meta") for t in question.tensors], {}, trusted=True)
@@ -104,7 +105,7 @@ class _Search:
         return self.tried[group]
 
     def close(self, seed: Element) -> Group | None:
-        """The smallest set with `seed` that can be doubled; None if there is none within reach."""
+        """Return the smallest set with `seed` that can be doubled; None if there is none within reach."""
         group: Group = frozenset((seed,))
         for _ in range(MOST_STEPS):
             reached = self.steps(group)
@@ -117,7 +118,8 @@ class _Search:
         return None
 
     def _candidates(self, group: Group, seed: Element) -> list[Element]:
-        """Others, the likeliest first: of the seed's size, of other tensors, dims before integers."""
+        """Return other elements to try, the likeliest first: of the seed's size, of other tensors, dims before
+        integers."""
         size = size_of(self.question, seed)
         held = {e[0] for e in group if not isinstance(e, str)}
 
@@ -128,7 +130,8 @@ class _Search:
         return sorted((e for e in self.elements if e not in group), key=unlikely)
 
     def _further(self, group: Group, reached: int, candidates: Sequence[Element]) -> Group | None:
-        """The group with one more element (else all dims of its size, those at one position, two) that gets further."""
+        """Return the group with one more element (else all dims of its size, those at one position, two) that gets
+        further."""
         best, best_steps = None, reached
         for candidate in candidates:
             steps = self.steps(group | {candidate})
@@ -150,7 +153,7 @@ class _Search:
         return None
 
     def _aligned(self, group: Group, dims: Sequence[Element]) -> list[Group]:
-        """All dims of a size at the same place from the front, or from the back."""
+        """Return all dims of a size at the same place from the front, or from the back."""
         found: list[Group] = []
         for element in group:
             if isinstance(element, str):
@@ -162,7 +165,7 @@ class _Search:
         return [f for f in found if f]
 
     def _smallest(self, group: Group, seed: Element) -> Group:
-        """Without the elements that were not needed."""
+        """Remove the elements that were not needed."""
         for element in sorted(group - {seed}, key=str):
             if self.steps(group - {element}) is None:
                 group = group - {element}

@@ -37,7 +37,7 @@ class Trial:
     kept: dict[tuple[int, State, int], list[Tensor]]
 
     def pieces(self, index: int, state: State, parts: int) -> list[Tensor]:
-        """What each rank holds of one tensor."""
+        """Return the piece of one tensor on each rank."""
         found = self.kept.get((index, state, parts))
         if found is None:
             tensor = self.tensors[index]
@@ -53,7 +53,7 @@ class Trial:
         return found
 
     def run(self, states: Sequence[State], parts: int, integers: Mapping[str, Number]) -> list[Outputs] | None:
-        """The outputs of every rank; None where one raises."""
+        """Return the outputs of every rank; None where one raises."""
         columns = [self.pieces(i, state, parts) for i, state in enumerate(states)]
         try:
             return [self.question.run([c[rank] for c in columns], integers) for rank in range(parts)]
@@ -61,7 +61,7 @@ class Trial:
             return None
 
     def run_unevenly(self, states: Sequence[State], outputs: States, length: int) -> bool:
-        """Whether the outputs are in these states too when the first shard has one of `length` units, the second the
+        """Return whether the outputs are in these states for unequal shards too: one of `length` units first, then the
         rest."""
         columns: list[list[Tensor]] = []
         for index, state in enumerate(states):
@@ -83,7 +83,7 @@ class Trial:
         return True
 
     def read(self, ranks: Sequence[Outputs], sections: Sequence[tuple[int, ...]] = ()) -> States | None:
-        """The state of every output (None for what is no tensor); None where one is in none."""
+        """Return the state of every output (None for what is no tensor); None where one is in none."""
         found: list[State | None] = []
         for index, whole in enumerate(self.outputs):
             pieces = [outputs[index] if index < len(outputs) else None for outputs in ranks]
@@ -100,8 +100,10 @@ class Trial:
 
 
 def real_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Random terms whose sum is the tensor; of floating tensors not integers, through which rounding would look
-    linear."""
+    """Draw random terms whose sum is the tensor.
+
+    Those of floating tensors are not integers, through which rounding would look linear.
+    """
     if not tensor.is_floating_point():
         return random_terms(tensor, parts, generator)
     terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
@@ -109,7 +111,8 @@ def real_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[T
 
 
 def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> Trial | None:
-    """The question on random values on which the outputs are finite and not all zero; None where there are none."""
+    """Return the question on random values on which the outputs are finite and not all zero; None
+    where there are none."""
     for drawn in DRAWS if kind is None else (kind, *DRAWS):
         generator = torch.Generator().manual_seed(seed)
         tensors = tuple(refill(t, drawn if _real(t) else "given", generator) for t in question.tensors)
@@ -125,7 +128,7 @@ def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> T
 
 
 def read_state(pieces: Sequence[Tensor], whole: Tensor, sections: Sequence[tuple[int, ...]] = ()) -> State | None:
-    """How the pieces make the whole; None if they do not."""
+    """Return how the pieces make the whole; None if they do not."""
     shapes = {tuple(p.shape) for p in pieces}
     if len(shapes) > 1 or any(p.dtype != whole.dtype for p in pieces):
         return None
@@ -150,7 +153,7 @@ def read_state(pieces: Sequence[Tensor], whole: Tensor, sections: Sequence[tuple
 
 
 def _makes(pieces: Sequence[Tensor | None], state: State | None, whole: Tensor, length: int) -> bool:
-    """Whether pieces in a known state make the whole."""
+    """Return whether pieces in the given state assemble to the whole."""
     present = [p for p in pieces if p is not None]
     if len(present) < len(pieces):
         return False
@@ -181,7 +184,7 @@ def _read_full(pieces: Sequence[Tensor], whole: Tensor) -> State | None:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors differ by rounding alone, relative to the second one's largest value."""
+    """Return whether two tensors differ by rounding alone, relative to the largest value of the second one."""
     if a.shape != b.shape:
         return False
     if not _real(b):
@@ -194,12 +197,12 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def cut_of(state: Sharded, parts: int) -> Cut:
-    """The layout of even shards."""
+    """Return the layout of even shards."""
     return Cut(state.dim, state.outer, parts, tuple(range(1, parts + 1)), state.sections)
 
 
 def divides(state: State, shape: Sequence[int], parts: int) -> bool:
-    """Whether a tensor of this shape can be cut so."""
+    """Return whether a tensor of this shape can be cut into that many parts."""
     if not isinstance(state, Sharded):
         return True
     if state.sections:
@@ -209,7 +212,7 @@ def divides(state: State, shape: Sequence[int], parts: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Every divisor, ascending."""
+    """Return every divisor, ascending."""
     return tuple(_divisors(number))
 
 

@@ -1,4 +1,4 @@
-"""What a function does to layouts, found by running it on pieces.
+"""Infer how a function maps input layouts to output layouts, by running it on pieces.
 
 A fact says: with its inputs in these states (equal, a shard of a dim, terms of a sum), its outputs are in those. Facts
 are not enumerated blindly: sizes that can only change together are split together, integers that divide a dim are
@@ -41,15 +41,18 @@ class Fact:
 
     @property
     def splits(self) -> bool:
-        """Whether a mark of an annotation can say it: every output is a shard, or a term of one kind of reduction."""
+        """Return whether an annotation's mark can express the fact: every output is a shard, or a term of one kind of
+        reduction."""
         present = [o for o in self.outputs if o is not None]
         reductions = {o.reduction for o in present if isinstance(o, Partial)}
         return bool(present) and not any(isinstance(o, Replicated) for o in present) and len(reductions) <= 1
 
 
 def truth_table(question: Question, groups: Sequence[Group] | None = None) -> tuple[Fact, ...]:
-    """Every way found of splitting something, at most one for each set of sizes and each factor. The sizes of the
-    question should divide by 6; `groups`: see `find_groups`."""
+    """Return every way found of splitting something, at most one for each set of sizes and each factor.
+
+    The sizes of the question should divide by 6; `groups`: see `find_groups`.
+    """
     trial = make_trial(question)
     if trial is None:
         return ()
@@ -62,7 +65,7 @@ def truth_table(question: Question, groups: Sequence[Group] | None = None) -> tu
 
 
 def holds(trial: Trial, fact: Fact, parts: int) -> bool:
-    """Whether a fact holds in so many parts; in 2 where the sizes do not divide by them."""
+    """Return whether a fact holds in that many parts, or in 2 where the sizes do not divide by them."""
     question = trial.question
     fits = all(divides(s, t.shape, parts) for s, t in zip(fact.inputs, trial.tensors, strict=True))
     if not fits or any(question.integers[n] % parts for n in fact.integers):
@@ -72,7 +75,7 @@ def holds(trial: Trial, fact: Fact, parts: int) -> bool:
 
 
 def with_tail(trial: Trial, fact: Fact, outers: Outers) -> Fact:
-    """The fact with the fewest elements that stay together when it is split at other places than the middle."""
+    """Return the fact with the fewest elements that stay together when it is split at other places than the middle."""
     dims = [(i, s) for i, s in enumerate(fact.inputs) if isinstance(s, Sharded)]
     if fact.integers or not dims or _sections(fact):
         return fact
@@ -110,11 +113,11 @@ class _Table:
         return tuple(self.facts)
 
     def _open(self) -> list[Group]:
-        """Groups of which the dims as a whole cannot be split."""
+        """Return the groups of which the dims as a whole cannot be split."""
         return [g for g in self.groups if g not in self.plain]
 
     def _places(self, group: Group, outers: Sequence[int] = ()) -> dict[int, Sharded] | None:
-        """Where a split of a group lies on each tensor; None if a tensor has two of its dims."""
+        """Return where a split of a group lies on each tensor; None if a tensor has two of its dims."""
         dims = _dims(group)
         if len({index for index, _ in dims}) < len(dims):
             return None
@@ -122,7 +125,7 @@ class _Table:
         return {index: Sharded(dim, outer) for (index, dim), outer in zip(dims, chosen, strict=True)}
 
     def _add(self, places: dict[int, Sharded] | None, group: Group, needed: bool = False) -> bool:
-        """Tries one split; `needed`: only if it fails with its integers as they are."""
+        """Try one split; `needed`: only if it fails with its integers as they are."""
         if places is None:
             return False
         names = frozenset(e for e in group if isinstance(e, str))
@@ -157,12 +160,12 @@ class _Table:
         return None
 
     def _may_sum(self, ranks: Sequence[Sequence[object]]) -> bool:
-        """Whether some output has its full shape: then it may be a sum."""
+        """Return whether some output has its full shape, and so may be a sum."""
         shapes = [getattr(o, "shape", None) for o in ranks[0]]
         return any(o is not None and s == o.shape for s, o in zip(shapes, self.trial.outputs, strict=False))
 
     def _terms(self, places: dict[int, Sharded]) -> Iterator[tuple[int, ...]]:
-        """Operands to hand in as terms of a sum: none, one, two, three, all that may be."""
+        """Yield operands to hand in as terms of a sum: none, one, two, three, all that may be."""
         yield ()
         others = [i for i in self._additive if i not in places]
         for i in others:
@@ -196,12 +199,12 @@ class _Table:
         return rest
 
     def _section_sizes(self, places: dict[int, Sharded]) -> list[tuple[int, ...]]:
-        """The sizes of the split dims, which an output may concatenate."""
+        """Return the sizes of the split dims, which an output may concatenate."""
         sizes = tuple(self.trial.tensors[i].shape[s.dim] for i, s in sorted(places.items()))
         return [sizes, sizes[::-1]] if 1 < len(sizes) <= 4 else []
 
     def _inner_factors(self, group: Group) -> None:
-        """Splits behind an outer factor, such as `e` in `(h e)`."""
+        """Find splits behind an outer factor, such as `e` in `(h e)`."""
         found: list[tuple[int, ...]] = []
         for outers in self._ways(group):
             if all(o == 1 for o in outers) or any(_implied(outers, f) for f in found):
@@ -210,7 +213,7 @@ class _Table:
                 found.append(outers)
 
     def _ways(self, group: Group) -> Iterator[tuple[int, ...]]:
-        """Outer factors for the dims of a group; all 1 first."""
+        """Yield outer factors for the dims of a group; all 1 first."""
         sizes = [self.trial.tensors[i].shape[d] for i, d in _dims(group)]
         usual = USUAL if len(sizes) <= 2 else ()
         choices = [(1, *self.outers.get(size, usual)) for size in sizes]
@@ -220,7 +223,7 @@ class _Table:
             yield outers
 
     def _divided(self, name: str) -> None:
-        """The dims that an integer argument divides: of its own group, and of any others together."""
+        """Find the dims that an integer argument divides: of its own group, and of any others together."""
         own = next((g for g in self.groups if name in g), frozenset((name,)))
         others = [g for g in self._open() if g != own and not any(isinstance(e, str) for e in g)]
         others = [g for g in others if any(self._touches(name, e) for e in g)][:MOST_GROUPS]
@@ -232,11 +235,11 @@ class _Table:
                         return
 
     def _touches(self, name: str, element: Element) -> bool:
-        """Whether an integer may be a factor of a size."""
+        """Return whether an integer argument may be a factor of the size."""
         return size_of(self.trial.question, element) % self.trial.question.integers[name] == 0
 
     def _joined(self) -> None:
-        """Groups that can only be split together, though shapes do not say so: what is concatenated, for one."""
+        """Find groups that can only be split together, though shapes do not say so: concatenated ones, for example."""
         rest = [g for g in self._open() if not any(isinstance(e, str) for e in g)]
         sets = [*combinations(rest[:6], 2), *combinations(rest[:6], 3), *([tuple(rest)] if len(rest) > 3 else [])]
         for chosen in sets:
@@ -252,6 +255,6 @@ def _dims(group: Group) -> list[tuple[int, int]]:
 
 
 def _implied(outers: Sequence[int], found: Sequence[int]) -> bool:
-    """Whether a split is one of a found one's, finer: all outer factors are larger by the same number."""
+    """Return whether a split refines one already found: all outer factors are larger by the same whole number."""
     ratios = {a / b for a, b in zip(outers, found, strict=True)}
     return len(ratios) == 1 and ratios.pop().is_integer()

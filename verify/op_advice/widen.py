@@ -1,4 +1,4 @@
-"""What an annotation should have said: the marks that hold for an identifier, and identifiers frozen without need.
+"""Suggest corrections of an annotation: marks that hold for an identifier, and identifiers frozen without need.
 
 Candidates are tried from the most to the least useful, by the ordinary oracle; only what passed is suggested. Freezing
 an identifier (`^`) is always true, and is the last resort.
@@ -43,8 +43,7 @@ class _Candidate:
 
 
 def repair(spec: OperatorSpec, identifier: str, options: OpOptions | None = None) -> Advice | None:
-    """What to write instead of an annotation whose claim on `identifier` was refuted; None where the annotation is
-    not a text."""
+    """Find an annotation that holds in place of one whose claim on `identifier` was refuted; None for a function."""
     if not isinstance(spec.annotation, str):
         return None
     annotation = parse(spec.annotation)
@@ -57,8 +56,10 @@ def repair(spec: OperatorSpec, identifier: str, options: OpOptions | None = None
 
 
 def widen(spec: OperatorSpec, options: OpOptions | None = None) -> list[Advice]:
-    """Identifiers that are frozen and need not be. Each text has what the ones before it have; each was tested, the
-    last one as a whole."""
+    """Find identifiers that are frozen and need not be.
+
+    Each text has what the ones before it have; each was tested, the last one as a whole.
+    """
     found: list[Advice] = []
     if not isinstance(spec.annotation, str):
         return found
@@ -77,18 +78,18 @@ def widen(spec: OperatorSpec, options: OpOptions | None = None) -> list[Advice]:
 
 
 def frozen(text: str, name: str) -> str:
-    """The text with an identifier frozen, and those that are split together with it."""
+    """Return the text with an identifier frozen, and those that are split together with it."""
     annotation = parse(text)
     return with_marks(_without_additives(annotation, name), _together(annotation, name), FROZEN)
 
 
 def plain_name(identifier: str) -> str:
-    """An identifier as the annotation writes it: `*` for `*0`."""
+    """Return an identifier as the annotation writes it: `*` for `*0`."""
     return "*" if identifier.startswith("*") else identifier
 
 
 def with_marks_of(annotation: Annotation, name: str) -> str:
-    """An identifier with its mark."""
+    """Return an identifier with its mark."""
     return next(print_dim(i) for i in annotation.identifiers() if i.name == name)
 
 
@@ -105,7 +106,7 @@ def _together(annotation: Annotation, name: str) -> tuple[str, ...]:
 
 
 def _marked(annotation: Annotation, name: str) -> Iterator[_Candidate]:
-    """Other marks for an identifier, and other choices of operands that enter additively, the likeliest first."""
+    """Yield other marks for an identifier, and other choices of operands that enter additively, the likeliest first."""
     bare = _without_additives(annotation, name)
     names = _together(annotation, name)
 
@@ -131,7 +132,7 @@ def _marked(annotation: Annotation, name: str) -> Iterator[_Candidate]:
 
 
 def _choices(lacking: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Operands to mark as additive: one, two, all."""
+    """Yield operands to mark as additive: one, two, all."""
     yield from combinations(lacking, 1)
     yield from combinations(lacking[:5], 2)
     if len(lacking) > 2:
@@ -139,8 +140,8 @@ def _choices(lacking: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _reordered(annotation: Annotation, name: str) -> Iterator[_Candidate]:
-    """Groups with the identifier in another order: with all their factors as they are marked, then with the others
-    frozen."""
+    """Yield groups with the identifier in another order: with all their factors as they are marked, then with the
+    others frozen."""
     for others in (False, True):
         for candidate in _orders(annotation, name):
             rest = [n for n in candidate.names if n != name]
@@ -151,7 +152,7 @@ def _reordered(annotation: Annotation, name: str) -> Iterator[_Candidate]:
 
 
 def _orders(annotation: Annotation, name: str) -> Iterator[_Candidate]:
-    """Groups with the identifier in another order: in all places, then in one place each."""
+    """Yield groups with the identifier in another order: in all places, then in one place each."""
     groups = [d for d in _dims(annotation) if isinstance(d, Group) and _in(d, name)]
     factors = {print_dim(g): g for g in groups if 1 < len(g.factors) <= MOST_FACTORS}
     for text, group in factors.items():
@@ -176,7 +177,7 @@ def _in(group: Group, name: str) -> bool:
 
 
 def _with_group(annotation: Annotation, group: Group, other: Group, place: int | None) -> Annotation:
-    """The annotation with `other` for `group`, everywhere or at one place of all."""
+    """Return the annotation with `other` for `group`, everywhere or at one place of all."""
     count = -1
 
     def on_operand(operand: Operand | Opaque) -> Operand | Opaque:
@@ -212,7 +213,7 @@ def _additive(annotation: Annotation, positions: Sequence[int]) -> Annotation:
 
 
 def _without_additives(annotation: Annotation, name: str) -> Annotation:
-    """Additive marks that belong to `name` taken away: those of operands that lack no other reduction identifier."""
+    """Take additive marks that belong to `name` away: those of operands that lack no other reduction identifier."""
     reductions = {i.name for i in annotation.identifiers() if i.mark == "+" and i.name != name}
 
     def plain(operand: Operand | Opaque) -> Operand | Opaque:

@@ -1,4 +1,4 @@
-"""What an operator does besides computing its outputs: side effects, and hidden inputs.
+"""Find side effects and hidden inputs of an operator.
 
 Each probe has a code of its own, because each has another remedy:
 
@@ -54,17 +54,17 @@ class _Audit:
     notes: list[str] = field(default_factory=list)
 
     def find(self, code: str, message: str, facts: dict[str, str], cause: str | None = None, help: str = "") -> None:
-        """Adds a finding; one of each code is enough."""
+        """Add a finding; one of each code is enough."""
         if all(f.code != code for f in self.findings):
             shown = {"shapes": shapes_of(self.concrete.tensors), "dtype": "float64", **facts}
             self.findings.append(Finding(code, message, self.spec.where, shown, cause, help or None))
 
     def found(self, *codes: str) -> bool:
-        """Whether one of these codes was found."""
+        """Return whether one of these codes was found."""
         return any(f.code in codes for f in self.findings)
 
     def run(self, seed: int) -> Watched:
-        """Forward and backward, with the global generators seeded; always the same cotangents."""
+        """Run forward and backward, with the global generators seeded; always the same cotangents."""
         randomness.seed_all(SEEDS + seed)
         return watch(self.function, self.concrete, torch.Generator().manual_seed(self.seed))
 
@@ -78,7 +78,7 @@ def audit(
     strides: bool = True,
     function: Callable[..., Any] | None = None,
 ) -> Probed:
-    """Runs the operator some six times on the same inputs, with and without gradients.
+    """Run the operator some six times on the same inputs, with and without gradients.
 
     `compare`: whether the values of its outputs are defined. `strides`: whether to try non-contiguous inputs.
     `function`: what to run instead of the operator's own callable. Open where it raises on the inputs as they are.
@@ -146,7 +146,7 @@ def _changed(subject: _Audit, changes: Sequence[Change]) -> None:
 
 
 def _shared_memory(subject: _Audit, run: Watched) -> list[str]:
-    """One note for each output that shares memory with an input, or with an output before it."""
+    """Return one note for each output that shares memory with an input, or with an output before it."""
     held = {_address(t): f"its input `{n}`" for t, n in zip(run.given, subject.names, strict=True) if t.numel()}
     notes: list[str] = []
     for number, output in enumerate(run.outputs):
@@ -163,7 +163,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _repeats(subject: _Audit, first: Watched, moved: list[str]) -> None:
-    """Two runs from different seeds; a third where they differ, to tell hidden seeds from hidden state."""
+    """Compare two runs from different seeds; a third where they differ tells hidden seeds from hidden state."""
     name = subject.spec.name
     help = "give it the random numbers as an input"
     try:
@@ -210,7 +210,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _apart(subject: _Audit, a: Watched, b: Watched) -> dict[str, str]:
-    """The first tensor in which two runs are not bitwise equal, as facts; empty if there is none."""
+    """Return the first tensor in which two runs are not bitwise equal, as facts; empty if there is none."""
     if len(a.outputs) != len(b.outputs):
         return {"difference": f"{len(b.outputs)} outputs instead of {len(a.outputs)}"}
     for what, x, y in _pairs(subject, a, b):
@@ -253,7 +253,7 @@ def _depends_on_grad_mode(subject: _Audit, unrecorded: Watched, first: Watched) 
 
 
 def _dtypes(subject: _Audit) -> None:
-    """float32 inputs give the same dtypes under either default dtype, and no float64."""
+    """Check that float32 inputs give the same dtypes under either default dtype, and no float64."""
     floating = [t for t in subject.concrete.tensors if t.is_floating_point()]
     if not floating or subject.spec.target is None:
         return  # what makes tensors of its own, and torch itself, may make them in the default dtype
@@ -287,7 +287,7 @@ _DTYPES = "make tensors in the dtype of an input: `torch.zeros(n, dtype=x.dtype)
 
 
 def _strides(subject: _Audit, first: Watched) -> None:
-    """The same inputs and cotangents, non-contiguous."""
+    """Compare with a run on the same inputs and cotangents, non-contiguous."""
     leaves: list[Tensor] = []
     for index, tensor in enumerate(subject.concrete.tensors):
         differentiable = tensor.is_floating_point() or tensor.is_complex()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What determines the tensors of the whole operator.
+    """The recipe of the whole operator's input tensors.
 
     sample            which sample call; None: drawn from the annotation
     sizes             of identifiers: all of them when drawn, changes to the sample's otherwise
@@ -31,7 +31,7 @@ class Inputs:
     whole_numbers: tuple[tuple[int, str], ...] = ()
 
     def generator(self) -> torch.Generator:
-        """A generator at its start: the same draws each time."""
+        """Return a generator at its start: the same draws each time."""
         import torch  # a token is read without it
 
         return torch.Generator().manual_seed(self.seed)
@@ -48,7 +48,7 @@ class Case:
 
 
 def uneven_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Sizes that differ by one and more, the first the largest: (7, 5) for 12 in 2, (5, 4, 3) for 12 in 3."""
+    """Return sizes that differ by one and more, the first the largest: (7, 5) for 12 in 2, (5, 4, 3) for 12 in 3."""
     sizes = [length // parts] * parts
     sizes[0] += length % parts
     for giving in range(parts - 1, 0, -1):

@@ -1,4 +1,4 @@
-"""Runs the cases of one target, and says what they show."""
+"""Run the cases of one target, and sum them up as a check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_target(enumerator: Enumerator, target: Target, outcome: Outcome | None
 
 
 def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = None) -> Outcome:
-    """Adds the cases' results to an outcome; stops at the first failure, and where the budget of one claim is spent."""
+    """Add the cases' results to an outcome; stops at the first failure, and where the budget of one claim is spent."""
     outcome = outcome or Outcome()
     budget = runner.options.cases
     before = outcome.cases
@@ -49,8 +49,10 @@ def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = N
 
 
 def as_check(name: str, outcome: Outcome, seconds: float, strength: Strength = TESTED) -> Check:
-    """The check of one target. Nothing compared is open; so is what a wrong variant survives. A proof strengthens only
-    what has passed its tests."""
+    """Return the check of one target.
+
+    Nothing compared is open; so is what a wrong variant survives. A proof strengthens only what has passed its tests.
+    """
     refuted = len(outcome.failures) or int(strength.verdict is Verdict.REFUTED)
     details: list[str] = []
     if refuted:

@@ -1,4 +1,5 @@
-"""What an annotation claims, read off its text whatever the sizes of a call are, and which case exercises which claim.
+"""Read the claims of an annotation off its text, whatever a call's sizes are, and map each test case to the claims that
+it exercises.
 
 An identifier that may be split may be split into contiguous blocks, and, where the rules allow them, into strided
 blocks, shards of unequal sizes, and section by section. Each of these is a claim of its own: a sample whose sizes do
@@ -36,7 +37,13 @@ _SIZE, _UNEQUAL, _SECTIONS = 24, (13, 11), (8, 16)  # of every identifier, to as
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """`kind`: of the calls that it is claimed of; `text`: their annotation."""
+    """A claim of an annotation: a target may be split in one form.
+
+    kind    of the calls about which it is claimed
+    target  an identifier, or a set of operands for partial sums
+    form    of the shards
+    text    the annotation
+    """
 
     kind: str
     target: Target
@@ -49,7 +56,7 @@ class Claimed:
 
 
 def claims_of(signature: Signature, targets: Iterable[Target], guards: Safeguards) -> tuple[Claimed, ...]:
-    """Every claim about these targets that the safeguards want tested."""
+    """Return every claim about these targets that the safeguards want tested."""
     bound = signature.bound
     assert bound is not None
     kind = kind_of(signature)
@@ -75,7 +82,7 @@ def kind_of(signature: Signature) -> str:
 
 
 def _plain(value: object) -> str:
-    """The text of an argument, with a word for each tensor."""
+    """Return the text of an argument, with a word for each tensor."""
     if isinstance(value, TensorArgument):
         return "tensor"
     if isinstance(value, list | tuple):
@@ -100,7 +107,7 @@ def _forms(signature: Signature, target: Target, guards: Safeguards) -> Iterator
 def untested(
     claimed: Iterable[Claimed], exercised: Collection[Claimed], declined: Collection[Claimed] = ()
 ) -> tuple[Claimed, ...]:
-    """The claims that nothing exercised, each once.
+    """Return the claims that nothing exercised, each once.
 
     What the operator's hook declined, strided blocks for example, no program contains: it is claimed of nothing. But
     an identifier that is not split into contiguous blocks either has no reason to be without `^`.
@@ -110,7 +117,7 @@ def untested(
 
 
 def exercised_by(case: Case, signature: Signature) -> Claimed | None:
-    """The claim that a case of one axis in float64 is about, whether or not it ran."""
+    """Return the claim that a case of one axis in float64 is about, whether or not it ran."""
     bound = signature.bound
     if len(case.choices) != 1 or case.inputs.dtype != "float64" or bound is None:
         return None
@@ -122,7 +129,7 @@ def exercised_by(case: Case, signature: Signature) -> Claimed | None:
 
 
 def form_of(case: Case) -> Form:
-    """How a case of one axis splits."""
+    """Return the form of the split in a case of one axis."""
     choice = case.choices[0]
     if not isinstance(choice, Split):
         return "partial"

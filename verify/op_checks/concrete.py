@@ -22,10 +22,11 @@ from nnscaler.runtime import ops
 
 @dataclass(frozen=True)
 class ConcreteCall:
-    """A `Call` and the tensors that stand at its `TensorArgument`s, by index.
+    """A `Call`, and the tensors that stand at its `TensorArgument`s, by index.
 
-    `kind` says how values were drawn; `constants` are tensors (by index) that never have a gradient; `compare`: whether
-    the values of outputs are defined (those of `empty` are not).
+    kind       how values were drawn
+    constants  indices of tensors that never have a gradient
+    compare    the values of outputs are defined (those of `empty` are not)
     """
 
     call: Call
@@ -36,7 +37,7 @@ class ConcreteCall:
 
 
 def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str = "") -> ConcreteCall:
-    """A call from real arguments: tensors are numbered left to right, dtypes become `DType`."""
+    """Make a call from real arguments: tensors are numbered left to right, dtypes become `DType`."""
     tensors: list[Tensor] = []
 
     def convert(value: Any) -> Any:
@@ -57,8 +58,8 @@ def make_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: s
 def with_tensors(
     call: Call, tensors: Sequence[Tensor], coordinates: Mapping[str, int], dtype: torch.dtype = torch.float64
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments to call with: tensors in their places, expressions evaluated at `coordinates`, and `dtype` for
-    arguments that are a floating dtype."""
+    """Return the arguments to call with: tensors in their places, expressions evaluated at `coordinates`, and `dtype`
+    for arguments that are a floating dtype."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorArgument):
@@ -79,7 +80,7 @@ _DEFINED_BY = MappingProxyType({"transformers": "transformers.integrations.moe"}
 
 
 def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
-    """The callable of an operator name. Raises NnscalerError `unknown_operator`."""
+    """Return the callable of an operator name. Raises NnscalerError `unknown_operator`."""
     if spec is not None and spec.target is not None and spec.name == name:
         return spec.target
     namespace, _, rest = name.partition(".")
@@ -103,7 +104,7 @@ def function_of(name: str, spec: OperatorSpec | None) -> Callable[..., Any]:
 
 
 def outputs_of(result: Any) -> tuple[Tensor | None, ...]:
-    """What an operator returned, one entry per output; None for what is not a tensor."""
+    """Flatten an operator's result to one entry per output; None for each entry that is not a tensor."""
     if isinstance(result, list | tuple):
         flat: list[Tensor | None] = []
         for item in result:
@@ -113,14 +114,14 @@ def outputs_of(result: Any) -> tuple[Tensor | None, ...]:
 
 
 def plain_of(result: Any) -> tuple[Any, ...]:
-    """What an operator returned that is not a tensor, in order."""
+    """Return the entries of an operator's result that are not tensors, in order."""
     if isinstance(result, list | tuple):
         return tuple(value for item in result for value in plain_of(item))
     return () if isinstance(result, Tensor) else (result,)
 
 
 def with_outputs(call: Call, outputs: Sequence[Tensor | None]) -> Call:
-    """The call with its outputs' shapes filled in."""
+    """Return the call with its outputs' shapes filled in."""
     described = tuple(
         None if t is None else TensorArgument(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(outputs)
     )
@@ -128,5 +129,5 @@ def with_outputs(call: Call, outputs: Sequence[Tensor | None]) -> Call:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the prefix."""
+    """Return torch's name without the prefix."""
     return str(dtype).removeprefix("torch.")

@@ -42,7 +42,7 @@ NAME = "derivative"
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is checked, by what it is called."""
+    """The operator and call whose derivative is checked, with the names of its inputs."""
 
     spec: OperatorSpec
     concrete: ConcreteCall
@@ -60,7 +60,7 @@ def check_derivative(
     always: bool = False,
     function: Callable[..., Any] | None = None,
 ) -> Probed:
-    """Compares gradients with differences, per input, where a backward is written by hand (or `always`).
+    """Compare gradients with differences, per input, where a backward is written by hand (or `always`).
 
     No check where there is nothing to compare: torch's own derivatives only, or no gradients at all. Open where the
     operator has no smooth point near the given inputs. `function`: what to run instead of the operator's own callable.
@@ -124,7 +124,7 @@ def _wrong(surveyed: Survey) -> tuple[int, ...]:
 
 
 def _better(first: Survey, wide: Survey, wanted: Sequence[int]) -> Survey:
-    """Per input, the second survey where it decides, else the first."""
+    """Return, per input, the second survey where it decides, else the first."""
     if wide.error is not None:
         return first
     decided = {s.index for s in wide.slopes if s.judgement != "unclear"}
@@ -209,7 +209,7 @@ def _low_finding(subject: _Subject, low: Deviation) -> Finding:
 
 
 def _cause(subject: _Subject, surveyed: Survey, wrong: Sequence[int], blamed: Sequence[Blame]) -> str | None:
-    """What the gradient does instead, where it can be told."""
+    """Explain how the gradient is wrong, where a simple pattern (missing, swapped, scaled) fits; None elsewhere."""
     who = f"the backward of {blamed[0].by}" if blamed else "the backward"
     slopes = surveyed.of(wrong[0], "wrong")
     if all(s.missing for s in slopes):
@@ -227,7 +227,7 @@ def _cause(subject: _Subject, surveyed: Survey, wrong: Sequence[int], blamed: Se
 
 
 def _ratio(surveyed: Survey, index: int) -> float | None:
-    """The one factor between gradient and derivative; None where there is none."""
+    """Return the one factor between gradient and derivative; None where there is none."""
     slopes = [s for s in surveyed.slopes if s.index == index and s.judgement != "unclear"]
     if len(slopes) < 3 or any(s.expected == 0 for s in slopes):
         return None
@@ -261,7 +261,7 @@ def _of_cotangents(subject: _Subject, index: int) -> str:
 
 
 def _swapped(subject: _Subject, wrong: Sequence[int]) -> bool:
-    """Whether each of two gradients is the other's."""
+    """Return whether two gradients are exchanged: each is right for the other input."""
     point = _point(subject, subject.seed, wrong)
     if point is None or len(wrong) != 2 or point.inputs[wrong[0]].shape != point.inputs[wrong[1]].shape:
         return False

@@ -1,4 +1,4 @@
-"""Is a gradient the derivative? Central differences along random directions, in float64.
+"""Test whether a gradient is the derivative, by central differences along random directions, in float64.
 
 At a point x, with random cotangents c on all outputs and a random direction d of one input,
 
@@ -51,8 +51,13 @@ class Slope:
 
 @dataclass(frozen=True)
 class Point:
-    """Where slopes are measured. `units`: the inputs' typical values. `cotangents` has None for outputs without a
-    gradient, `gradients` has one entry per input. `family`: the order of magnitude of the largest slope."""
+    """The point at which slopes are measured.
+
+    units       the typical value of each input
+    cotangents  one per output; None for an output without a gradient
+    gradients   one per input: what the operator's backward gives
+    family      order of magnitude of the largest slope
+    """
 
     run: Run
     inputs: tuple[Tensor, ...]
@@ -72,11 +77,11 @@ class Survey:
     error: Exception | None = None
 
     def of(self, index: int, judgement: Judgement) -> list[Slope]:
-        """The slopes of one input with this judgement."""
+        """Return the slopes of one input with this judgement."""
         return [s for s in self.slopes if s.index == index and s.judgement == judgement]
 
     def inputs(self, judgement: Judgement) -> tuple[int, ...]:
-        """The inputs that have a slope with this judgement."""
+        """Return the inputs that have a slope with this judgement."""
         return tuple(dict.fromkeys(s.index for s in self.slopes if s.judgement == judgement))
 
 
@@ -101,7 +106,8 @@ def _widened(value: Any) -> Any:
 
 
 def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Run:
-    """The operator as a function of its tensors, which it gets copies of, with the same random numbers each time."""
+    """Return the operator as a function of its tensors, which it gets copies of, with the same random numbers each
+    time."""
     state = torch.get_rng_state()
 
     def run(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -117,7 +123,7 @@ def make_run(function: Callable[..., Any], call: Call, wide: bool = False) -> Ru
 
 
 def survey(run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int, wide: bool = False) -> Survey:
-    """Measures slopes of the inputs `wanted`, in two directions at two points, and at more where it stays unclear."""
+    """Measure slopes of the inputs `wanted`, in two directions at two points, and at more where it stays unclear."""
     generator = torch.Generator().manual_seed(seed)
     slopes: list[Slope] = []
     points = 0
@@ -141,7 +147,7 @@ def survey(run: Run, inputs: Sequence[Tensor], wanted: Sequence[int], seed: int,
 
 
 def _slopes_at(point: Point, index: int, generator: torch.Generator) -> list[Slope]:
-    """One more direction is tried for each that hits a kink."""
+    """Measure slopes at one point, with one more direction for each input that hits a kink."""
     found: list[Slope] = []
     for _ in range(DIRECTIONS):
         slope = measure(point, index, direction_of(point, index, generator))
@@ -154,8 +160,10 @@ def _slopes_at(point: Point, index: int, generator: torch.Generator) -> list[Slo
 def make_point(
     run: Run, inputs: tuple[Tensor, ...], wanted: Sequence[int], generator: torch.Generator | None, wide: bool = False
 ) -> Point | None:
-    """Runs forward and backward; None where that gives NaN for being outside of the operator's domain. Without
-    `generator`, cotangents are all ones. Raises NoGradient, and whatever the operator raises."""
+    """Run forward and backward; None where that gives NaN for being outside of the operator's domain.
+
+    Without `generator`, cotangents are all ones. Raises NoGradient, and whatever the operator raises.
+    """
     leaves = [t.clone().requires_grad_() if i in set(wanted) else t for i, t in enumerate(inputs)]
     with torch.enable_grad():
         outputs = run(leaves)
@@ -183,7 +191,7 @@ def make_point(
 
 
 def with_gradients(point: Point, gradients: Sequence[Tensor | None]) -> Point:
-    """The same point with other gradients to judge."""
+    """Return the same point with other gradients to judge."""
     family = max(
         (float(g.norm()) * unit for g, unit in zip(gradients, point.units, strict=True) if g is not None), default=0.0
     )
@@ -191,7 +199,7 @@ def with_gradients(point: Point, gradients: Sequence[Tensor | None]) -> Point:
 
 
 def measure(point: Point, index: int, direction: Tensor) -> Slope:
-    """Compares the gradient of one input with difference quotients along `direction`."""
+    """Compare the gradient of one input with difference quotients along `direction`."""
     gradient = point.gradients[index]
     found = 0.0 if gradient is None else _dot(gradient, direction)
     quotients: list[tuple[float, float]] = []  # (quotient, its rounding noise)
@@ -221,7 +229,8 @@ def measure(point: Point, index: int, direction: Tensor) -> Slope:
 
 
 def _judged(quotients: list[tuple[float, float]], found: float, sided: float) -> tuple[float, float, Judgement]:
-    """Wrong, if the quotients of all steps and of both sides are the same number; else a kink or noise."""
+    """Judge a slope: wrong, if the quotients of all steps and of both sides are the same number; else
+    a kink or noise."""
     if len(quotients) < 2:
         return (quotients[0][0] if quotients else 0.0), found, "unclear"
     values = [q for q, _ in quotients]
@@ -250,7 +259,7 @@ def moved_from(tensor: Tensor, way: str, generator: torch.Generator) -> Tensor:
 
 
 def unit_of(tensor: Tensor) -> float:
-    """The typical size of a tensor's values, by which steps are measured; masks of -1e9 do not count."""
+    """Return the typical size of a tensor's values, by which steps are measured; masks of -1e9 do not count."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0.0
     sizes = tensor.detach().abs().flatten()
@@ -259,14 +268,14 @@ def unit_of(tensor: Tensor) -> float:
 
 
 def direction_of(point: Point, index: int, generator: torch.Generator) -> Tensor:
-    """A random direction of one input, of its typical size: signed numbers of 0.5 to 1.5 times that."""
+    """Return a random direction of one input, of its typical size: signed numbers of 0.5 to 1.5 times that."""
     tensor = point.inputs[index]
     drawn = _signed(tensor, generator) * point.units[index]
     return drawn if is_finite(tensor) else torch.where(torch.isfinite(tensor), drawn, torch.zeros_like(drawn))
 
 
 def _cotangent(output: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Numbers of 0.5 to 1.5 of either sign; 0 where the output is infinite or swamps what is added to it (a mask)."""
+    """Draw numbers of 0.5 to 1.5 of either sign; 0 where the output is infinite or swamps its summands (a mask)."""
     drawn = torch.ones_like(output) if generator is None else _signed(output, generator).to(output.dtype)
     sizes = output.detach().abs()
     if float(sizes.max()) <= SWAMPED:
@@ -287,7 +296,7 @@ def _moved(inputs: tuple[Tensor, ...], index: int, direction: Tensor, step: floa
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """The real inner product."""
+    """Return the real inner product."""
     product = (a.conj() * b) if a.is_complex() else a * b
     return float(product.real.sum() if product.is_complex() else product.sum())
 
@@ -305,7 +314,7 @@ def _change(point: Point, ahead: Sequence[Tensor | None], behind: Sequence[Tenso
 
 
 def _noise(point: Point, ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None]) -> float:
-    """What rounding of the outputs that changed can make of the difference."""
+    """Bound the part of the difference that rounding of the changed outputs can cause."""
     square = 0.0
     for c, a, b in zip(point.cotangents, ahead, behind, strict=True):
         if c is not None and a is not None and b is not None:

@@ -39,7 +39,7 @@ _OTHERS: Mapping[Style, tuple[int, ...]] = {
 
 
 def identifiers_of(annotation: Annotation) -> tuple[str, ...]:
-    """Every identifier once, with `*` expanded as `bind` does."""
+    """Return every identifier once, with `*` expanded as `bind` does."""
     names: dict[str, None] = {}
     for identifier in annotation.identifiers():
         for name in _expanded(identifier):
@@ -48,8 +48,8 @@ def identifiers_of(annotation: Annotation) -> tuple[str, ...]:
 
 
 def choose_sizes(annotation: Annotation, split: Sequence[str], style: Style) -> dict[str, int]:
-    """A size for every identifier: 12 for the first of `split`, 18 for the second; those split together with one get
-    multiples."""
+    """Return a size for every identifier: 12 for the first of `split`, 18 for the second; those split together with one
+    get multiples."""
     ties = tied_identifiers(annotation)
     together: dict[str, int] = {}
     for name, size in zip(split, (SPLIT_SIZE, SPLIT_SIZE if style == "equal" else SECOND_SIZE), strict=False):
@@ -69,7 +69,7 @@ def from_annotation(
     generator: torch.Generator,
     whole_numbers: Sequence[tuple[int, str]] = (),
 ) -> ConcreteCall:
-    """A call with tensors of the annotation's shapes.
+    """Return a call with tensors of the annotation's shapes.
 
     `whole_numbers`: operands (by position) that hold integers below the size of an identifier, or booleans ("").
     Raises NnscalerError `sample_inputs_needed` where an argument is neither a tensor, nor a size, nor optional.
@@ -114,8 +114,8 @@ def from_annotation(
 
 
 def sample_calls(spec: OperatorSpec) -> list[ConcreteCall]:
-    """The calls that `sample_inputs` gives: a dict of arguments, a tuple of them, one tensor, or a list of such. torch
-    is seeded, so that they are the same each time."""
+    """Return the calls that `sample_inputs` gives: a dict of arguments, a tuple of them, one tensor, or a list of such.
+    torch is seeded, so that they are the same each time."""
     assert spec.sample_inputs is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -136,7 +136,7 @@ def _sample_call(spec: OperatorSpec, sample: Any) -> ConcreteCall:
 
 
 def builtin_call(sample: Sample, kind: Kind, generator: torch.Generator) -> ConcreteCall:
-    """A call of a built-in operator from its row in `op_registry.samples`."""
+    """Return a call of a built-in operator from its row in `op_registry.samples`."""
     constants: list[int] = []
     count = 0
 
@@ -158,7 +158,7 @@ def builtin_call(sample: Sample, kind: Kind, generator: torch.Generator) -> Conc
 
 
 def resize(concrete: ConcreteCall, bound: BoundAnnotation, sizes: Mapping[str, int]) -> ConcreteCall | None:
-    """The same call with other sizes for some identifiers: elements are repeated or left out along their dims.
+    """Return the same call with other sizes for some identifiers: elements are repeated or left out along their dims.
 
     None where identifiers stand side by side in a dim, so that its size is not ours to choose.
     """
@@ -219,7 +219,7 @@ def _dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def _parameters(spec: OperatorSpec, inputs: int) -> list[inspect.Parameter]:
-    """The operator's parameters: of its Python function, else of its schema, else one per operand."""
+    """Return the operator's parameters: of its Python function, else of its schema, else one per operand."""
     try:
         assert spec.target is not None
         found = list(inspect.signature(spec.target).parameters.values())

@@ -1,4 +1,4 @@
-"""Which cases an operator is tested on: enumerated from the annotation and a seed.
+"""Enumerate the test cases of an operator, from its annotation and a seed.
 
 Each identifier that may be split, alone: 2, 3 and 4 parts (or the smallest number that divides its size), contiguous
 and strided, even and uneven, section by section, on three kinds of draws; shards of one element and other dims of
@@ -33,8 +33,12 @@ NESTED = (3, 2)
 
 @dataclass(frozen=True)
 class Base:
-    """A sample call, or a choice of sizes: what cases vary. `leaders`: identifiers that may be split, one of each set
-    that is split together; `linear`: the sets of operands for partial sums."""
+    """A sample call, or a choice of sizes, that cases vary.
+
+    leaders  identifiers that may be split, one of each set that is split together
+    linear   sets of operands that may be partial sums together
+    style    of the sizes, where they are drawn
+    """
 
     inputs: Inputs
     signature: Signature
@@ -51,8 +55,10 @@ class Base:
 
 
 def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:
-    """Identifiers that the annotation says may be split, one of each set that is split together. `ones`: also those of
-    size 1, which this call cannot show."""
+    """Identifiers that the annotation says may be split, one of each set that is split together.
+
+    `ones`: also those of size 1, which this call cannot show.
+    """
     bound = signature.bound
     assert bound is not None
     names = [n for n in bound.sizes if bound.marks.get(n) != "^" and bound.tied.get(n, (n,))[0] == n]
@@ -60,7 +66,10 @@ def leaders_of(signature: Signature, ones: bool = False) -> tuple[str, ...]:
 
 
 def bases(runner: Runner) -> list[Base]:
-    """What the cases start from. Raises Unusable where the operator cannot be run."""
+    """Return the calls that the cases vary: samples, or else a drawn one.
+
+    Raises Unusable where the operator cannot run.
+    """
     if runner.samples:
         found = [base for i in range(runner.samples) if (base := _sample_base(runner, i)) is not None]
         if not found:
@@ -79,7 +88,7 @@ def _raise_unusable(runner: Runner) -> None:
 
 
 def why_unused(runner: Runner, sample: int) -> str:
-    """What the operator raises on a sample call; empty if it runs."""
+    """Return the error message of the operator on a sample call; empty if it runs."""
     try:
         runner.prepare(Inputs(sample, (), "given", runner.options.seed))
     except WholeRaised as raised:
@@ -139,7 +148,7 @@ class Enumerator:
         return found or beyond[:count] or (zeros[:count] if self.runner.rows else [])
 
     def prepared(self, inputs: Inputs) -> Prepared | None:
-        """The whole's run, if it can be run and there is something to compare."""
+        """Return the whole's run, if it can be run and there is something to compare."""
         try:
             prepared = self.runner.prepare(inputs)
         except (WholeRaised, AnnotationError, Exception) as error:
@@ -149,7 +158,7 @@ class Enumerator:
         return prepared if prepared.whole.comparable or not prepared.whole.concrete.compare else None
 
     def sizes_for(self, targets: Sequence[Target]) -> tuple[tuple[str, int], ...]:
-        """Sizes under which these targets can be split in 2, 3 and 4."""
+        """Return sizes under which these targets can be split in 2, 3 and 4."""
         names = [t for t in targets if isinstance(t, str)]
         bound = self.base.signature.bound
         assert bound is not None
@@ -167,7 +176,7 @@ class Enumerator:
         return ()
 
     def singles(self, target: Target) -> Iterator[Case]:
-        """One identifier or linear set, over one axis."""
+        """Yield one identifier or linear set, over one axis."""
         sizes = self.sizes_for([target])
         draws = self.draws(sizes)
         for inputs in draws:
@@ -184,7 +193,7 @@ class Enumerator:
                 yield from self.forms(target, inputs)
 
     def forms(self, target: Target, inputs: Inputs) -> Iterator[Case]:
-        """Every way of splitting these inputs in a few numbers of shards."""
+        """Yield every way of splitting these inputs in a few numbers of shards."""
         for parts in self.parts(target, inputs.sizes):
             for choice in self.choices(target, parts, inputs.sizes):
                 yield Case(inputs, (choice,), (parts,))
@@ -192,7 +201,8 @@ class Enumerator:
                 yield Case(inputs, (Split(target),), (parts,), uneven=True)
 
     def resized(self, claim: Claimed) -> Iterator[Case]:
-        """Cases of one claim that no sample's own sizes exercise: the same call with sizes that divide, if it runs."""
+        """Yield the cases of one claim that no sample's own sizes exercise: the same call with sizes that divide, if it
+        runs."""
         bound = self.base.signature.bound
         if self.drawn or not isinstance(claim.target, str) or bound is None:
             return
@@ -206,7 +216,7 @@ class Enumerator:
         return dict(sizes).get(target, self.base.signature.bound.sizes[target])
 
     def parts(self, target: Target, sizes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
-        """Numbers of shards; beside the usual ones the smallest that divides, where none of those does."""
+        """Return the numbers of shards; beside the usual ones the smallest that divides, where none of those does."""
         usual = self.guards.parts
         if not isinstance(target, str) or any(self.size(target, sizes) % parts == 0 for parts in usual):
             return usual
@@ -214,7 +224,8 @@ class Enumerator:
         return (*usual, *(p for p in range(max(usual) + 1, size + 1) if size % p == 0))[: len(usual) + 1]
 
     def choices(self, target: Target, parts: int, sizes: tuple[tuple[str, int], ...]) -> tuple[Choice, ...]:
-        """What is split so: contiguous blocks first, then strided ones and sections of unequal sizes."""
+        """Return the choices to test for a target: contiguous blocks first, then strided ones and sections of unequal
+        sizes."""
         if not isinstance(target, str):
             return (RunPartial(target),)
         found: list[Choice] = [Split(target)]
@@ -228,7 +239,7 @@ class Enumerator:
         return tuple(found)
 
     def small(self, target: str) -> Iterator[Case]:
-        """Shards of one element; then every other identifier of size 1."""
+        """Yield cases with shards of one element, then with every other identifier of size 1."""
         bound = self.base.signature.bound
         assert bound is not None
         if not self.drawn and not self.runner.given:
@@ -248,7 +259,7 @@ class Enumerator:
                 yield Case(inputs, (Split(target),), (self.guards.parts[0],))
 
     def low(self, target: Target, draws: Sequence[Inputs]) -> Iterator[Case]:
-        """float32 and bfloat16, where the operator runs in them."""
+        """Yield cases in float32 and bfloat16, where the operator runs in them."""
         inputs = draws[min(1, len(draws) - 1)]
         for dtype in LOW:
             other = replace(inputs, dtype=dtype)
@@ -263,7 +274,7 @@ class Enumerator:
         return Split(target) if isinstance(target, str) else RunPartial(target)
 
     def pairs(self, targets: Sequence[Target]) -> Iterator[tuple[tuple[Target, Target], Case]]:
-        """Two targets on a mesh of two axes, and one identifier over both of them."""
+        """Yield two targets on a mesh of two axes, and one identifier over both of them."""
         chosen: list[tuple[Target, Target]] = [*combinations(targets, 2)]
         if len(chosen) > PAIRS:
             start = (self.seed * PAIRS) % len(chosen)
@@ -281,7 +292,7 @@ class Enumerator:
 
 
 def enumerate_cases(spec: OperatorSpec, options: OpOptions | None = None) -> Iterator[tuple[Runner, Case]]:
-    """Every case of an operator, with the runner that runs it. Raises Unusable."""
+    """Yield every case of an operator, with the runner that runs it. Raises Unusable."""
     runner = Runner(spec, options or OpOptions())
     for base in bases(runner):
         enumerator = Enumerator(runner, base)

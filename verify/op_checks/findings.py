@@ -43,7 +43,7 @@ def wrong_split(spec: OperatorSpec, result: CaseResult) -> Finding:
 
 
 def wrong_linear(spec: OperatorSpec, result: CaseResult) -> Finding:
-    """A linear set in which the operator is not linear."""
+    """Make the finding on a linear set in which the operator is not linear."""
     choice = result.case.choices[0]
     assert isinstance(choice, RunPartial)
     slots = sorted(choice.slots)
@@ -54,7 +54,7 @@ def wrong_linear(spec: OperatorSpec, result: CaseResult) -> Finding:
 
 
 def counter_example(result: CaseResult) -> dict[str, str]:
-    """The facts of a failure, in the order in which they are shown."""
+    """Return the facts of a failure, in the order in which they are shown."""
     case, bound = result.case, result.signature.bound
     facts: dict[str, str] = {}
     if bound is not None and any(isinstance(c, Split) for c in case.choices):
@@ -109,14 +109,14 @@ def _cause(result: CaseResult) -> str | None:
 
 
 def refuted_by_proof(spec: OperatorSpec, claim: str, text: str, example: Mapping[str, str]) -> Finding:
-    """Values that no draw had hit, found by the attempt at a proof."""
+    """Make the finding on values that no draw had hit, found by the attempt at a proof."""
     message = f"`{spec.name}` is wrong under `{claim}` for some values, as the attempt to prove `{text}` shows"
     help = "the values are exact: call the operator on them, whole and split"
     return Finding("annotation_wrong", message, spec.where, example, help=help)
 
 
 def unusable(spec: OperatorSpec, problem: Unusable) -> Finding:
-    """The operator could not be tested, or does not fit its annotation."""
+    """Make the finding on an operator that could not be tested, or does not fit its annotation."""
     help = None
     if problem.refuted:
         help = "the operator runs when all sizes are equal: two identifiers of the annotation should be one"
@@ -132,7 +132,7 @@ def does_not_fit(spec: OperatorSpec, error: AnnotationError) -> Finding:
 
 
 def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[str]) -> Finding:
-    """Claims that no inputs exercise; a split of a dim whose size does not divide shows nothing."""
+    """Make the finding on claims that no inputs exercise: a split of a dim whose size does not divide shows nothing."""
     first = claims[0]
     what = f"`{first.target}`" if isinstance(first.target, str) else f"partial sums in inputs {sorted(first.target)}"
     message = f"no inputs of `{spec.name}` test all of what `{first.text}` says of {what}"
@@ -152,7 +152,7 @@ def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[
 
 
 def survived(spec: OperatorSpec, target: str, variants: list[str]) -> Finding:
-    """Nothing tells a wrong variant from the right result."""
+    """Make the finding on wrong variants that nothing tells from the right result."""
     message = f"on all inputs tried, a wrong result of `{spec.name}` under {target} looks right: {', '.join(variants)}"
     help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs whose results differ from shard to shard"
     return Finding("mutant_survived", message, spec.where, help=help)

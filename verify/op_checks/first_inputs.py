@@ -33,7 +33,7 @@ class Unusable(Exception):
 
 
 def first_inputs(runner: Runner) -> tuple[Style, Inputs]:
-    """The style of sizes and the inputs. Raises Unusable where the operator runs on none."""
+    """Return the style of sizes and the inputs. Raises Unusable where the operator runs on none."""
     annotation = parse_checked(str(runner.spec.annotation))
     wanted: tuple[Style, ...] = ("distinct", "smooth") if runner.options.safeguards.distinct_sizes else ("equal",)
     message = ""
@@ -57,7 +57,7 @@ def _inputs(runner: Runner, annotation: Annotation, style: Style) -> Inputs:
 
 
 def _problem(runner: Runner, inputs: Inputs) -> str | None:
-    """Why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
+    """Return why the operator does not run on these inputs, or on other values of these shapes; None if it runs."""
     message = ""
     for kind in ("integers", "positive"):
         try:
@@ -70,7 +70,7 @@ def _problem(runner: Runner, inputs: Inputs) -> str | None:
 
 
 def _with_whole_numbers(runner: Runner, annotation: Annotation, inputs: Inputs) -> Inputs | None:
-    """The inputs with integers or booleans in some operand; None where the operator does not run on any."""
+    """Return the inputs with integers or booleans in some operand; None where the operator does not run on any."""
     for tried, choice in enumerate(_choices(annotation, dict(inputs.sizes))):
         if tried >= TRIES:
             return None
@@ -84,7 +84,7 @@ def _with_whole_numbers(runner: Runner, annotation: Annotation, inputs: Inputs) 
 
 
 def _choices(annotation: Annotation, sizes: dict[str, int]) -> Iterator[tuple[tuple[int, str], ...]]:
-    """Larger ranges first: the first that does not reach beyond a table is the table's own size."""
+    """Yield ranges to try, larger ones first: the first that does not reach beyond a table is the table's own size."""
     operands = [(i, o) for i, o in enumerate(annotation.inputs) if isinstance(o, Operand)]
     names = [n for n in identifiers_of(annotation) if n in sizes]
     ranges = [*sorted(names, key=lambda n: -sizes[n]), ""]
@@ -95,6 +95,6 @@ def _choices(annotation: Annotation, sizes: dict[str, int]) -> Iterator[tuple[tu
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first line of its text."""
+    """Return the error's type and the first line of its text."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200] if text else ''}"

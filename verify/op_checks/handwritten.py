@@ -1,4 +1,4 @@
-"""Where a person, and not torch, has written part of an operator's backward.
+"""Find the parts of an operator's backward that a person, and not torch, has written.
 
 Torch's own derivatives are taken for right. What is looked for: nodes of an `autograd.Function` in the graph that one
 run records (`torch.library`'s `register_autograd` makes such nodes too), C++ functions of that kind, and hooks on
@@ -28,8 +28,13 @@ Way = Literal["autograd.Function", "register_autograd", "C++ autograd function",
 
 @dataclass(frozen=True, slots=True)
 class Handwritten:
-    """`name`: of the class or the torch.library operator. `where`: its backward. `function_class`: of an
-    `autograd.Function` that a person wrote as such."""
+    """A backward that is written by hand.
+
+    name            of the `autograd.Function` or the torch.library operator
+    way             in which it is written
+    where           the place of its backward
+    function_class  of an `autograd.Function` that a person wrote as such; else None
+    """
 
     name: str
     way: Way
@@ -43,8 +48,10 @@ class Handwritten:
 def handwritten(
     spec: OperatorSpec, concrete: ConcreteCall, function: Callable[..., Any] | None = None
 ) -> tuple[Handwritten, ...]:
-    """Runs the operator once in float64, and lists what it finds, each thing once. Raises whatever the operator
-    raises. `function`: what to run instead of the operator's own callable."""
+    """Run the operator once in float64, and list what it finds, each thing once.
+
+    Raises whatever the operator raises. `function`: what to run instead of the operator's own callable.
+    """
     function = plain(function or function_of(concrete.call.operator, spec))
     leaves = as_leaves(concrete.tensors, torch.float64, concrete.constants)
     args, kwargs = with_tensors(concrete.call, [t.clone() for t in leaves], {})
@@ -56,12 +63,12 @@ def handwritten(
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under `torch.compile`."""
+    """Return the function under `torch.compile`."""
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def nodes_of(outputs: Sequence[Tensor | None]) -> Iterator[Any]:
-    """Every node of the graph behind these tensors, once."""
+    """Yield every node of the graph behind these tensors, once."""
     waiting = [o.grad_fn for o in outputs if o is not None and o.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -74,7 +81,7 @@ def nodes_of(outputs: Sequence[Tensor | None]) -> Iterator[Any]:
 
 
 def location(function: Any) -> SourceLocation | None:
-    """The line of a function's `def`; None for what has no source."""
+    """Return the line of a function's `def`; None for what has no source."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is None:
         return None
@@ -101,7 +108,7 @@ def _of_node(node: Any) -> Handwritten | None:
 
 
 def _of_library(backward: Any) -> Handwritten | None:
-    """The operator of torch.library whose backward torch has wrapped in this function."""
+    """Return the operator of torch.library whose backward torch has wrapped in this function."""
     code = getattr(backward, "__code__", None)
     if code is None or not code.co_filename.endswith("autograd.py") or "make_autograd_impl" not in code.co_qualname:
         return None

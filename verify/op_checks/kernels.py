@@ -32,7 +32,7 @@ CHECKED = frozenset(
 
 
 class _Names(TorchDispatchMode):
-    """Whether all that runs is checked."""
+    """Record whether all kernels that run check their sizes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class _Names(TorchDispatchMode):
 
 
 def runs_checked(run: Callable[[], object]) -> bool:
-    """Whether a function runs nothing but kernels that check their sizes. Raises what it raises."""
+    """Return whether a function runs only kernels that check their sizes. Raises what the function raises."""
     names = _Names()
     with names:
         run()
@@ -55,6 +55,6 @@ def runs_checked(run: Callable[[], object]) -> bool:
 
 @contextmanager
 def checked_kernels() -> Iterator[None]:
-    """Attention by its plain formula, whose products check their sizes."""
+    """Run attention by its plain formula, whose products check their sizes."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -1,4 +1,4 @@
-"""How one operand lies on a mesh of one or two axes: cutting a tensor into what each rank holds, and back.
+"""The layout of one operand on a mesh of one or two axes: cut a tensor into the ranks' pieces, and join them.
 
 The same layouts as `nnscaler.ir.layout`, made fast for small tensors, and with uneven shards: a dim is viewed as
 (outer, length, inner), and a rank holds a range of `length`. Two cuts of one dim are made from the outermost inwards,
@@ -47,18 +47,18 @@ class Lay:
     order: tuple[int, ...]
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Coordinates of every rank, row-major."""
+        """Return the coordinates of every rank, row-major."""
         return ranks_of(self.parts)
 
 
 @lru_cache(maxsize=256)
 def ranks_of(parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Coordinates of every rank of a mesh, row-major."""
+    """Return the coordinates of every rank of a mesh, row-major."""
     return tuple(product(*(range(p) for p in parts)))
 
 
 def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
-    """`states`: one per axis."""
+    """Return the layout for `states`, one per axis."""
     held: list[Held] = []
     for axis, state in enumerate(states):
         if isinstance(state, Sharded):
@@ -78,7 +78,7 @@ def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
 
 
 def take(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
-    """What `rank` holds; a view where it can be."""
+    """Return the piece of `rank`; a view where possible."""
     start, end = (cut.bounds[rank - 1] if rank else 0), cut.bounds[rank]
     if cut.sections:
         plain = Cut(cut.dim, 1, cut.length, cut.bounds)
@@ -94,7 +94,7 @@ def take(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
 
 
 def join(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
-    """The inverse of taking every rank's piece."""
+    """Join the ranks' pieces: the inverse of `take`."""
     if cut.sections:
         plain = Cut(cut.dim, 1, cut.length, cut.bounds)
         local = [[s // cut.parts for s in cut.sections]] * len(pieces)
@@ -114,7 +114,7 @@ def join(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 def local_shape(shape: Sequence[int], lay: Lay, rank: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what `rank` holds."""
+    """Return the shape of what `rank` holds."""
     local = list(shape)
     for axis, held in enumerate(lay.held):
         if isinstance(held, Cut):
@@ -124,8 +124,11 @@ def local_shape(shape: Sequence[int], lay: Lay, rank: Sequence[int]) -> tuple[in
 
 
 def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]:
-    """What each rank holds of a value, row-major. Partial sums are uneven, sign-varying random pieces: zeros on all
-    ranks but one would pass through operators that are not linear."""
+    """Split a value into the pieces of all ranks, row-major.
+
+    The terms of partial sums are random, uneven and of either sign: zeros on all ranks but one would pass through
+    operators that are not linear.
+    """
     if len(lay.held) == 1:
         return _cut(tensor, lay.held[0], lay.parts[0], generator)
     found: dict[tuple[tuple[int, int], ...], Tensor] = {(): tensor}
@@ -149,8 +152,11 @@ def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> 
 
 
 def random_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Random terms whose sum is the tensor. Integers, and exact, where it holds integers; real ones elsewhere, since
-    an operator that rounds is linear in integers."""
+    """Random terms whose sum is the tensor.
+
+    Integers, and exact, where it holds integers; real ones elsewhere, since an operator that rounds is linear in
+    integers.
+    """
     shape = tuple(tensor.shape)
     whole = not tensor.is_complex() and torch.equal(tensor, tensor.round())
     if whole:
@@ -165,7 +171,7 @@ def random_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list
 
 
 def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
-    """The value that the ranks' pieces (row-major) make; None where copies are not the `same`."""
+    """Return the value that the ranks' pieces (row-major) make; None where copies are not the `same`."""
     if len(lay.held) == 1:
         return _combined(pieces, lay.held[0], same)
     found = dict(zip(lay.ranks(), pieces, strict=True))

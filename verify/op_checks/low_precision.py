@@ -1,4 +1,4 @@
-"""Does a hand-written backward treat narrow dtypes alike? Its gradients in float32 and bfloat16 against float64's.
+"""Test a hand-written backward in narrow dtypes: its gradients in float32 and bfloat16 against those in float64.
 
 Differences show nothing in these dtypes, but the formula is the same one: with inputs that every dtype can represent,
 and outputs that agree, gradients agree up to rounding. How much rounding can do is measured: the float64 run is
@@ -58,7 +58,7 @@ class _Reference:
 def deviation(
     function: Callable[..., Any], concrete: ConcreteCall, wanted: Sequence[int], seed: int
 ) -> Deviation | None:
-    """The worst one beyond the limit at every point; None where there is none, or a dtype cannot be run."""
+    """Return the worst deviation beyond the limit at every point; None if there is none, or a dtype cannot be run."""
     subject = _Subject(function, concrete, frozenset(wanted), seed)
     references: dict[str, _Reference] = {}
     for dtype, limit in LIMITS:
@@ -118,7 +118,7 @@ class _Rounded(TorchDispatchMode):
 
 
 def _run(subject: _Subject, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Outputs, Outputs]:
-    """Outputs and gradients, with the same random numbers and cotangents each time."""
+    """Return outputs and gradients, with the same random numbers and cotangents each time."""
     torch.default_generator.manual_seed(subject.seed)
     cast = [t.to(dtype, copy=True) if t.is_floating_point() else t.clone() for t in tensors]
     leaves = [t.requires_grad_() if i in subject.wanted else t for i, t in enumerate(cast)]
@@ -132,7 +132,7 @@ def _run(subject: _Subject, tensors: Sequence[Tensor], dtype: torch.dtype) -> tu
 
 
 def _relative(exact: Tensor | None, low: Tensor | None, scale: float = 0.0) -> float:
-    """The norm of the difference, relative to the exact norm or a thousandth of `scale`."""
+    """Return the norm of the difference, relative to the exact norm or a thousandth of `scale`."""
     if exact is None and low is None:
         return 0.0
     right = torch.zeros_like(low, dtype=torch.float64) if exact is None and low is not None else exact

@@ -45,7 +45,7 @@ MOST = 300  # characters of torch's message
 
 
 def library_overload(spec: OperatorSpec) -> torch._ops.OpOverload | None:
-    """The overload that somebody has registered with torch.library; None for any other operator."""
+    """Return the overload that somebody has registered with torch.library; None for any other operator."""
     found: Any = getattr(spec.target, "_opoverload", spec.target)
     if isinstance(found, torch._ops.OpOverloadPacket) and len(found.overloads()) == 1:
         found = getattr(found, found.overloads()[0])
@@ -60,7 +60,7 @@ def opcheck(
     *,
     check: Callable[..., dict[str, Any]] | None = None,
 ) -> Probed:
-    """Runs `torch.library.opcheck` on float32 copies of the inputs, those with gradients asking for them.
+    """Run `torch.library.opcheck` on float32 copies of the inputs, those with gradients asking for them.
 
     Nothing for operators that are not of torch.library. `check`: what to run instead of torch's.
     """
@@ -96,7 +96,7 @@ def opcheck(
 
 
 def shortened(text: str) -> str:
-    """The first sentence of torch's message, without where it says to look further."""
+    """Return the first sentence of torch's message, without where it says to look further."""
     text = re.sub(r"\(scroll up[^)]*\)", "", text)
     line = " ".join(text.split())
     line = re.sub(r"^opcheck\(op, \.\.\.\): \w+ failed with ", "", line)

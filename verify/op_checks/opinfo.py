@@ -90,7 +90,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one sample showed. `comparisons`: tensors compared with the whole's, over `cases` partitions."""
+    """The result of one sample.
+
+    cases        partitions that were run
+    comparisons  tensors compared with the whole's, over all cases
+    """
 
     entry: str
     sample: int
@@ -102,12 +106,12 @@ class Result:
 
 
 def known_operators(registry: Registry) -> frozenset[str]:
-    """The operators of the registry that could be torch's, without namespaces and overloads."""
+    """Return the operators of the registry that could be torch's, without namespaces and overloads."""
     return frozenset(name.split(".")[1] for name in registry.names() if name.startswith(("aten.", "nnscaler.")))
 
 
 def entries(registry: Registry | None = None) -> Iterator[Entry]:
-    """The entries of torch's table that are about an operator of the registry."""
+    """Yield the entries of torch's table that are about an operator of the registry."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     known = known_operators(registry or default_registry())
@@ -122,7 +126,7 @@ def entries(registry: Registry | None = None) -> Iterator[Entry]:
 
 
 def sample_results(entry: Entry, limit: int, registry: Registry | None = None) -> Iterator[Result]:
-    """The results of at most `limit` samples of one entry, evenly spread, for each of its spellings (aliases)."""
+    """Yield the results of at most `limit` samples of one entry, evenly spread, for each of its spellings (aliases)."""
     registry = registry or default_registry()
     if entry.info.name in EXCLUDED:
         yield Result(entry.name, 0, "excluded", detail=EXCLUDED[entry.info.name])
@@ -140,7 +144,7 @@ def sample_results(entry: Entry, limit: int, registry: Registry | None = None) -
 
 
 def _samples(info: OpInfo) -> list[Any]:
-    """Its samples, in float64 where it has any. torch is seeded, so that they are the same each time."""
+    """Return the entry's samples, in float64 where it has any. torch is seeded, so that they are the same each time."""
     dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)
     if dtype is None:
         return []  # an operator of other devices
@@ -152,7 +156,7 @@ def _samples(info: OpInfo) -> list[Any]:
 
 
 def _result(entry: Entry, number: int, function: Callable[..., Any], arguments: Any, registry: Registry) -> Result:
-    """The weakest result of the sample's calls of the entry's operators."""
+    """Return the weakest result of the sample's calls of the entry's operators."""
     tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
     if any(not t.numel() for t in tensors):
         return Result(entry.name, number, "empty")
@@ -167,7 +171,7 @@ def _result(entry: Entry, number: int, function: Callable[..., Any], arguments: 
 def traced_calls(
     function: Callable[..., Any], arguments: tuple[Any, Sequence[Any], dict[str, Any]]
 ) -> list[ConcreteCall]:
-    """The ATen calls that `function(input, *args, **kwargs)` makes, before they are decomposed."""
+    """Return the ATen calls that `function(input, *args, **kwargs)` makes, before they are decomposed."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     leaves, tree = pytree.tree_flatten(arguments)
@@ -196,7 +200,7 @@ class _Recorder(torch.fx.Interpreter):
         self.calls: list[ConcreteCall] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Runs one call. Tensors without a gradient (targets, weights of classes) stay so."""
+        """Run one call. Tensors without a gradient (targets, weights of classes) stay so."""
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
             name, plain = str(target), [list(a) if isinstance(a, list) else a for a in args]
             tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor)]
@@ -215,7 +219,7 @@ class GivenCall(Runner):
 
 
 def check_call(call: ConcreteCall, registry: Registry) -> Result:
-    """Every identifier in as few parts as divide it, and in uneven ones; every set of partial sums in 2."""
+    """Check every identifier in as few parts as divide it, and in uneven ones; every set of partial sums in 2."""
     name = call.call.operator
     spec = registry.lookup(name)
     if spec is None:

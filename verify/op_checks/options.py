@@ -1,4 +1,4 @@
-"""What verify-op does, and which of its safeguards are on (all of them; the self-test switches them off one by one)."""
+"""The options of verify-op, and its safeguards: all on by default; the self-test switches them off one by one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DRAWS = 3  # informative draws that each partition is compared on
 
 @dataclass(frozen=True, slots=True)
 class Safeguards:
-    """What keeps a wrong operator from passing by coincidence. Each one earns its place in the ablation table of
-    `nnscaler self-test ops`.
+    """The measures that keep a wrong operator from passing by coincidence. Each earns its place in the ablation table
+    of `nnscaler self-test ops`.
 
     random_cotangents  signed integers and not all ones
     parts              numbers of shards
@@ -54,8 +54,13 @@ class Safeguards:
 
 @dataclass(frozen=True, slots=True)
 class OpOptions:
-    """`timeout`: seconds for one operator. `cases`: at most so many cases per claim; None: all. `explain`: whether a
-    counter-example is made small, and an annotation that holds looked for."""
+    """The options of verify-op.
+
+    timeout     seconds for one operator
+    cases       at most so many cases per claim; None: all
+    explain     shrink counter-examples, and look for an annotation that holds
+    safeguards  those that are on
+    """
 
     seed: int = 0
     fail_fast: bool = False

@@ -1,4 +1,4 @@
-"""What testing one target (an identifier, a linear set, pairs of them) gave."""
+"""The test result of one target: an identifier, a linear set, or a pair of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from verify.op_checks.runner import CaseResult, Declined
 
 @dataclass(slots=True)
 class Outcome:
-    """`count` tensors were compared in `cases` cases, `exact` of them bitwise equal. `skipped` has the reasons of
-    partitions that are not legal. `variants`: (tensor, wrong variant) -> whether it was killed, whether it
-    may be void, and the seeds of the draws. `exercised`: the claims that some case compared; `declined`: those of
-    which the operator's hook refused a case; `untested`: those that the annotation makes and no case compared."""
+    """The results of one target's cases, added up.
+
+    cases       cases that ran
+    count       tensors that were compared
+    exact       those among them that were bitwise equal
+    failures    counter-examples
+    skipped     reasons why partitions were not legal
+    variants    (tensor, wrong variant) -> whether it was killed, whether it may be void, and the seeds of the draws
+    exercised   claims that some case compared
+    declined    claims of which the operator's hook refused a case
+    untested    claims of the annotation that no case compared
+    """
 
     cases: int = 0
     count: int = 0
@@ -27,7 +35,7 @@ class Outcome:
     untested: tuple[Claimed, ...] = ()
 
     def add(self, result: CaseResult) -> None:
-        """Takes one result in."""
+        """Add the result of one case."""
         claim = exercised_by(result.case, result.signature)
         if result.refused:
             self.skipped[result.refused] = None
@@ -51,7 +59,7 @@ class Outcome:
             self.failures.append(result)
 
     def survived(self, draws: int) -> list[str]:
-        """Wrong variants that nothing tells from the right result."""
+        """Return the wrong variants that nothing tells from the right result."""
         return [
             f"{name} {what}"
             for (what, name), (killed, void, seeds) in self.variants.items()
@@ -59,7 +67,7 @@ class Outcome:
         ]
 
     def void(self, draws: int) -> list[str]:
-        """Wrong variants that equal the right result because that is constant along the split."""
+        """Return the wrong variants that equal the right result because that is constant along the split."""
         return [
             f"{name} {what}"
             for (what, name), (killed, void, seeds) in self.variants.items()

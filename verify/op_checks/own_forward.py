@@ -1,4 +1,4 @@
-"""Which `autograd.Function` of an operator has the wrong backward, and what autograd makes of its own `forward`.
+"""Find the `autograd.Function` of an operator whose backward is wrong, by autograd through its own `forward`.
 
 The calls of each Function are recorded while the operator runs, and each is judged by itself. Where a `forward` is
 plain differentiable torch, autograd through it gives the right gradient to the last digits; differences decide whether
@@ -30,8 +30,11 @@ FunctionClass = type[torch.autograd.Function]
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """One call of a Function whose backward is wrong in the arguments `names`. `exact`: how far from what autograd
-    through its `forward` gives, where that is to be trusted."""
+    """One call of a Function whose backward is wrong.
+
+    names  its wrong arguments
+    exact  distance from what autograd through its `forward` gives, where that is to be trusted; else empty
+    """
 
     by: Handwritten
     names: tuple[str, ...]
@@ -41,7 +44,7 @@ class Blame:
 def find_wrong(
     function: Callable[..., Any], concrete: ConcreteCall, found: Sequence[Handwritten], seed: int
 ) -> tuple[Blame, ...]:
-    """The Functions that are wrong by themselves, each once. Empty where none is, or none can be run alone."""
+    """Return the Functions that are wrong by themselves, each once. Empty where none is, or none can be run alone."""
     by_class = {h.function_class: h for h in found if h.function_class is not None}
     blamed: dict[str, Blame] = {}
     for cls, args in _recorded(function, concrete, tuple(by_class)):
@@ -69,7 +72,7 @@ def _judge(by: Handwritten, cls: FunctionClass, args: tuple[Any, ...], seed: int
 
 
 def _exact(cls: FunctionClass, call: ConcreteCall, point: Point, wrong: Sequence[int], names: Sequence[str]) -> str:
-    """The worst element of the first wrong gradient, against autograd through the forward."""
+    """Return the worst element of the first wrong gradient, against autograd through the forward."""
     through = through_forward(cls, call, point.cotangents)
     if through is None:
         return ""
@@ -91,7 +94,7 @@ def _exact(cls: FunctionClass, call: ConcreteCall, point: Point, wrong: Sequence
 def through_forward(
     cls: FunctionClass, call: ConcreteCall, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...] | None:
-    """The gradients that autograd finds through `cls.forward`; None where that raises."""
+    """Return the gradients that autograd finds through `cls.forward`; None where that raises."""
     leaves = [
         t.clone().requires_grad_() if t.is_floating_point() or t.is_complex() else t.clone() for t in call.tensors
     ]
@@ -117,7 +120,7 @@ class _Context:
         self.saved_tensors = tensors
 
     def ignore(self, *args: Any) -> None:
-        """What matters to autograd's own bookkeeping only."""
+        """Accept and drop a call that matters to autograd's own bookkeeping only."""
 
     save_for_forward = mark_dirty = mark_non_differentiable = set_materialize_grads = ignore
 
@@ -125,7 +128,7 @@ class _Context:
 def _recorded(
     function: Callable[..., Any], concrete: ConcreteCall, classes: Sequence[FunctionClass]
 ) -> list[tuple[FunctionClass, tuple[Any, ...]]]:
-    """The arguments of the Functions' calls while the operator runs once."""
+    """Return the arguments of the Functions' calls while the operator runs once."""
     calls: list[tuple[FunctionClass, tuple[Any, ...]]] = []
     leaves = [
         t.clone().requires_grad_() if t.is_floating_point() or t.is_complex() else t.clone() for t in concrete.tensors
@@ -140,7 +143,7 @@ def _recorded(
 
 @contextlib.contextmanager
 def _recording(cls: FunctionClass, calls: list[tuple[FunctionClass, tuple[Any, ...]]]) -> Iterator[None]:
-    """Puts a recorder in the place of `cls.forward`: autograd looks it up at every call."""
+    """Put a recorder in the place of `cls.forward`: autograd looks it up at every call."""
     original, own = cls.forward, vars(cls).get("forward")
     skip = 0 if has_setup_context(cls) else 1
     changed: Any = cls

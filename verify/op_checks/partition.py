@@ -93,14 +93,14 @@ class Partition:
 
 
 def gradient_state(state: State) -> State:
-    """How a tensor's gradient lies, from how its value lies."""
+    """Return the state of a tensor's gradient, from the state of its value."""
     if isinstance(state, Replicated):
         return PARTIAL
     return REPLICATED if isinstance(state, Partial) else state
 
 
 def make_partition(signature: Signature, choices: Sequence[Choice], parts: Sequence[int]) -> Partition:
-    """Raises Refusal where the operator's hook cannot do this split."""
+    """Make the partition. Raises Refusal where the operator's hook cannot do this split."""
     call = signature.call
     per_axis_in = [input_states(signature, c) for c in choices]
     per_axis_out = [output_states(signature, c, len(call.outputs)) for c in choices]
@@ -131,7 +131,7 @@ def make_partition(signature: Signature, choices: Sequence[Choice], parts: Seque
 def compare_partition(
     whole: Whole, partition: Partition, generator: torch.Generator, bound: Bound, safeguards: Safeguards
 ) -> Compared:
-    """Runs the shards and compares. Raises ShardRaised."""
+    """Run the shards and compare them with the whole. Raises ShardRaised."""
     leaves = _shard_leaves(whole, partition, generator)
     results = run_shards(partition, leaves, whole.dtype)
     outputs = [outputs_of(r) for r in results]
@@ -171,7 +171,7 @@ def _shard_leaves(whole: Whole, partition: Partition, generator: torch.Generator
 
 
 def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Any]:
-    """What the operator returns on every rank. Raises ShardRaised."""
+    """Run the operator on the shards of every rank and return its results. Raises ShardRaised."""
     signature = partition.signature
     spec = signature.spec
     assert spec is not None
@@ -194,7 +194,7 @@ def run_shards(partition: Partition, leaves: Sequence[Sequence[Tensor]], dtype: 
 def _local_call(
     signature: Signature, choices: Sequence[Choice], parts: Sequence[int], states: Sequence[Sequence[State]]
 ) -> Call:
-    """The call of every rank, with expressions of its coordinates."""
+    """Return the call of every rank, with expressions of its coordinates."""
     assert signature.spec is not None
     call, axes = signature.call, list(zip(AXES, parts, strict=False))
     shapes = [
@@ -217,7 +217,8 @@ class _Comparison:
         self.variants: list[Variant] = []
 
     def loosen(self, growth: float) -> None:
-        """Partial sums that are larger than their total leave that much more rounding in what is linear in them."""
+        """Widen the bounds: partial sums larger than their total leave that much more rounding in what is linear in
+        them."""
         if growth > 1.0:
             self.bound = Bound(self.bound.relative * growth)
 
@@ -225,7 +226,7 @@ class _Comparison:
         return Compared(self.count, self.exact, tuple(self.mismatches), tuple(self.variants))
 
     def plain(self, expected: Sequence[Any], found: Sequence[Sequence[Any]]) -> None:
-        """Outputs that are no tensors must not depend on the split."""
+        """Check that outputs that are no tensors do not depend on the split."""
         for other in found:
             if list(other) != list(expected):
                 shown = f"{list(other)!r} instead of {list(expected)!r}"
@@ -248,7 +249,7 @@ class _Comparison:
             self.compare(what, column, expected, lay, partition.states_out[index], 0.0)
 
     def shapes(self, whole: Whole, partition: Partition, outputs: Sequence[Sequence[Tensor | None]]) -> None:
-        """Of an operator whose values are not defined (`empty`)."""
+        """Compare only the shapes, of an operator whose values are not defined (`empty`)."""
         for index, (expected, lay) in enumerate(zip(whole.outputs, partition.outputs, strict=True)):
             if expected is not None:
                 self.count += 1
@@ -291,7 +292,7 @@ class _Comparison:
         states: Sequence[State],
         scale: float,
     ) -> None:
-        """One tensor, from what every rank has of it."""
+        """Compare one tensor with the pieces that all ranks have of it."""
         self.count += 1
         pieces = [piece.detach() if piece.requires_grad else piece for piece in column if piece is not None]
         problem = "not a tensor on every shard" if len(pieces) < len(column) else _wrong_shape(pieces, expected, lay)
@@ -321,7 +322,7 @@ def _said(states: Sequence[State]) -> str:
 
 
 def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequence[Sequence[Tensor | None]]) -> float:
-    """How much larger the drawn terms of partial sums are than their totals; 1 where there are none."""
+    """Return how much larger the drawn terms of partial sums are than their totals; 1 where there are none."""
     found = 1.0
     for index, (total, lay) in enumerate(zip(totals, lays, strict=True)):
         if total is None or "sum" not in lay.held or not total.numel():
@@ -332,7 +333,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
 
 
 def _tells_nothing(whole: Whole, partition: Partition) -> bool:
-    """Whether an integer input that is split has one value only: that a result is constant then shows nothing."""
+    """Return whether a split integer input has one value only, so that a constant result would show nothing."""
     for tensor, lay in zip(whole.concrete.tensors, partition.inputs, strict=True):
         split = any(isinstance(held, Cut) for held in lay.held)
         if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
@@ -341,7 +342,7 @@ def _tells_nothing(whole: Whole, partition: Partition) -> bool:
 
 
 def _summed(lay: Lay) -> bool:
-    """Whether ranks hold terms of a sum."""
+    """Return whether ranks hold terms of a sum."""
     return any(h == "sum" for h in lay.held)
 
 

@@ -1,4 +1,4 @@
-"""Shapes are tried on the meta device first.
+"""Try shapes on the meta device first.
 
 A kernel that does not check its sizes may read beyond its tensors and take the process with it (CPU attention with a
 value longer than its key does); on the meta device, the same call raises an error.
@@ -31,9 +31,9 @@ def tried_on_meta(
     coordinates: Mapping[str, int],
     more: Mapping[str, Any],
 ) -> bool | Exception:
-    """Whether the call can be tried on tensors of these shapes without values, or the error that shapes make it raise.
+    """Try the call on meta tensors of these shapes; return whether that works, or the error that the shapes cause.
 
-    False: the operator reads values, or has no kernel for that device; that says nothing about shapes. `more`: further
+    False: the operator reads values, or has no kernel for that device, which says nothing about shapes. `more`: further
     keyword arguments.
     """
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
@@ -49,16 +49,18 @@ def tried_on_meta(
 
 
 def remembers(trial: Callable[[], object], real: Callable[[], object]) -> bool:
-    """Whether `real` raises after `trial` although it does not otherwise: an operator that keeps tensors between calls
-    (tables of sines, say) would be left with tensors of the meta device. Found out in processes of their own, whose
-    state is then thrown away. Without fork, assumed."""
+    """Return whether `real` raises after `trial` but not without it.
+
+    So does an operator that keeps tensors between calls (tables of sines, say): it would be left with tensors of the
+    meta device. Both orders run in child processes, whose state is then thrown away. True where there is no fork.
+    """
     if not hasattr(os, "fork"):
         return True
     return succeeds(trial, real) is False and succeeds(real) is True
 
 
 def succeeds(*steps: Callable[[], object]) -> bool | None:
-    """Whether a child process comes to the end of these; None where it takes too long. False where there is no fork."""
+    """Return whether a child process finishes these steps; None if it takes too long. False without fork."""
     if not hasattr(os, "fork"):
         return False
     with warnings.catch_warnings():
@@ -91,6 +93,6 @@ def succeeds(*steps: Callable[[], object]) -> bool | None:
 
 
 def _about_shapes(error: Exception) -> bool:
-    """Errors of the device itself say nothing: values cannot be read, kernels are missing, devices differ."""
+    """Return whether an error is about shapes, not about the device: missing values, missing kernels, mixed devices."""
     text = str(error)
     return not any(word in text for word in ("meta", "Meta", "device", "numpy", "data_ptr", "storage", "FakeTensor"))

@@ -1,4 +1,4 @@
-"""What the checks of an operator as it is (its gradient, its side effects, its registration) have in common."""
+"""Helpers shared by the checks of the unsplit operator: its gradient, its side effects, its registration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Probed(NamedTuple):
 
 
 def tensor_names(spec: OperatorSpec, call: Call, function: Callable[..., Any]) -> tuple[str, ...]:
-    """What the tensors of the call are called, by index: `w`, `xs[1]`, or `input 0` where nothing names it."""
+    """Return the names of the call's tensors, by index: `w`, `xs[1]`, or `input 0` where nothing names it."""
     names = [p.name for p in spec.parameters] or _parameters(function)
     found: dict[int, str] = {}
     for position, value in enumerate(call.args):
@@ -37,12 +37,12 @@ def tensor_names(spec: OperatorSpec, call: Call, function: Callable[..., Any]) -
 
 
 def shapes_of(tensors: tuple[Tensor, ...]) -> str:
-    """The shapes as findings show them."""
+    """Return the shapes as findings show them."""
     return ", ".join(str(tuple(t.shape)) for t in tensors)
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one short line."""
+    """Return an error as one short line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
@@ -67,7 +67,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def has_setup_context(cls: type[torch.autograd.Function]) -> bool:
-    """Whether the class sets up its context apart from `forward`, which then has no `ctx`."""
+    """Return whether the class sets up its context apart from `forward`, which then has no `ctx`."""
     return cls.setup_context is not torch.autograd.Function.setup_context
 
 

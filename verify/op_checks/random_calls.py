@@ -1,4 +1,4 @@
-"""How operators that draw random numbers are run: by logical coordinate, as generated programs run them."""
+"""Run operators that draw random numbers as generated programs do: numbers are drawn by logical coordinate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nnscaler.runtime.role import RunContext
 
 @dataclass(frozen=True)
 class Place:
-    """What the runtime's random operators ask a stage: where on the mesh this rank is."""
+    """A stand-in for the stage that the runtime's random operators ask for their rank's place on the mesh."""
 
     axes: Mapping[str, int]
     at: Mapping[str, int]
@@ -28,7 +28,7 @@ class Place:
 
 
 def runtime_state(state: ir_layout.State) -> State:
-    """The compiler's state as the runtime's."""
+    """Return the compiler's state as the runtime's."""
     match state:
         case ir_layout.Sharded(dim, outer, sections, sizes):
             return Sharded(dim, outer, sections, sizes)

@@ -14,7 +14,10 @@ States = Mapping[str, Any]
 
 
 def states() -> States:
-    """The state of every global generator, by the name it has in messages. numpy's only where numpy is loaded."""
+    """Return the state of every global generator, by the name it has in messages.
+
+    numpy's only where numpy is loaded.
+    """
     found: dict[str, Any] = {"torch's generator": torch.get_rng_state(), "Python's `random`": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -23,12 +26,12 @@ def states() -> States:
 
 
 def moved(before: States, after: States) -> list[str]:
-    """The generators whose states differ."""
+    """Return the generators whose states differ."""
     return [name for name in before if _comparable(before[name]) != _comparable(after[name])]
 
 
 def seed_all(seed: int) -> None:
-    """Seeds every global generator."""
+    """Seed every global generator."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -38,7 +41,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Puts all generators back as they were."""
+    """Put all generators back as they were."""
     before = states()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs cases of one operator. Wholes, signatures and partitions are kept, so that cases share them."""
+"""Run the cases of one operator. Wholes, signatures and partitions are kept, so that cases share them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CaseResult:
 
     @property
     def failed(self) -> bool:
-        """Whether this is a counter-example."""
+        """Return whether this case is a counter-example."""
         return self.raised is not None or (self.compared is not None and bool(self.compared.mismatches))
 
 
@@ -97,7 +97,7 @@ class Runner:
         return len(self.given) or len(self.rows)
 
     def concrete(self, inputs: Inputs, integers: bool = True) -> ConcreteCall:
-        """The call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
+        """Return the call with its tensors. `integers`: whether integer tensors of samples are drawn anew too."""
         generator = inputs.generator()
         if inputs.sample is None:
             return from_annotation(self.spec, dict(inputs.sizes), inputs.kind, generator, inputs.whole_numbers)
@@ -117,7 +117,7 @@ class Runner:
         return replace(call, tensors=tensors, kind=inputs.kind)
 
     def first_calls(self) -> list[ConcreteCall]:
-        """A call to look at where none can be run: of the sample inputs, or of the annotation."""
+        """Return a call to look at where none can be run: of the sample inputs, or of the annotation."""
         if self.samples:
             return [self.concrete(Inputs(0, (), "given", self.options.seed))]
         if not isinstance(self.spec.annotation, str):
@@ -135,7 +135,7 @@ class Runner:
         return replace(found, call=self._with_sizes(found.call, bound.sizes, dict(inputs.sizes)), **kept)
 
     def _with_sizes(self, call: Call, before: Mapping[str, int], sizes: Mapping[str, int]) -> Call:
-        """The call with other sizes for identifiers that its integer arguments give the sizes of."""
+        """Return the call with other sizes for identifiers that its integer arguments give the sizes of."""
         given = size_arguments(self.spec, call)
         for position, parameter in enumerate(self.spec.parameters):
             name = parameter.name
@@ -147,7 +147,7 @@ class Runner:
         return run_whole(self.function(call), call, torch.Generator()).outputs
 
     def function(self, call: ConcreteCall) -> Callable[..., Any]:
-        """What runs the whole operator."""
+        """Return the function that runs the whole operator."""
         function = function_of(call.call.operator, self.spec)
         if not self.spec.random:
             return function
@@ -155,7 +155,7 @@ class Runner:
         return partial(function, **whole_arguments(shape))
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        """Runs the whole operator, once. Raises WholeRaised, and AnnotationError where the annotation does not fit."""
+        """Run the whole operator, once. Raises WholeRaised, and AnnotationError where the annotation does not fit."""
         found = self._prepared.get(inputs)
         if found is None:
             found = self._prepare(inputs)
@@ -199,7 +199,7 @@ class Runner:
         return Prepared(low, self._signature(low), low_bound(low, exact), tried)
 
     def keeps_tensors(self, function: Callable[..., Any], call: ConcreteCall) -> bool:
-        """Whether shapes cannot be tried on the meta device, or need not be."""
+        """Return whether the operator must not, or need not, be tried on the meta device."""
         if self._untried is None:
             described = [(tuple(t.shape), t.dtype) for t in call.tensors]
             checked = True if self.trusted else self._checked(function, call)
@@ -211,8 +211,10 @@ class Runner:
         return self._untried
 
     def _checked(self, function: Callable[..., Any], call: ConcreteCall) -> bool | None:
-        """Whether it runs nothing but kernels that check sizes themselves; asked in a process of its own, since these
-        shapes may be the wrong ones. None where that takes too long."""
+        """Return whether the call runs only kernels that check their sizes; None where that takes too long.
+
+        Runs in a child process, since these shapes may be the wrong ones.
+        """
         args, kwargs = with_tensors(call.call, call.tensors, {})
 
         def run() -> None:
@@ -227,7 +229,7 @@ class Runner:
         return run_whole(function, call, cotangents, dtype, without, self.options.safeguards.random_cotangents)
 
     def _moved(self, function: Callable[..., Any], call: ConcreteCall, inputs: Inputs) -> Whole | None:
-        """The run with every floating input moved by one unit of rounding, up or down."""
+        """Return the run with every floating input moved by one unit of rounding, up or down."""
         generator = torch.Generator().manual_seed(inputs.seed + 3)
         unit = torch.finfo(torch.float64).eps
 
@@ -249,7 +251,7 @@ class Runner:
         return Signature(call, self.spec, bound, tuple(frozenset(s) for s in linear_sets(self.spec, call)))
 
     def refusal(self, signature: Signature, case: Case) -> str | None:
-        """Why a case is not legal; None if it is."""
+        """Return why a case is not legal; None if it is."""
         for choice, parts in zip(case.choices, case.parts, strict=True):
             reason = explain_illegal_choice(signature, choice, parts)
             if reason is not None:
@@ -260,7 +262,7 @@ class Runner:
         return None
 
     def partition(self, signature: Signature, case: Case) -> Partition | str:
-        """The partition, or why there is none."""
+        """Return the partition, or why there is none."""
         key = self._key(case)
         found = self._partitions.get(key)
         if found is None:
@@ -270,7 +272,7 @@ class Runner:
         return found
 
     def _key(self, case: Case) -> Any:
-        """What a partition depends on: shapes, not values."""
+        """Return the cache key of a partition, which depends on shapes but not on values."""
         return case.inputs.sample, case.inputs.sizes, case.choices, case.parts, case.uneven
 
     def _make(self, signature: Signature, case: Case) -> Partition | str:
@@ -287,7 +289,7 @@ class Runner:
         return partition
 
     def run(self, case: Case) -> CaseResult:
-        """Runs one case. Raises WholeRaised and AnnotationError."""
+        """Run one case. Raises WholeRaised and AnnotationError."""
         prepared = self.prepare(case.inputs)
         partition = self.partition(prepared.signature, case)
         if isinstance(partition, str):
@@ -305,7 +307,7 @@ class Runner:
         return CaseResult(case, prepared.signature, compared)
 
     def _preflight(self, prepared: Prepared, partition: Partition, case: Case) -> None:
-        """Tries the shards' shapes once. Raises ShardRaised."""
+        """Try the shards' shapes once. Raises ShardRaised."""
         key = self._key(case)
         if key in self._tried:
             return
@@ -323,7 +325,7 @@ class Runner:
 
 
 def with_sizes(case: Case, signature: Signature) -> Case | str:
-    """An uneven case with the sizes of its shards, or why there are none; any other as it is."""
+    """Return an uneven case with the sizes of its shards, or why there are none; any other as it is."""
     (choice, *_), parts = case.choices, case.parts[0]
     if not case.uneven:
         return case
@@ -339,5 +341,5 @@ def _said(case: Case) -> str:
 
 
 def run_case(spec: OperatorSpec, case: Case, options: OpOptions | None = None) -> CaseResult:
-    """Replays exactly one case. Raises WholeRaised and AnnotationError."""
+    """Replay exactly one case. Raises WholeRaised and AnnotationError."""
     return Runner(spec, options or OpOptions()).run(case)

@@ -14,7 +14,8 @@ STEPS = 200
 
 
 def shrink(runner: Runner, failed: CaseResult) -> CaseResult:
-    """Greedy: takes the first simpler case that fails as well, until none does. A case costs under a millisecond."""
+    """Shrink greedily: take the first simpler case that fails as well, until none does. A case costs under a
+    millisecond."""
     steps = 0
     current = failed
     progress = True
@@ -61,7 +62,7 @@ def _simpler(result: CaseResult) -> Iterator[Case]:
 
 
 def _smaller(result: CaseResult) -> Iterator[Case]:
-    """Sizes: two elements per shard of what is split, 1 or 2 of everything else."""
+    """Yield cases of smaller sizes: two elements per shard of what is split, 1 or 2 of everything else."""
     case, bound = result.case, result.signature.bound
     if bound is None:
         return

@@ -1,4 +1,4 @@
-"""Gradients for some inputs only: they must be those that all inputs together get.
+"""Check gradients for some inputs only: they must be those that all inputs together get.
 
 A hand-written backward often looks at `ctx.needs_input_grad`; what it returns for one input must not depend on whether
 another asks. Without any gradient asked for, outputs must be the same as well.
@@ -22,7 +22,7 @@ BASES = 3  # sample calls that are tried
 
 
 def check_subsets(runner: Runner, found: list[Base]) -> tuple[Check | None, list[Finding]]:
-    """Each floating input alone, and none; the check is None where no input has a gradient."""
+    """Ask for the gradient of each floating input alone, and of none; the check is None where no input has one."""
     started = time.perf_counter()
     count = 0
     findings: list[Finding] = []
@@ -45,7 +45,7 @@ def check_subsets(runner: Runner, found: list[Base]) -> tuple[Check | None, list
 
 
 def _problem(runner: Runner, prepared: Prepared, seed: int, kept: frozenset[int]) -> str | None:
-    """What differs when only the inputs `kept` ask for a gradient."""
+    """Describe the first difference that appears when only the inputs `kept` ask for a gradient; else None."""
     whole = prepared.whole
     without = frozenset(range(len(whole.concrete.tensors))) - kept
     generator = torch.Generator().manual_seed(seed + 1)

@@ -1,4 +1,4 @@
-"""From what a user names to the operator's record: a function, a class, an operator of torch, or a text."""
+"""Find the operator that a user names: by function, class, operator of torch, or text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GLOB = frozenset("*?[")
 
 
 def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) -> OperatorSpec:
-    """The operator's record, under `annotation` if one is given.
+    """Return the operator's record, under `annotation` if one is given.
 
     `operator`: a registered operator (its function, class, or torch.library overload), a plain callable with an
     annotation, or a text (see `named`). Raises NnscalerError `unknown_operator` or `not_annotated`, and
@@ -36,7 +36,7 @@ def find_operator(operator: Any, annotation: str | Callable[..., Any] | None) ->
 
 
 def find_record(operator: Any) -> OperatorSpec:
-    """The operator's record as it is; its annotation may be empty. Raises NnscalerError `unknown_operator`."""
+    """Return the operator's record as it is; its annotation may be empty. Raises NnscalerError `unknown_operator`."""
     spec = named(operator) if isinstance(operator, str) else record_of(operator)
     if spec is None:
         raise NnscalerError("unknown_operator", f"{operator!r} is neither an operator nor a name of one")
@@ -44,7 +44,7 @@ def find_record(operator: Any) -> OperatorSpec:
 
 
 def annotated(spec: OperatorSpec, annotation: str | Callable[..., Any] | None) -> OperatorSpec:
-    """The record under another annotation, if one is given. Raises as `find_operator`."""
+    """Return the record under another annotation, if one is given. Raises as `find_operator`."""
     if annotation is not None:
         # what belongs to the registered annotation need not hold for another one
         spec = replace(spec, annotation=annotation, linear=(), localize=None, contiguous=frozenset(), flops=None)
@@ -57,7 +57,7 @@ def annotated(spec: OperatorSpec, annotation: str | Callable[..., Any] | None) -
 
 
 def named(text: str) -> OperatorSpec:
-    """The one operator that a text names: see `matching`. Of several overloads, the one called `default`.
+    """Return the one operator that a text names: see `matching`. Of several overloads, the one called `default`.
 
     Raises NnscalerError `unknown_operator`, or `several_operators` where that leaves more than one.
     """
@@ -72,7 +72,7 @@ def named(text: str) -> OperatorSpec:
 
 
 def matching(text: str) -> list[OperatorSpec]:
-    """Every operator that a text names.
+    """Return every operator that a text names.
 
     `file.py` (all that it registers), `file.py::function`, `package.module:function`, a registered name, a pattern of
     them (`aten.*norm*`), an operator of torch.library with or without its overload (`aten.linear`, `my_lib::my_op`).
@@ -91,8 +91,10 @@ def matching(text: str) -> list[OperatorSpec]:
 
 
 def registered_in(file: str, empty: bool = False) -> list[OperatorSpec]:
-    """Imports the file; the operators that it registers, in its order. Raises NnscalerError where there are none,
-    unless `empty` allows that."""
+    """Import the file, and return the operators that it registers, in its order.
+
+    Raises NnscalerError where there are none, unless `empty` allows that.
+    """
     load_file(file)
     found = registered_at([file])
     if not found and not empty:
@@ -105,7 +107,7 @@ def registered_in(file: str, empty: bool = False) -> list[OperatorSpec]:
 
 
 def registered_at(files: Iterable[str | Path]) -> list[OperatorSpec]:
-    """The operators of the registry that stand in these files, by file and line."""
+    """Return the operators of the registry that stand in these files, by file and line."""
     order = {str(Path(file).resolve()): number for number, file in enumerate(files)}
     registry = default_registry()
     found: list[tuple[int, int, OperatorSpec]] = []
@@ -139,7 +141,7 @@ def _by_name(text: str) -> list[OperatorSpec]:
 
 
 def near_misses(text: str, names: Iterable[str]) -> str | None:
-    """`did you mean ...?`, or None where nothing is near."""
+    """Return `did you mean ...?`, or None where nothing is near."""
     by_base: dict[str, str] = {}
     for name in names:
         for key in (name, name.removesuffix(".default"), name.removeprefix("aten.").removesuffix(".default")):
@@ -152,7 +154,7 @@ def near_misses(text: str, names: Iterable[str]) -> str | None:
 
 
 def _of_torch(text: str) -> list[OperatorSpec]:
-    """Operators of torch.library that have no annotation, if torch knows the name."""
+    """Return operators of torch.library that have no annotation, if torch knows the name."""
     import torch
 
     _namespace, _, rest = text.partition(".")
@@ -202,8 +204,8 @@ def _listed(names: Iterable[str]) -> str | None:
 
 
 def record_of(operator: Any) -> OperatorSpec | None:
-    """The record of a registered operator; a record itself; for another callable one with an empty annotation; None for
-    anything else.
+    """Return the record of a registered operator; a record itself; for another callable one with an empty annotation;
+    None for anything else.
 
     Raises NnscalerError `several_operators` for an operator of torch with several overloads, none called default.
     """
@@ -229,7 +231,7 @@ def record_of(operator: Any) -> OperatorSpec | None:
 
 
 def _autograd_function(operator: Any) -> Any:
-    """The autograd.Function that this is, or whose `apply` this is; else None."""
+    """Return the autograd.Function that this is, or whose `apply` this is; else None."""
     import torch
 
     owner = getattr(operator, "__self__", None)
@@ -251,14 +253,14 @@ def _plain_overload(overload: Any) -> OperatorSpec:
 
 
 def _plain(operator: Any, target: Callable[..., Any]) -> OperatorSpec:
-    """A record for what is not registered: its annotation must come with the command."""
+    """Return a record for what is not registered: its annotation must come with the command."""
     name = str(getattr(operator, "__name__", type(operator).__name__))
     qualname = str(getattr(operator, "__qualname__", type(operator).__name__))
     return OperatorSpec(name, "", target=target, where=_place(operator), qualname=qualname)
 
 
 def _parameters(function: Any, annotation: str) -> tuple[SchemaParameter, ...]:
-    """The parameters as registration would record them; empty where they have no schema."""
+    """Return the parameters as registration would record them; empty where they have no schema."""
     import torch
 
     owner, skip = _autograd_function(function), 0

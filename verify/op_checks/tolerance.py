@@ -1,4 +1,4 @@
-"""What difference between shards and the whole rounding can explain.
+"""Bound the difference between shards and the whole that rounding can explain.
 
 float64: a bound from the operator itself. It runs once more in float32; how far that is from the float64 run is its
 rounding noise, conditioning included, and float64's is smaller by the ratio of the units of rounding. A multiple of it,
@@ -33,9 +33,10 @@ class Bound:
     relative: float
 
     def agree(self, a: Tensor, b: Tensor, scale: float, terms: float = 0.0) -> bool:
-        """Whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
+        """Return whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
 
-        `terms`: the largest value of the terms that were summed to `a`, which may cancel."""
+        `terms`: the largest value of the terms that were summed to `a`, which may cancel.
+        """
         if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
             return torch.equal(a, b)
         gap = (a - b).abs()
@@ -46,7 +47,7 @@ class Bound:
 
 
 def _agree_beyond(a: Tensor, b: Tensor, relative: float) -> bool:
-    """Infinities and NaNs stand in the same places, and what is finite agrees."""
+    """Return whether infinities and NaNs stand in the same places, and finite values agree."""
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     finite = torch.isfinite(b)
@@ -60,7 +61,7 @@ def _agree_beyond(a: Tensor, b: Tensor, relative: float) -> bool:
 
 
 def noise(low: Whole, exact: Whole) -> float:
-    """How far a run in lower precision is from the float64 run, relative to each tensor's largest value."""
+    """Measure how far a run in lower precision is from the float64 run, relative to each tensor's largest value."""
     worst = 0.0
     pairs = [*zip(low.outputs, exact.outputs, strict=True), *zip(low.gradients, exact.gradients, strict=True)]
     scale = max((largest(g) for g in exact.gradients if g is not None), default=0.0)
@@ -86,7 +87,9 @@ def float64_bound(low: Whole | None, exact: Whole, moved: Whole | None = None) -
 
 
 def low_bound(low: Whole, exact: Whole) -> Bound:
-    """For shards in the dtype of `low`. Limited: an operator that is wrong in this dtype alone is far from its float64
-    run, and that is no noise."""
+    """Bound the rounding of shards in the dtype of `low`.
+
+    Limited: an operator that is wrong in this dtype alone is far from its float64 run, and that is no noise.
+    """
     unit = torch.finfo(low.dtype).eps
     return Bound(min(NOISE_FACTOR * max(unit, noise(low, exact)), LOW_CEILINGS.get(low.dtype, 0.25)))

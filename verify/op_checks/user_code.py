@@ -1,4 +1,4 @@
-"""Importing users' files and modules: what their code raises is told as theirs, with their own line."""
+"""Import users' files and modules. Errors of their code are reported as theirs, at their own line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GUARD_MAIN = 'put what a script does under: if __name__ == "__main__":'
 
 
 def load_file(file: str | Path) -> ModuleType:
-    """The module of a file. Raises NnscalerError `no_such_file` or `import_failed`."""
+    """Load the module of a file. Raises NnscalerError `no_such_file` or `import_failed`."""
     path = Path(file)
     if not path.is_file():
         raise NnscalerError("no_such_file", f"there is no file {str(file)!r}", help=_near_file(path))
@@ -27,7 +27,7 @@ def load_file(file: str | Path) -> ModuleType:
 
 
 def import_module(name: str) -> ModuleType:
-    """A module by its name; the current folder is searched last. Raises NnscalerError `import_failed`."""
+    """Import a module by its name; the current folder is searched last. Raises NnscalerError `import_failed`."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # last: a file of the current folder never shadows what others import
@@ -52,7 +52,7 @@ def _guarded(load: Callable[[], ModuleType], what: str, folder: Path | None) -> 
 
 
 def _place(error: BaseException) -> SourceLocation | None:
-    """The last line of the traceback that is in a user's file."""
+    """Return the last line of the traceback that is in a user's file."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return SourceLocation(error.filename, error.lineno, (error.text or "").strip())
     best = None
@@ -63,7 +63,7 @@ def _place(error: BaseException) -> SourceLocation | None:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither ours, nor Python's, nor an installed package's."""
+    """Return whether a file belongs to the user: not to us, to Python, or to an installed package."""
     root = Path(__file__).resolve().parents[2]
     ours = tuple(str(root / package) for package in ("nnscaler", "verify", "op_registry"))
     return not file.startswith((*ours, _STANDARD, "<")) and "site-packages" not in file

@@ -30,15 +30,15 @@ def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor
 
 
 def _in_order(tensor: Tensor) -> bool:
-    """Integers of one dim that rise: offsets, whose order is their meaning."""
+    """Return integers of one dim that rise: offsets, whose order is their meaning."""
     return tensor.dim() == 1 and tensor.dtype != torch.bool and bool((tensor[1:] > tensor[:-1]).all())
 
 
 def fill_whole_numbers(
     shape: Sequence[int], below: int, kind: Kind, generator: torch.Generator, low: int = 0
 ) -> Tensor:
-    """Integers from `low` to `below` - 1, both of which occur (once, in a sparse draw: what depends on the largest id
-    of a shard then shows); booleans where `below` is `low`."""
+    """Return integers from `low` to `below` - 1, both of which occur (once, in a sparse draw: what depends on the
+    largest id of a shard then shows); booleans where `below` is `low`."""
     if below == low:
         return torch.rand(tuple(shape), generator=generator) < 0.4
     inside = kind == "sparse" and below - low > 2

@@ -33,7 +33,7 @@ class Variant:
 
 
 def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> list[Variant]:
-    """The wrong variants of one result, for every axis along which there is one."""
+    """Return the wrong variants of one result, for every axis along which there is one."""
     found: list[Variant] = []
     if not expected.numel():
         return found
@@ -63,12 +63,12 @@ def _of_cut(what: str, expected: Tensor, cut: Cut, single: bool) -> list[Variant
 
 
 def _constant(view: Tensor, dim: int) -> bool:
-    """Whether the value is the same all along the split dim."""
+    """Return whether the values are constant along the split dim."""
     flat = view.flatten(dim + 1, dim + 2)
     first = flat.narrow(dim + 1, 0, 1)
     return bool(((flat == first) | (flat.isnan() & first.isnan())).all()) if not flat.is_complex() else False
 
 
 def _nothing(pieces: Sequence[Tensor], expected: Tensor) -> bool:
-    """Whether there is nothing to sum: the total is zero, so that every term may be."""
+    """Return whether all terms and their total are zero, so that a sum shows nothing."""
     return not bool(expected.any()) and not any(bool(p.any()) for p in pieces)

@@ -45,7 +45,7 @@ class BackwardRaised(Exception):
 
 
 def watch_forward(function: Callable[..., Any], concrete: ConcreteCall, dtype: torch.dtype = torch.float64) -> Watched:
-    """Runs it without gradients on copies of the tensors. Raises what it raises."""
+    """Run the operator without gradients on copies of the tensors. Raises what it raises."""
     tensors = [t.detach() for t in as_leaves(concrete.tensors, dtype)]
     before = _snapshots(tensors)
     with torch.no_grad():
@@ -60,9 +60,12 @@ def watch(
     given: Sequence[Tensor] | None = None,
     cotangents: Sequence[Tensor | None] = (),
 ) -> Watched:
-    """Runs forward and backward in float64. Inputs are results of other operations, as they are in a model, so that
-    the operator may write to them. `given`: leaves to use instead, as they lie in memory, with `cotangents`; else
-    cotangents are drawn. Raises what the operator raises, or BackwardRaised."""
+    """Run forward and backward in float64.
+
+    Inputs are results of other operations, as they are in a model, so that the operator may write to them. `given`:
+    leaves to use instead, as they lie in memory, with `cotangents`; else cotangents are drawn. Raises what the operator
+    raises, or BackwardRaised.
+    """
     leaves = as_leaves(concrete.tensors, torch.float64, concrete.constants) if given is None else given
     tensors = [t.clone() for t in leaves] if given is None else list(leaves)
     before = _snapshots(tensors)
@@ -84,8 +87,10 @@ def watch(
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values with gaps and in another order in memory. Gaps hold NaN, in integers other values of the tensor:
-    whoever takes the memory for contiguous reads them."""
+    """Return the same values with gaps and in another order in memory.
+
+    Gaps hold NaN, in integers other values of the tensor: whoever takes the memory for contiguous reads them.
+    """
     values = tensor.detach()
     if values.numel() < 2:
         return values.clone()
@@ -97,7 +102,7 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Bitwise equal, NaNs included; None is zero."""
+    """Return whether two tensors are bitwise equal, NaNs included; None is zero."""
     if a is None or b is None:
         held = a if b is None else b
         return held is None or not bool(held.any())

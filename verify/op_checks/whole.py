@@ -20,10 +20,14 @@ from verify.op_checks.concrete import ConcreteCall, outputs_of, plain_of, with_t
 
 @dataclass(frozen=True)
 class Whole:
-    """`cotangents` has one entry per output: None where no gradient flows. `gradients` has one per input tensor.
+    """One run of the whole operator.
 
-    `plain`: the outputs that are no tensors. `dtype`: the dtype of floating numbers in this run. `leaves`: which inputs
-    ask for gradients.
+    outputs           one entry per output; None for what is no tensor
+    cotangents        one entry per output; None where no gradient flows
+    gradients         one entry per input tensor
+    plain             outputs that are no tensors
+    dtype             of floating numbers in this run
+    without_gradient  indices of floating inputs that do not ask for a gradient
     """
 
     concrete: ConcreteCall
@@ -36,7 +40,7 @@ class Whole:
 
     @property
     def finite(self) -> bool:
-        """Whether no output and no gradient has NaN or infinity."""
+        """Return whether all outputs and gradients are finite."""
         return all(is_finite(t) for t in (*self.outputs, *self.gradients) if t is not None and t.numel())
 
     @cached_property
@@ -55,7 +59,7 @@ class Whole:
 
     @property
     def shows_something(self) -> bool:
-        """Whether there is anything to tell right from wrong by: not only zeros."""
+        """Return whether some output has a value other than zero: zeros alone cannot tell right from wrong."""
         return any(bool(o.any()) for o in self.outputs if o is not None)
 
 
@@ -67,7 +71,7 @@ def run_whole(
     without_gradient: frozenset[int] = frozenset(),
     random_cotangents: bool = True,
 ) -> Whole:
-    """Runs the operator with floating tensors in `dtype`. Raises whatever it raises.
+    """Run the operator with floating tensors in `dtype`. Raises whatever it raises.
 
     `without_gradient`: input tensors (by index) that do not ask for a gradient.
     """
@@ -85,7 +89,7 @@ def run_whole(
 def as_leaves(
     tensors: Sequence[Tensor], dtype: torch.dtype = torch.float64, without_gradient: frozenset[int] = frozenset()
 ) -> tuple[Tensor, ...]:
-    """Contiguous copies, floating ones in `dtype` and asking for gradients."""
+    """Return contiguous copies, floating ones in `dtype` and asking for gradients."""
     return tuple(_leaf(t, dtype, i not in without_gradient) for i, t in enumerate(tensors))
 
 
@@ -100,7 +104,7 @@ def _leaf(tensor: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
 
 
 def draw_cotangent(output: Tensor, generator: torch.Generator, random: bool = True) -> Tensor | None:
-    """Signed integers of 1 to 4; None for an output that has no gradient."""
+    """Draw signed integers of 1 to 4; None for an output that has no gradient."""
     if not output.requires_grad:
         return None
     if not random:
@@ -114,7 +118,7 @@ def gradients_of(
     cotangents: Sequence[Sequence[Tensor | None]],
     leaves: Sequence[Sequence[Tensor]],
 ) -> list[tuple[Tensor | None, ...]]:
-    """The gradient of every leaf of every part, by one backward pass over all parts together."""
+    """Return the gradient of every leaf of every part, by one backward pass over all parts together."""
     ends: list[Tensor] = []
     seeds: list[Tensor] = []
     for part, part_cotangents in zip(outputs, cotangents, strict=True):

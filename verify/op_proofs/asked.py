@@ -1,4 +1,4 @@
-"""Who asked what is known of a size: the operator's own code, or torch's kernels.
+"""Record who asked about a size: the operator's own code, or torch's kernels.
 
 Kernels ask whether a size is 1 to lay out memory and to broadcast. What they compute is the same function of their
 arguments either way (a rule knows the exception, `squeeze`), so that their question is no condition of a proof. The
@@ -25,13 +25,13 @@ class Guards(list[Any]):
         self.own: list[bool] = []
 
     def append(self, guard: Any) -> None:
-        """Adds a guard, which the code on the stack asks for."""
+        """Add a guard, which the code on the stack asks for."""
         super().append(guard)
         self.own.append(_is_asked_from_outside())
 
 
 def _is_asked_from_outside() -> bool:
-    """Whether a number's method was called from a file that is not torch's. Kernels call into torch's own files."""
+    """Return whether a file outside torch called the method of a number. Kernels call into torch's own files."""
     frame = sys._getframe(2)
     while frame is not None:
         caller = frame.f_back

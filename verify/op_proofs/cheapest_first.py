@@ -1,4 +1,4 @@
-"""What passed its tests is proved where it can be: cheapest first, and each proof only ever strengthens the verdict.
+"""Prove claims that passed their tests, cheapest proof first. A proof only ever strengthens a verdict.
 
 Dimension types prove a split for all sizes and values; Z3 proves, for all values at small sizes, what a shard's
 rewritten call computes. A claim is as strong as its weakest sample call.
@@ -25,8 +25,10 @@ SPENT = "the limit of processor time was reached before it was proved"
 def prove_base(
     runner: Runner, base: Base, deadline: float, skip: frozenset[Target] = frozenset()
 ) -> Mapping[Target, Strength]:
-    """Return how strong each claim about one sample call is. `deadline`: of `time.thread_time`; what is not proved by
-    then is open. `skip`: claims that failed. Never raises."""
+    """Return how strong each claim about one sample call is.
+
+    `deadline`: of `time.thread_time`; what is not proved by then is open. `skip`: claims that failed. Never raises.
+    """
     targets: list[Target] = [t for t in base.targets if t not in skip]
     if runner.spec.random:
         return {t: Strength(Verdict.TESTED_EXACT, "it draws random numbers") for t in targets}

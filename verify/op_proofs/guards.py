@@ -1,4 +1,4 @@
-"""What a trace took for granted of sizes, and whether it holds on every shard."""
+"""Check that the guards on sizes that a trace assumed hold on every shard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from verify.op_proofs.sizes import Symbols, symbols_of
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """`blocker`: what the proof of a split needs and need not hold on a shard; empty if nothing. `conditions`: what
-    the proof holds under."""
+    """The guards of a trace, checked on shards.
+
+    blocker     a condition that the proof of a split needs and that may fail on a shard; empty if there is none
+    conditions  the conditions under which the proof holds
+    """
 
     blocker: str = ""
     conditions: tuple[str, ...] = ()
@@ -26,7 +29,7 @@ AT_LEAST_TWO = "no rank holds less than 2 of it"
 
 
 def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted:
-    """Looks at every guard of the trace (the environment's are `Guards`). `names`: identifiers by their symbols."""
+    """Check every guard of the trace (the environment's are `Guards`). `names`: identifiers by their symbols."""
     conditions: dict[str, None] = {}
     for symbol, value in shape_env.replacements.items():
         text = _text(sympy.Eq(symbol, value, evaluate=False), names)
@@ -49,7 +52,7 @@ def granted(shape_env: Any, split: Symbols, names: Mapping[Any, str]) -> Granted
 
 
 def reduced(relation: Any) -> Any:
-    """The relation without what both sides have as a factor: sizes are positive."""
+    """Return the relation without what both sides have as a factor: sizes are positive."""
     if not isinstance(relation, sympy.core.relational.Relational):
         return relation
     common = sympy.gcd(relation.lhs, relation.rhs)
@@ -59,7 +62,7 @@ def reduced(relation: Any) -> Any:
 
 
 def _always(expression: Any, least: int) -> bool:
-    """Whether it holds for all sizes of at least `least`."""
+    """Return whether the expression is true for all sizes of at least `least`."""
     if expression == sympy.true:
         return True
     ranges = {symbol: ValueRanges(least, int_oo) for symbol in symbols_of(expression)}

@@ -42,9 +42,11 @@ Made = list[dict[Any, Any]] | None
 
 
 def asked_otherwise(signature: Signature, identifier: str, followed: Call | None, others: Sequence[str]) -> None:
-    """Ask the hook of the signature's operator for other shards than equal contiguous blocks. `followed`: what
-    `whole_call` says of those; `others`: identifiers of which it says something too. Raises NoProof where the hook
-    makes another call, or raises."""
+    """Ask the hook of the signature's operator for other shards than equal contiguous blocks.
+
+    `followed`: what `whole_call` says of those; `others`: identifiers of which it says something too. Raises NoProof
+    where the hook makes another call, or raises.
+    """
     if signature.spec is None or signature.spec.localize is None:
         return
     for number, (asked, whole) in enumerate(_sized(signature, identifier, followed)):
@@ -100,7 +102,8 @@ def _said(signature: Signature, form: Form) -> str:
 
 
 def _sized(signature: Signature, identifier: str, followed: Call | None) -> Iterator[tuple[Signature, Call]]:
-    """The sample call with what is followed of it, and the same at larger sizes, where the annotation still fits."""
+    """Yield the sample call with what is followed of it, and the same at larger sizes, where the
+    annotation still fits."""
     yield signature, signature.call if followed is None else followed
     bound, call = signature.bound, signature.call
     assert bound is not None and signature.spec is not None
@@ -130,7 +133,7 @@ def _sized(signature: Signature, identifier: str, followed: Call | None) -> Iter
 
 
 def _forms(signature: Signature, name: str) -> Iterator[Form]:
-    """Every legal way of splitting one identifier that is asked for."""
+    """Yield every legal way of splitting one identifier that is asked for."""
     assert signature.bound is not None
     size = signature.bound.sizes[name]
     found: list[Form] = []
@@ -150,7 +153,7 @@ def _forms(signature: Signature, name: str) -> Iterator[Form]:
 
 
 def _sections(size: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Two and three sections, equal and not."""
+    """Yield two and three sections, equal and not."""
     yield size // 2, size // 2
     yield parts, size - parts
     yield size // 3, size // 3, size // 3
@@ -158,7 +161,7 @@ def _sections(size: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _beside(signature: Signature, name: str, names: Sequence[str]) -> Iterator[Form]:
-    """Splits of the identifier and of another one at once."""
+    """Yield splits of the identifier and of another one at once."""
     bound = signature.bound
     assert bound is not None
     together = bound.tied.get(name, (name,))
@@ -233,7 +236,7 @@ def _places(parts: Sequence[int]) -> Iterator[dict[str, int]]:
 
 
 def _at(call: Call, place: Mapping[str, int]) -> dict[Any, Any]:
-    """The call's operator and arguments on the rank at `place`."""
+    """Return the call's operator and arguments on the rank at `place`."""
     operator, args, kwargs = content(call)
     found: dict[Any, Any] = {(): (operator, len(args), sorted(kwargs))}
     found |= {path: v.evaluate(place) if isinstance(v, Expression) else v for path, v in leaves(call)}

@@ -1,4 +1,4 @@
-"""What an operator's `localize` hook makes of a call, as a call of the whole with sizes that follow shards.
+"""Express the result of an operator's `localize` hook as a call of the whole, with sizes that shrink with the shards.
 
 A hook that divides sizes (the pieces of a `split`, the groups of a convolution) is run for several numbers of parts: a
 number that shrinks with them is a size of the identifier, one that does not is the whole's. The call that results
@@ -70,8 +70,8 @@ class NoProof(Exception):
 
 
 def shard_calls(spec: OperatorSpec, signature: Signature, identifier: str, parts: int = 0) -> dict[int, Call]:
-    """The calls that the hook makes for a shard, by the number of parts (that one, or all that divide the sample's
-    size). Raises NoProof."""
+    """Return the calls that the hook makes for a shard, by the number of parts (that one, or all that divide the
+    sample's size). Raises NoProof."""
     bound = signature.bound
     if spec.localize is None or bound is None:
         return {}
@@ -88,7 +88,7 @@ def shard_calls(spec: OperatorSpec, signature: Signature, identifier: str, parts
 
 
 def whole_call(spec: OperatorSpec, concrete: ConcreteCall, signature: Signature, identifier: str) -> Call | None:
-    """The call of the whole whose shards are what the hook makes, with `Follows` for sizes; None where it leaves
+    """Return the call of the whole whose shards are what the hook makes, with `Follows` for sizes; None where it leaves
     the call as it is. Raises NoProof."""
     calls = shard_calls(spec, signature, identifier)
     base = signature.call
@@ -131,7 +131,7 @@ def _followed(signature: Signature, identifier: str, calls: Mapping[int, Call]) 
 
 
 def _size(signature: Signature, identifier: str, path: Path, column: Mapping[int, Any]) -> Follows:
-    """The size that shrinks as the number of parts grows."""
+    """Return the size that shrinks as the number of parts grows."""
     bound = signature.bound
     assert bound is not None
     wholes = {v * p for p, v in column.items()} if all(isinstance(v, int) for v in column.values()) else set()
@@ -152,7 +152,7 @@ def _size(signature: Signature, identifier: str, path: Path, column: Mapping[int
 
 
 def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
-    """The arguments of a call that are no lists, with their places."""
+    """Yield the arguments of a call that are no lists, with their places."""
 
     def walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         if isinstance(value, list | tuple):
@@ -177,21 +177,23 @@ def _replace_leaves(call: Call, changes: Mapping[Path, Any]) -> Call:
 
 
 def resolved(call: Call, size: Callable[[str], Any]) -> Call:
-    """The call with a number (or symbol) for every `Follows`; `size` gives those of identifiers."""
+    """Return the call with a number (or symbol) for every `Follows`; `size` gives those of identifiers."""
     found = {path: leaf for path, leaf in leaves(call) if isinstance(leaf, Follows)}
     return _replace_leaves(call, {path: leaf.times * prod(map(size, leaf.identifiers)) for path, leaf in found.items()})
 
 
 def followed_in(call: Call, followed: Call) -> Call:
-    """The call with `Follows` where `followed` has them."""
+    """Return the call with `Follows` where `followed` has them."""
     return _replace_leaves(call, {path: leaf for path, leaf in leaves(followed) if isinstance(leaf, Follows)})
 
 
 def _same_on_the_whole(
     spec: OperatorSpec, concrete: ConcreteCall, base: Call, followed: Call, signature: Signature
 ) -> bool:
-    """Whether the call with the whole's sizes is the model's: the same call, or one that is known to do the same and
-    does so on the sample."""
+    """Return whether the call with the whole's sizes equals the model's.
+
+    It does if it is the same call, or one that is known to be equivalent and gives the same result on the sample.
+    """
     assert signature.bound is not None
     whole = resolved(followed, signature.bound.sizes.__getitem__)
     if content(whole) == content(base):

@@ -1,4 +1,9 @@
-"""From the states of a trace's inputs and cotangents to the states of all its tensors."""
+"""Abstract interpretation of a trace (Cousot and Cousot 1977): from the states of inputs and cotangents to those of all
+tensors.
+
+`states` is the abstract domain, and `rules` has a transfer function for each operator. A trace has no branches and no
+loops, so each step is visited once, and no fixed point is computed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from verify.op_proofs.trace import Ref, Step, Trace
 
 
 def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[int, State]:
-    """The state of every tensor, by number. `given`: those of inputs and cotangents."""
+    """Return the state of every tensor, by number. `given`: those of inputs and cotangents."""
     known = {n: checked(state, trace.tensors[n].sizes, split) for n, state in given.items()}
     varying: Symbols = frozenset()  # numbers read from tensors that are not the same on all ranks
     for step in trace.steps:
@@ -26,20 +31,20 @@ def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[
 
 
 def _read(call: RuleCall) -> tuple[Operand, ...]:
-    """The tensors whose values a number that the operator finds depends on."""
+    """Return the tensors whose values a number that the operator finds depends on."""
     if str(call.overload) == "aten.index.Tensor":
         return tuple(operands_in(call["indices"]))
     return call.operands()
 
 
 def varies(call: RuleCall, varying: Symbols) -> bool:
-    """Whether an argument or a size depends on numbers that differ from rank to rank."""
+    """Return whether an argument or a size depends on numbers that differ from rank to rank."""
     sizes = [o.sizes for o in (*call.operands(), *call.outputs) if o is not None]
     return bool(varying) and not varying.isdisjoint(symbols_of([sizes, list(call.arguments.values())]))
 
 
 def rule_call(trace: Trace, step: Step, known: Mapping[int, State], split: Symbols) -> RuleCall:
-    """The step as its rule sees it."""
+    """Return the step as its rule sees it."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Ref):
@@ -54,7 +59,7 @@ def rule_call(trace: Trace, step: Step, known: Mapping[int, State], split: Symbo
 
 
 def operand(trace: Trace, number: int, known: Mapping[int, State]) -> Operand:
-    """A tensor and its state. One that no step made is the operator's own: real ones are equal on all ranks."""
+    """Return a tensor and its state. One that no step made is the operator's own: real ones are equal on all ranks."""
     info = trace.tensors[number]
     state = known.get(number)
     if state is None:

@@ -71,7 +71,7 @@ class Proofs:
 
 
 def targets(signature: Signature) -> tuple[Choice, ...]:
-    """What is to be proved of a call."""
+    """Return the choices to be proved for a call: a split of each set of tied identifiers, and each linear set."""
     bound = signature.bound
     if bound is None:
         return ()
@@ -81,7 +81,7 @@ def targets(signature: Signature) -> tuple[Choice, ...]:
 
 
 def _splits(bound: BoundAnnotation, name: str) -> bool:
-    """Whether some number of parts may split it in this call."""
+    """Return whether some number of parts may split it in this call."""
     return any(splittable(bound, name, parts) is None for parts in range(2, bound.sizes[name] + 1))
 
 
@@ -106,7 +106,7 @@ class _Prover:
         self.hooked: dict[str, Call | NoProof | None] = {}
 
     def prove(self, target: Choice) -> Proof:
-        """The proof under the fewest conditions, or why the first attempt failed."""
+        """Return the proof under the fewest conditions, or why the first attempt failed."""
         reason = ""
         best: Proof | None = None
         try:
@@ -126,7 +126,7 @@ class _Prover:
         return best or _blocked(target, reason)
 
     def attempt(self, target: Choice, call: Call | None, wanted: frozenset[str]) -> Proof:
-        """The proof by one trace."""
+        """Return the proof by one trace."""
         traced = self.traced(call, wanted)
         if isinstance(traced, str):
             return _blocked(target, traced)
@@ -134,7 +134,8 @@ class _Prover:
         return replace(proof, conditions=(*proof.conditions, *self.fixed(wanted))) if proof.proved else proof
 
     def attempts(self, target: Choice) -> Iterator[tuple[Call | None, frozenset[str]]]:
-        """Calls to trace, with the identifiers that get symbols: all of them; those that may be split; its own."""
+        """Yield calls to trace, with the identifiers that get symbols: all of them; those that may be
+        split; its own."""
         bound = self.signature.bound
         assert bound is not None
         calls: list[Call | None] = [*self.followed(), None]
@@ -150,7 +151,8 @@ class _Prover:
                 yield call, wanted
 
     def followed(self) -> tuple[Call, ...]:
-        """What hooks make of the call, sizes and all: it serves for what they do not touch as well."""
+        """Return the call as a hook rewrites it, sizes included; it also serves for identifiers that hooks do not
+        touch."""
         if self.spec.localize is None:
             return ()
         found: dict[str, Call] = {}
@@ -163,7 +165,7 @@ class _Prover:
         return tuple(found.values())[:1]
 
     def own(self, identifier: str) -> Call | None:
-        """The call that a proof of this split follows, if it is not the model's. Raises NoProof."""
+        """Return the call that a proof of this split follows, if it is not the model's. Raises NoProof."""
         if identifier not in self.hooked:
             found = self.contiguous(identifier)
             try:
@@ -180,7 +182,7 @@ class _Prover:
         return found
 
     def contiguous(self, identifier: str) -> Call | NoProof | None:
-        """The same as far as equal contiguous blocks tell, or why there is none."""
+        """Return the same as far as equal contiguous blocks tell, or why there is none."""
         if identifier not in self.blocks:
             try:
                 self.blocks[identifier] = whole_call(self.spec, self.concrete, self.signature, identifier)
@@ -189,14 +191,14 @@ class _Prover:
         return self.blocks[identifier]
 
     def fixed(self, wanted: frozenset[str]) -> tuple[str, ...]:
-        """The sizes that a proof was made for, of identifiers without a symbol."""
+        """Return the sizes that a proof was made for, of identifiers without a symbol."""
         assert self.signature.bound is not None
         return tuple(
             f"{name} == {size}" for name, size in self.signature.bound.sizes.items() if name not in wanted and size > 1
         )
 
     def traced(self, call: Call | None, wanted: frozenset[str]) -> _Traced | str:
-        """The trace, or why there is none."""
+        """Return the trace, or why there is none."""
         key = repr((call, sorted(wanted)))
         if key not in self.traces:
             self.traces[key] = self.trace(call, wanted)
@@ -219,7 +221,7 @@ class _Prover:
 
 
 def prove(spec: OperatorSpec, signature: Signature, concrete: ConcreteCall, seconds: float = SECONDS) -> Proofs:
-    """Proves what it can of one call in `seconds`. Does not raise: what fails is not proved, and says why."""
+    """Prove what it can of one call in `seconds`. Does not raise: what fails is not proved, and says why."""
     started = time.thread_time()
     prover = _Prover(spec, signature, concrete, seconds)
     proofs = tuple(prover.prove(target) for target in targets(signature))
@@ -264,7 +266,7 @@ def _split_symbols(signature: Signature, target: Choice, call: SymbolicCall) -> 
 
 
 def gradient_of(state: State) -> State:
-    """The state in which the gradient of a tensor in `state` arises: the (value, gradient) table of layouts."""
+    """Return the state in which the gradient of a tensor in `state` arises: the (value, gradient) table of layouts."""
     if isinstance(state, PartialSum):
         return SAME
     return PARTIAL_SUM if isinstance(state, Same) else state
@@ -273,7 +275,7 @@ def gradient_of(state: State) -> State:
 def _expected(
     signature: Signature, target: Choice, layouts: Sequence[Layout], call: SymbolicCall, inputs: bool
 ) -> tuple[State, ...]:
-    """The states that the annotation gives tensors, with outers in symbols."""
+    """Return the states that the annotation gives tensors, with outers in symbols."""
     bound = signature.bound
     assert bound is not None
     operands = bound.inputs if inputs else bound.outputs
@@ -302,7 +304,7 @@ def _shard(operand: BoundOperand, together: Sequence[str], dim: int, call: Symbo
 def _outputs_differ(
     trace: Trace, call: SymbolicCall, known: Mapping[int, State], wanted: Sequence[State], split: Symbols
 ) -> str:
-    """Why the outputs are not what the annotation says; empty if they are."""
+    """Explain why the outputs are not what the annotation says; empty if they are."""
     if mentions(trace.plain, split):
         return "an output is a number that depends on the size that is split"
     if len(trace.outputs) != len(wanted):
@@ -321,14 +323,14 @@ def _outputs_differ(
 
 
 def _fit(found: Sequence[Size], wanted: Sequence[Size], split: Symbols) -> bool:
-    """Whether the sizes that are split are as the annotation says."""
+    """Return whether all sizes that depend on the split are as the annotation says."""
     return all(
         equal(a, b) or not (mentions(a, split) or mentions(b, split)) for a, b in zip(found, wanted, strict=True)
     )
 
 
 def _gradients_differ(trace: Trace, known: Mapping[int, State], inputs: Sequence[State], split: Symbols) -> str:
-    """Why the gradients of inputs are not what the table of layouts says; empty if they are."""
+    """Explain why the gradients of inputs are not what the table of layouts says; empty if they are."""
     for i, (number, state) in enumerate(zip(trace.gradients, inputs, strict=True)):
         if number is None:
             continue
@@ -339,7 +341,7 @@ def _gradients_differ(trace: Trace, known: Mapping[int, State], inputs: Sequence
 
 
 def _is(found: State, wanted: State, sizes: tuple[Size, ...], split: Symbols) -> bool:
-    """Whether a tensor in state `found` is in state `wanted` too."""
+    """Return whether a tensor in state `found` is also in state `wanted`."""
     match wanted:
         case Shard():
             if isinstance(found, Constant | Zero):

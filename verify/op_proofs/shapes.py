@@ -16,7 +16,7 @@ Arguments = Mapping[str, Any]
 
 
 def output_of(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | list[Tensor] | None:
-    """The operator's outputs, under a fake tensor mode; None for an operator that torch's own kernels serve."""
+    """Return the operator's outputs, under a fake tensor mode; None for an operator that torch's own kernels serve."""
     shape = _SHAPES.get(str(overload))
     return None if shape is None else shape(arguments_of(overload, args, kwargs))
 
@@ -26,7 +26,7 @@ def _empty(sizes: Sequence[Any], like: Tensor, dtype: torch.dtype | None = None)
 
 
 def _like(name: str) -> Callable[[Arguments], Tensor]:
-    """The shape and dtype of this argument."""
+    """Return the shape and dtype of this argument."""
     return lambda arguments: _empty(arguments[name].shape, arguments[name])
 
 

@@ -18,7 +18,7 @@ Symbols = frozenset[Any]  # of sympy.Symbol
 
 
 def size_of(value: Any) -> Size:
-    """The number, or the expression behind a symbolic one."""
+    """Return the number, or the expression behind a symbolic one."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         expression = value.node.expr
         return int(expression) if expression.is_Integer else expression
@@ -31,7 +31,7 @@ def _symbols(expression: Any) -> Symbols:
 
 
 def symbols_of(value: Any) -> Symbols:
-    """The symbols of an argument: of a number, or of all numbers of a list."""
+    """Return the symbols of an argument: of a number, or of all numbers of a list."""
     value = size_of(value)
     if isinstance(value, sympy.Basic):
         return _symbols(value)
@@ -42,12 +42,12 @@ def symbols_of(value: Any) -> Symbols:
 
 
 def mentions(value: Any, split: Symbols) -> bool:
-    """Whether an argument depends on a symbol that is split."""
+    """Return whether an argument depends on a symbol that is split."""
     return not split.isdisjoint(symbols_of(value))
 
 
 def substituted(value: Any, replacements: Mapping[Any, Any]) -> Any:
-    """The value, or what is nested in it, with other expressions for some symbols."""
+    """Return the value, or what is nested in it, with other expressions for some symbols."""
     if isinstance(value, sympy.Basic):
         for _ in replacements:  # one may lead to another
             value = value.xreplace(replacements)
@@ -60,7 +60,7 @@ def substituted(value: Any, replacements: Mapping[Any, Any]) -> Any:
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """Their product."""
+    """Return the product of the sizes."""
     result: Size = 1
     for size in sizes:
         result = result * size
@@ -69,7 +69,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @lru_cache(maxsize=65536)
 def quotient(numerator: Size, denominator: Size) -> Size | None:
-    """`numerator / denominator` where it is a whole number for all values of their symbols, else None."""
+    """Return `numerator / denominator` where it is a whole number for all values of their symbols, else None."""
     if denominator == 0:
         return None
     if isinstance(numerator, int) and isinstance(denominator, int):
@@ -87,7 +87,7 @@ def _is_whole(ratio: Any) -> bool:
 
 @lru_cache(maxsize=65536)
 def equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are the same for all values of their symbols."""
+    """Return whether two sizes are equal for all values of their symbols."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return bool(a == b or sympy.expand(a - b) == 0)
@@ -95,8 +95,10 @@ def equal(a: Size, b: Size) -> bool:
 
 @lru_cache(maxsize=65536)
 def is_linear(size: Size, split: Symbols) -> bool:
-    """Whether the sizes of disjoint parts add up to the whole's: every term has one split symbol, once. Of k - 1
-    entries, parts of k have fewer in all."""
+    """Return whether the sizes of disjoint parts add up to the whole's: every term has exactly one split symbol, once.
+
+    `k - 1` is not linear in this sense: the parts would add up to less.
+    """
     if not mentions(size, split):
         return False
     polynomial = sympy.sympify(size).as_poly(*sorted(symbols_of(size) & split, key=str))

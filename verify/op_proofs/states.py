@@ -1,4 +1,4 @@
-"""What every rank holds of a tensor, while one identifier is split (or partial sums are passed in).
+"""The abstract domain of the proofs: the state of a tensor while one identifier is split, or partial sums come in.
 
 | state                | each rank holds                                                                        |
 |----------------------|----------------------------------------------------------------------------------------|
@@ -85,12 +85,12 @@ SAME, PARTIAL_SUM, PARTIAL_MAX, CONSTANT, ZERO = Same(), PartialSum(), PartialMa
 
 
 def split_dims(sizes: tuple[Size, ...], split: Symbols) -> tuple[int, ...]:
-    """The dims whose sizes depend on what is split."""
+    """Return the dims whose sizes depend on what is split."""
     return tuple(d for d, size in enumerate(sizes) if mentions(size, split))
 
 
 def checked(state: State, sizes: tuple[Size, ...], split: Symbols) -> State:
-    """The state, or Unknown where no tensor of these sizes can be in it.
+    """Return the state, or Unknown where no tensor of these sizes can be in it.
 
     A tensor has a size that depends on what is split just when it is a shard of that dim, and of no other.
     """
@@ -105,7 +105,7 @@ def checked(state: State, sizes: tuple[Size, ...], split: Symbols) -> State:
 
 
 def _divides(state: Shard, size: Size, split: Symbols) -> bool:
-    """Whether the dim can be viewed as the state says."""
+    """Return whether the dim can be viewed as the state says."""
     if state.sections:
         total = sum(state.sections)
         return equal(total, size) and all(_one_factor(s, 1, split) for s in state.sections) and state.outer == 1
@@ -113,7 +113,7 @@ def _divides(state: Shard, size: Size, split: Symbols) -> bool:
 
 
 def _one_factor(size: Size, outer: Size, split: Symbols) -> bool:
-    """Whether `size` is outer * (one split symbol) * inner."""
+    """Return whether `size` is outer * (one split symbol) * inner."""
     inside = symbols_of(size) & split
     if len(inside) != 1 or mentions(outer, split):
         return False
@@ -123,7 +123,7 @@ def _one_factor(size: Size, outer: Size, split: Symbols) -> bool:
 
 
 def join(a: Shard, b: Shard) -> Shard | None:
-    """Two shards of one dim that are read together: what both are, or None if they hold different parts."""
+    """Join the states of two shards of one dim that are read together; None if they hold different parts."""
     if a.outer is None:
         return b
     if b.outer is None:

@@ -1,4 +1,4 @@
-"""What is proved of many operators, and what stands in the way of the rest."""
+"""Count the proofs over many operators, and the reasons that stop the others."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Whether every split and every linear set of every sample call is proved, and there is a call."""
+        """Return whether every split and every linear set of every sample call is proved, and there is a call."""
         return self.calls > 0 and self.proved == self.targets
 
 
 def survey(specs: Iterable[OperatorSpec]) -> tuple[Row, ...]:
-    """Proves what it can of the sample calls of built-in operators. Raises what a sample call raises."""
+    """Prove what it can of the sample calls of built-in operators. Raises what a sample call raises."""
     return tuple(_row(spec) for spec in specs)
 
 
@@ -56,7 +56,7 @@ def _row(spec: OperatorSpec) -> Row:
 
 
 def signature_of(spec: OperatorSpec, concrete: ConcreteCall) -> Signature:
-    """The annotation bound to a run of the operator."""
+    """Return the annotation bound to a run of the operator."""
     args, kwargs = with_tensors(concrete.call, list(concrete.tensors), {})
     with torch.no_grad():
         outputs = outputs_of(function_of(spec.name, spec)(*args, **kwargs))

@@ -50,7 +50,7 @@ class World:
         self.symbols: dict[str, Any] = {}  # of sympy
 
     def symbol(self, name: str, sample: int) -> torch.SymInt:
-        """A new symbol of at least 1, whose value in the sample is given."""
+        """Return a new symbol of at least 1, whose value in the sample is given."""
         source = ConstantSource(name)
         at_least_one = StrictMinMaxConstraint(vr=ValueRanges(1, int_oo), warn_only=True)
         symbol = self.shape_env.create_symbol(sample, source, DimDynamic.DYNAMIC, at_least_one)
@@ -60,7 +60,7 @@ class World:
         return made
 
     def tensor(self, sizes: Sequence[int | torch.SymInt], dtype: torch.dtype, gradient: bool) -> Tensor:
-        """A fake contiguous tensor."""
+        """Return a fake contiguous tensor."""
         with self.mode:
             made = torch.empty(list(sizes), dtype=dtype, device="cpu")
         return made.requires_grad_(gradient)
@@ -68,7 +68,7 @@ class World:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's log of what fake tensors cannot do: a proof says it."""
+    """Silence torch's log of what fake tensors cannot do: a proof says it."""
     names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.disabled for logger in loggers]
@@ -83,8 +83,12 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SymbolicCall:
-    """`inputs`: the tensors, by index. `symbols`: the sympy symbol of every identifier that has one. `outputs`: the
-    sizes that the annotation expects of each output, None where it does not say."""
+    """A call with symbols for sizes.
+
+    inputs   the tensors, by index
+    symbols  identifier -> its sympy symbol, where it has one
+    outputs  the sizes that the annotation expects of each output; None where it does not say
+    """
 
     world: World
     inputs: tuple[Tensor, ...]
@@ -101,8 +105,11 @@ def make_symbolic(
     constants: frozenset[int],
     wanted: frozenset[str],
 ) -> SymbolicCall:
-    """The call of `signature` on fake tensors; with `call`, that one (with `Follows`) in its stead. `wanted`: the
-    identifiers that get symbols; others keep the sample's sizes. `constants`: tensors (by index) without gradient."""
+    """Return the call of `signature` on fake tensors; with `call`, that one (with `Follows`) in its stead.
+
+    `wanted`: the identifiers that get symbols; others keep the sample's sizes. `constants`: tensors (by index) without
+    gradient.
+    """
     bound = signature.bound
     assert bound is not None
     world = World()
@@ -124,7 +131,7 @@ def make_symbolic(
 
 
 def operand_sizes(operand: BoundOperand, sizes: Mapping[str, int | torch.SymInt]) -> tuple[int | torch.SymInt, ...]:
-    """An operand's shape in terms of its identifiers' sizes."""
+    """Return an operand's shape in terms of its identifiers' sizes."""
     return tuple(_dim_size(dim, sizes) for dim in operand.dims)
 
 
@@ -138,7 +145,7 @@ def with_symbols(
     sizes: Mapping[str, int | torch.SymInt],
     outputs: Sequence[tuple[int | torch.SymInt, ...] | None],
 ) -> Call:
-    """The call with symbols for its size arguments: those which `op_registry.localize` would make a shard's."""
+    """Return the call with symbols for its size arguments: those which `op_registry.localize` would make a shard's."""
     spec, call = signature.spec, signature.call
     assert spec is not None
     if spec.shape_argument is not None:
@@ -162,7 +169,8 @@ def with_symbols(
 
 
 def with_fakes(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments to call with: tensors in their places, and float64 for arguments that are a floating dtype."""
+    """Return the arguments to call with: tensors in their places, and float64 for arguments that are a
+    floating dtype."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, TensorArgument):
@@ -178,7 +186,8 @@ def with_fakes(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[s
 
 
 def resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, int]) -> Call:
-    """The call with other sizes of identifiers, and the arguments that the record declares as sizes following them."""
+    """Return the call with other sizes of identifiers, and the arguments that the record declares as sizes following
+    them."""
     outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
     call = with_symbols(signature, sizes, outputs)
     shapes = [

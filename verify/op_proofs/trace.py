@@ -45,9 +45,10 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One ATen operator, in its functional form: tensors that it writes to are among the outputs (None: no tensor).
+    """One ATen operator, in its functional form: tensors that it writes to are among the outputs.
 
-    `fresh`: symbols of numbers that it read from tensors (`item`), and of sizes that depend on values.
+    outputs  numbers of tensors; None for what is no tensor
+    fresh    symbols of numbers that it read from tensors (`item`), and of sizes that depend on values
     """
 
     overload: Any  # torch._ops.OpOverload
@@ -59,8 +60,12 @@ class Step:
 
 @dataclass(slots=True)
 class Trace:
-    """Tensors by number. `gradients`: one per input, None where there is none; `cotangents`: one per output, None
-    where no gradient flows. `plain`: outputs that are no tensors."""
+    """The record of an operator's run; tensors are known by their numbers.
+
+    cotangents  one per output; None where no gradient flows
+    gradients   one per input; None where there is none
+    plain       outputs that are no tensors
+    """
 
     tensors: list[TensorInfo] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -114,14 +119,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def fresh(self, made: Sequence[Any]) -> Symbols:
-        """Symbols that no size had before."""
+        """Return the symbols that no size had before."""
         found = symbols_of([size for m in made for size in (m.shape if isinstance(m, Tensor) else [m])])
         new = found - self.known
         self.known = self.known | found
         return new
 
     def noted(self, value: Any) -> Any:
-        """The argument with a `Ref` for every tensor."""
+        """Return the argument with a `Ref` for every tensor."""
         if isinstance(value, Tensor):
             return Ref(self.seen(value, False))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -133,7 +138,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def seen(self, tensor: Tensor, made: bool) -> int:
-        """The number of a tensor's present value; a new one where it was not seen before."""
+        """Return the number of a tensor's present value; a new one where it was not seen before."""
         key = id(tensor)
         if key not in self.cell:
             cell = len(self.number)
@@ -144,19 +149,19 @@ class Recorder(TorchDispatchMode):
         return self.number[self.cell[key]]
 
     def hold(self, tensor: Tensor, cell: int) -> None:
-        """The tensor is all of this cell."""
+        """Record that the tensor is all of this cell."""
         self.alive.append(tensor)
         self.cell[id(tensor)] = cell
         self.holders.setdefault(_storage(tensor), set()).add(cell)
 
     def share(self, tensor: Tensor, alias: Tensor) -> None:
-        """The alias is the tensor, also when one of them is written to."""
+        """Record that the alias is the tensor, also when one of them is written to."""
         self.seen(tensor, False)
         if id(alias) not in self.cell:
             self.hold(alias, self.cell[id(tensor)])
 
     def renew(self, tensor: Tensor) -> None:
-        """The tensor has a new value from here on."""
+        """Record that the tensor has a new value from here on."""
         self.number[self.cell[id(tensor)]] = self.add(tensor)
 
     def add(self, tensor: Tensor) -> int:
@@ -165,7 +170,7 @@ class Recorder(TorchDispatchMode):
         return len(self.trace.tensors) - 1
 
     def check_write(self, func: Any, target: Tensor) -> None:
-        """Only a tensor that the operator made itself, and of which it made no view, may be written to."""
+        """Raise unless the operator made the tensor that is written to, and no view of it."""
         cell = self.cell.get(id(target), -1)
         if cell not in self.made:
             raise NotTraceable(f"{func} writes to a tensor that the operator did not make")
@@ -181,7 +186,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def flat(result: Any) -> list[Any]:
-    """What an operator returned, lists opened."""
+    """Flatten nested lists in an operator's result."""
     if isinstance(result, list | tuple):
         return [item for part in result for item in flat(part)]
     return [result]
@@ -192,7 +197,7 @@ _CRASHING = frozenset(f"aten.{name}.data" for name in ("lstm", "gru", "rnn_tanh"
 
 
 def record(function: Callable[..., Any], call: SymbolicCall, seconds: float) -> Trace:
-    """Runs the operator and its backward pass on fake tensors.
+    """Run the operator and its backward pass on fake tensors.
 
     Raises NotTraceable, and whatever the operator raises.
     """
@@ -226,7 +231,7 @@ def record(function: Callable[..., Any], call: SymbolicCall, seconds: float) -> 
 
 
 def simplified(trace: Trace, replacements: Mapping[Any, Any]) -> Trace:
-    """The trace with sizes that turned out to be others."""
+    """Return the trace with sizes that turned out to be others."""
     return replace(
         trace,
         tensors=[replace(t, sizes=substituted(t.sizes, replacements)) for t in trace.tensors],

@@ -40,7 +40,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: boo
 
 
 def _backward(forward: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
-    """The gradients of the floating tensors among the arguments, in their order."""
+    """Return the gradients of the floating tensors among the arguments, in their order."""
 
     def backward(gradient: Tensor, *args: Any) -> list[Tensor]:
         with torch.enable_grad():
@@ -55,13 +55,13 @@ def _leaf(value: Any) -> Any:
 
 
 def differentiable(args: Sequence[Any]) -> list[Tensor]:
-    """The tensors that gradients are given for."""
+    """Return the tensors that gradients are given for."""
     return [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
 
 
 @cache
 def library() -> Any:
-    """The operators of this file, registered with torch once."""
+    """Return the operators of this file, registered with torch once."""
     found = torch.library.Library(NAMESPACE, "DEF")
     for schema in _SCHEMAS:
         found.define(schema)
@@ -72,7 +72,7 @@ def library() -> Any:
 
 
 def overload(name: str) -> Any:
-    """An operator of the library."""
+    """Return an operator of the library."""
     library()
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

@@ -16,7 +16,7 @@ UNDECLARED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def written(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to, in the order of the schema."""
+    """Return the tensors that a call writes to, in the order of the schema."""
     schema = overload._schema
     hidden = UNDECLARED.get(str(overload), ())
     if hidden and not args[5]:  # `training`
@@ -33,7 +33,7 @@ def written(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 
 
 def functional(overload: Any) -> Any:
-    """The operator that returns what this one writes; the operator itself where there is none."""
+    """Return the operator that returns what this one writes; the operator itself where there is none."""
     packet, _, name = str(overload).removeprefix("aten.").partition(".")
     if not packet.endswith("_") or packet.endswith("__"):
         return overload

@@ -1,1 +1,1 @@
-"""Verifying many operators: which ones, in child processes, from a cache of passes, with findings that replay."""
+"""Verify many operators: found by name, in child processes, from a cache of passes, with findings that replay."""

@@ -39,7 +39,7 @@ class Cache:
     problem: str | None = None
 
     def load(self, key: str) -> Report | None:
-        """The report of a pass; None where there is none."""
+        """Return the report of a pass; None where there is none."""
         try:
             document = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
             report = _read(document)
@@ -48,7 +48,7 @@ class Cache:
         return replace(report, notes=(*report.notes, CACHED)) if _may_be_kept(report) else None
 
     def store(self, key: str, report: Report) -> None:
-        """Keeps a pass; anything else is not kept. A folder that cannot be written is not an error."""
+        """Keep a pass; anything else is not kept. A folder that cannot be written is not an error."""
         if self.problem is not None or not _may_be_kept(report):
             return
         with suppress(OSError):
@@ -68,7 +68,7 @@ class Cache:
             (self.folder / f"{key}.json").unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Removes the oldest half where there are too many."""
+        """Remove the oldest half where there are too many."""
         with suppress(OSError):
             entries = list(self.folder.glob("*.json"))
             if len(entries) > KEPT:
@@ -100,8 +100,10 @@ def _problem(reason: str) -> str:
 
 
 def key_of(job: Job, options: OpOptions, profile: str = "") -> str:
-    """What a job's report depends on, as a name for a file. `profile`: how it is verified. Raises Opaque where that
-    cannot be seen."""
+    """Return a file name that identifies everything a job's report depends on.
+
+    `profile`: how the job is verified. Raises Opaque where a dependency cannot be seen.
+    """
     spec = job.spec
     seen = {field.name: getattr(spec, field.name) for field in fields(OperatorSpec) if field.name not in ("where",)}
     if spec.target is None:  # built in: its annotation, hooks and samples are in our own source
@@ -114,7 +116,7 @@ def key_of(job: Job, options: OpOptions, profile: str = "") -> str:
 
 
 def _values(value: Any) -> Any:
-    """Frozen options as plain data: their classes are in our own source."""
+    """Return frozen options as plain data: their classes are in our own source."""
     if hasattr(value, "__dataclass_fields__"):
         return {field.name: _values(getattr(value, field.name)) for field in fields(value)}
     return value
@@ -122,7 +124,7 @@ def _values(value: Any) -> Any:
 
 @cache
 def _sources() -> str:
-    """A digest of our own source files."""
+    """Return a digest of our own source files."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for package in ("nnscaler", "op_registry", "verify"):

@@ -36,7 +36,7 @@ class CounterExample(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """What the drawn cases gave; `failed` is the smallest counter-example once hypothesis is done."""
+    """Counts over the drawn cases; `failed` is the smallest counter-example once hypothesis has shrunk it."""
 
     cases: int = 0
     count: int = 0
@@ -45,7 +45,7 @@ class Tally:
 
 
 def require_hypothesis() -> None:
-    """Raises NnscalerError where hypothesis is not installed."""
+    """Raise NnscalerError where hypothesis is not installed."""
     if find_spec("hypothesis") is None:
         raise NnscalerError(
             "not_installed", "--profile deep draws cases with hypothesis", help="pip install hypothesis"
@@ -53,7 +53,7 @@ def require_hypothesis() -> None:
 
 
 def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) -> Report:
-    """As `verify_job`; where that passes, with drawn cases too."""
+    """Verify as `verify_job` does; where that passes, with drawn cases too."""
     report = verify_job(job, options, reproduce, note)
     if not report.verdict.passes or job.error is not None:
         return report
@@ -80,7 +80,7 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
 
 
 def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int) -> Tally:
-    """Draws and runs cases until one fails; shrinks that. The same seed draws the same cases."""
+    """Draw and run cases until one fails; shrink that. The same seed draws the same cases."""
     import hypothesis
     from hypothesis import strategies
 
@@ -144,7 +144,7 @@ def _case(data: Any, base: Base) -> Case:
 
 
 def _sizes(data: Any, base: Base, target: Target, divisor: int) -> tuple[tuple[str, int], ...]:
-    """Sizes for all identifiers of drawn inputs; a sample keeps its own."""
+    """Draw sizes for all identifiers of drawn inputs; a sample keeps its own."""
     from hypothesis import strategies
 
     bound = base.signature.bound

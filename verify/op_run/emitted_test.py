@@ -106,7 +106,7 @@ class Wanted:
 
 
 def write_tests(wanted: Sequence[Wanted], file: Path, options: OpOptions) -> str:
-    """The text of a test file for the findings of one operator; `file` is where it will stand.
+    """Return the text of a test file for the findings of one operator; `file` is where it will stand.
 
     Runs the operator. A finding that no test can show is named in a comment. Raises NotWritable where none can.
     """
@@ -156,7 +156,7 @@ class _Names:
         self.load = "\n".join(lines)
 
     def operator(self, name: str, spec: OperatorSpec) -> str:
-        """The text of an operator that a call names: hooks may run another one on a shard."""
+        """Return the text of an operator that a call names: hooks may run another one on a shard."""
         if name == spec.name:
             return "operator"
         if name.startswith("nnscaler."):
@@ -247,7 +247,7 @@ def _of_case(case: Case, prepared: Prepared, partition: Partition, names: _Names
 
 
 def _at(rank: Sequence[int]) -> dict[str, int]:
-    """A rank's coordinates by axis."""
+    """Return a rank's coordinates by axis."""
     return dict(zip(AXES, rank, strict=False))
 
 
@@ -256,7 +256,7 @@ def _leaf_text(tensor: Tensor) -> str:
 
 
 def _pieces(tensor: Tensor, lay: Lay, generator: torch.Generator, name: str) -> list[str]:
-    """What each rank is given: pieces by their indices; partial sums written out."""
+    """Return the text of each rank's input: pieces by their indices, partial sums written out."""
     if "sum" in lay.held:
         asks = ".requires_grad_()" if tensor.requires_grad else ""
         return [f"{tensor_text(piece)}{asks}" for piece in spread(tensor.detach(), lay, generator)]
@@ -264,7 +264,7 @@ def _pieces(tensor: Tensor, lay: Lay, generator: torch.Generator, name: str) -> 
 
 
 def _compared(lay: Lay, expected: Tensor, whole: str, parts: Sequence[str], family: str) -> list[str]:
-    """Assertions on one tensor: pieces one by one; sums after adding up what copies there are of them."""
+    """Return assertions on one tensor: pieces one by one; sums after adding up what copies there are of them."""
     pieces = [piece_text(lay, rank, expected.shape) for rank in lay.ranks()]
     if "max" in lay.held:
         raise NotWritable("partial maxima have no short test")
@@ -279,7 +279,7 @@ def _compared(lay: Lay, expected: Tensor, whole: str, parts: Sequence[str], fami
 
 
 def _of_operator(code: str, runner: Runner, names: _Names) -> list[str]:
-    """A test of the operator itself."""
+    """Return a test of the operator itself."""
     write: dict[str, Callable[[str, str], list[str]]] = {
         "gradient_is_not_derivative": _gradcheck,
         "input_mutated": _not_mutated,

@@ -51,7 +51,7 @@ class Opaque(Exception):
 
 
 def fingerprint(*values: Any) -> str:
-    """The digest, as hexadecimal. Raises Opaque."""
+    """Return the digest, as hexadecimal. Raises Opaque."""
     walk = _Walk()
     for value in values:
         walk.visit(value)
@@ -136,7 +136,7 @@ class _Walk:
         self._globals(function)
 
     def _globals(self, function: types.FunctionType) -> None:
-        """Values of the names that the code has, and the modules that it imports."""
+        """Digest the values of the names that the code has, and the modules that it imports."""
         names = sorted(set(_names(function.__code__)))
         scope = function.__globals__
         for name in names:
@@ -157,14 +157,14 @@ class _Walk:
             self.visit(value)
 
     def _code(self, code: types.CodeType) -> None:
-        """The instructions, without lines: what is moved or commented stays the same."""
+        """Digest the instructions without line numbers: moved or commented code stays the same."""
         self.write(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags)
         self.write(code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount)
         for constant in code.co_consts:
             self._code(constant) if isinstance(constant, types.CodeType) else self.visit(constant)
 
     def _module(self, module: types.ModuleType, names: Iterable[str]) -> None:
-        """A module of the user's: its file, and the attributes that the code may name."""
+        """Digest a module of the user's: its file, and the attributes that the code may name."""
         file = getattr(module, "__file__", None)
         self.write("module", module.__name__, str(getattr(module, "__version__", "")))
         self._operators_named(module, names)
@@ -186,7 +186,7 @@ class _Walk:
                 self._named(vars(module)[name], names)
 
     def _operators_named(self, module: types.ModuleType, names: Iterable[str]) -> None:
-        """Operators that the code reaches as `torch.ops.my_lib.my_op`, from wherever on the way it starts."""
+        """Digest operators that the code reaches as `torch.ops.my_lib.my_op`, from wherever on the way it starts."""
         if isinstance(module, torch._ops._OpNamespace):
             spaces = [module.__name__.rpartition(".")[2]]
         elif module is torch.ops or (module is torch and "ops" in names):
@@ -265,7 +265,7 @@ class _Walk:
 
 
 def _names(code: types.CodeType) -> Iterable[str]:
-    """Names of globals and attributes, those of functions inside included."""
+    """Yield the names of globals and attributes, those of functions inside included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -273,7 +273,7 @@ def _names(code: types.CodeType) -> Iterable[str]:
 
 
 def _imports(code: types.CodeType) -> Iterable[str]:
-    """Modules that the code imports when it runs; "" for a relative import."""
+    """Yield the modules that the code imports when it runs; "" for a relative import."""
     level: Any = 0
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
@@ -293,7 +293,7 @@ def _content(cell: types.CellType, function: types.FunctionType) -> Any:
 
 
 def _stands_for_itself(module: str | None, file: str | None) -> bool:
-    """Whether code is torch's, Python's, numpy's or ours: the key has their versions."""
+    """Return whether code is torch's, Python's, numpy's or ours: the key has their versions."""
     top = (module or "").partition(".")[0]
     if top in _TRUSTED:
         return not _is_users(file)
@@ -303,12 +303,12 @@ def _stands_for_itself(module: str | None, file: str | None) -> bool:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether an instance is all that its attributes say."""
+    """Return whether the attributes of an instance are its whole state."""
     return isinstance(value, torch.nn.Module) or dataclasses.is_dataclass(value)
 
 
 def _is_users(file: str | None) -> bool:
-    """A file named like one of our packages that is not in them."""
+    """Return whether a file belongs to the user, even if it is named like one of our packages."""
     if file is None or file.startswith("<"):
         return False
     own = Path(__file__).resolve().parents[2]

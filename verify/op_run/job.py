@@ -39,7 +39,7 @@ class Job:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a command line can name this job."""
+        """Return whether a command line can name this job."""
         return self.address is not None and (self.annotation is None or self.given is not None)
 
 
@@ -100,7 +100,7 @@ def address_of(spec: OperatorSpec) -> str | None:
 
 
 def shown(file: Path) -> str:
-    """The path, relative to the current folder where it is inside."""
+    """Return the path, relative to the current folder where it is inside."""
     file = file.resolve()
     here = Path.cwd()
     return str(file.relative_to(here)) if file.is_relative_to(here) else str(file)

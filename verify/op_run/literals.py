@@ -63,7 +63,7 @@ def _value_text(value: Any, coordinates: Mapping[str, int], dtype: torch.dtype) 
 
 
 def piece_text(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> str:
-    """What a rank holds of a tensor, as the indices along each dim: `(ALL, range(0, 6))`."""
+    """Return the piece of a rank as text, the indices along each dim: `(ALL, range(0, 6))`."""
     texts = [_indices_text(found) if found is not None else "ALL" for found in _indices(lay, rank, shape)]
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 

@@ -22,7 +22,12 @@ Verify = Callable[[Job, OpOptions, Reproduce, Note], Report]
 
 @dataclass(frozen=True)
 class Result:
-    """What one job gave. `cached`: the report is an earlier one. `remark`: why it cannot be cached, or ""."""
+    """The result of one job.
+
+    index    the job's place in the list
+    cached   the report is one from an earlier run
+    remark   why the report cannot be cached; empty if it can
+    """
 
     index: int
     job: Job
@@ -55,7 +60,7 @@ class Settings:
 def run_many(
     jobs: Sequence[Job], options: OpOptions, settings: Settings | None = None, started: Note | None = None
 ) -> Generator[Result, None, None]:
-    """Every job's result, in the order in which they come. Closing the iterator ends what still runs.
+    """Yield every job's result, in the order in which they come. Closing the iterator ends what still runs.
 
     One job that cannot be run raises its NnscalerError; among several it is a report that is INCONCLUSIVE. With
     `options.fail_fast` nothing follows the first report that does not pass. `started` is told what runs. Raises
@@ -95,24 +100,24 @@ def run_many(
 
 
 def _cut_short(report: Report) -> bool:
-    """Whether a proof was given up for lack of time: another run may have more of it."""
+    """Return whether a proof was cut short by the time limit: another run may have more time."""
     return any(SPENT in check.detail for check in report.checks)
 
 
 def run_one(job: Job, options: OpOptions, isolate: bool = True) -> Report:
-    """The report on one operator, from a child process unless `isolate` is off. Raises as `run_many`."""
+    """Return the report on one operator, from a child process unless `isolate` is off. Raises as `run_many`."""
     (result,) = run_many([job], options, Settings(workers=1, isolate=isolate))
     return result.report
 
 
 def worst(reports: Sequence[Report]) -> int:
-    """The exit code of several reports: 1 if one is refuted, else 3 if one is undecided, else 0."""
+    """Return the exit code of several reports: 1 if one is refuted, else 3 if one is undecided, else 0."""
     codes = {report.exit_code for report in reports} or {3}
     return next(code for code in (1, 3, 0) if code in codes)
 
 
 def _keys(jobs: Sequence[Job], options: OpOptions, settings: Settings) -> tuple[dict[int, str], dict[int, str]]:
-    """Digests of the jobs by index, and for those without one, why."""
+    """Return the digests of the jobs by index, and for those without one, why."""
     keys: dict[int, str] = {}
     remarks: dict[int, str] = {}
     if settings.cache is None:
@@ -151,7 +156,7 @@ def _events(
 
 
 def _preload(jobs: Sequence[Job]) -> None:
-    """Imports what torch would import in every child by itself: seconds each time."""
+    """Import what torch would import in every child by itself: seconds each time."""
     if jobs:
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if any(isinstance(getattr(job.spec.target, "__self__", None), type) for job in jobs):  # autograd.Function

@@ -57,7 +57,7 @@ class Reproduce:
 
 
 def verify_job(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) -> Report:
-    """Verifies in this process. Raises NnscalerError for an operator that cannot be run at all."""
+    """Verify in this process. Raises NnscalerError for an operator that cannot be run at all."""
     if job.spec.annotation == "" and job.error is None:
         return _suggested(job, options)
     if job.error is None:
@@ -86,7 +86,7 @@ def _suggested(job: Job, options: OpOptions) -> Report:
 
 
 def lost(job: Job, event: Died | TimedOut, options: OpOptions, reproduce: Reproduce) -> Report:
-    """The report on an operator whose process did not give one."""
+    """Return the report on an operator whose process did not give one."""
     running = event.note or "the operator before its first run"
     facts = {"running": running}
     at = _innermost(event.trace)
@@ -110,7 +110,7 @@ def lost(job: Job, event: Died | TimedOut, options: OpOptions, reproduce: Reprod
 
 
 def _innermost(trace: str) -> str | None:
-    """The place in the user's code where a process ended, from a trace that starts with the innermost frame."""
+    """Return the place in the user's code where a process ended, from a trace that starts with the innermost frame."""
     for file, line in re.findall(r'File "([^"]+)", line (\d+)', trace):
         if is_users(file):
             return f"{shown(Path(file))}:{line}"
@@ -118,7 +118,7 @@ def _innermost(trace: str) -> str | None:
 
 
 def not_run(job: Job, error: NnscalerError, options: OpOptions, seconds: float) -> Report:
-    """The report on an operator that could not be run, among others that could."""
+    """Return the report on an operator that could not be run, among others that could."""
     message, _, rest = error.message.partition("\n")
     check = Check("can be run", Verdict.INCONCLUSIVE, 0, detail=message)
     text = f"`{job.spec.name}` was not verified: {message}"

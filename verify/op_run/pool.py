@@ -53,8 +53,14 @@ class Done(Generic[Result]):
 
 @dataclass(frozen=True)
 class Died:
-    """The process ended while task `index` ran; `status` is as of `os.waitpid`, `note` what it was doing last, `trace`
-    Python's stack at that moment, innermost first; empty where it ended by itself."""
+    """The process ended while it ran a task.
+
+    index    of the task
+    status   as of `os.waitpid`
+    note     the last step that the task announced
+    seconds  that the task had run
+    trace    Python's stack at that moment, innermost first; empty where the process ended by itself
+    """
 
     index: int
     status: int
@@ -95,7 +101,7 @@ Event = Done[Result] | Died | TimedOut | Raised
 
 
 def why_not_fork() -> str | None:
-    """Why tasks cannot run in child processes of this one; None if they can."""
+    """Return why tasks cannot run in child processes of this one; None if they can."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return "this system has no fork"
     if sys.platform == "darwin":
@@ -109,7 +115,7 @@ def why_not_fork() -> str | None:
 
 
 def run_here(tasks: Sequence[Task[Result]]) -> Iterator[Event[Result]]:
-    """One task after the other, in this process: nothing protects it."""
+    """Run one task after the other, in this process: nothing protects it."""
     for index, task in enumerate(tasks):
         started = time.perf_counter()
         try:
@@ -127,7 +133,7 @@ def run_forked(
     started: Note | None = None,
     wall: float = math.inf,
 ) -> Iterator[Event[Result]]:
-    """Every task's event, in the order in which they come, from up to `workers` children.
+    """Yield every task's event, in the order in which they come, from up to `workers` children.
 
     `timeout`: seconds for one task, by a FairClock; `wall`: by the clock on the wall, for those who have no
     more patience. `started` is told "3" when task 3 starts. Closing the iterator ends all children.
@@ -196,7 +202,7 @@ class _Worker(Generic[Result]):
         return self.memory[4 : 4 + length].decode("utf-8", "replace")
 
     def look(self, timeout: float, wall: float) -> Event[Result] | None:
-        """What has become of its task; None while it runs."""
+        """Return the event that ended the child's task, and None while it is still running."""
         index = self.index
         assert index is not None
         seconds = time.perf_counter() - self.since
@@ -217,8 +223,11 @@ class _Worker(Generic[Result]):
         return None
 
     def end(self, patience: float = 0.0, trace_from: int | None = None) -> int:
-        """Ends the process and all that it started, waits for it, and returns its status. `patience`: seconds that it
-        has to end by itself. `trace_from`: where in the file its stack starts; None: the last one there."""
+        """End the process and all that it started, wait for it, and return its status.
+
+        `patience`: seconds that it has to end by itself. `trace_from`: where in the file its stack starts; None: the
+        last one there.
+        """
         if self.ended:
             return 0
         self.ended = True
@@ -240,7 +249,7 @@ class _Worker(Generic[Result]):
 
 
 def _wait_for_end(pid: int, patience: float) -> None:
-    """Waits until a child has ended, or for so many seconds."""
+    """Wait until a child has ended, or for so many seconds."""
     until = time.perf_counter() + patience
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.perf_counter() < until:
         time.sleep(0.005)
@@ -255,7 +264,7 @@ def _child(
     parent: int,
     folder: str,
 ) -> None:
-    """The life of a child process. Never returns."""
+    """Run tasks in a child process until it is told to end. Never returns."""
     code = 1
     try:
         _settle(inherited, trace, parent, folder)
@@ -270,8 +279,10 @@ def _child(
 
 
 def _settle(inherited: Sequence[Connection], trace: int, parent: int, folder: str) -> None:
-    """Leaves the parent's pipes, its standard output and its Ctrl-C to the parent, and ends when it ends. Its temporary
-    files lie where the parent removes them, however the child ends."""
+    """Leave the parent's pipes, its standard output and its Ctrl-C to the parent, and end when it ends.
+
+    Its temporary files lie where the parent removes them, however the child ends.
+    """
     import resource  # not on every system
 
     with suppress(OSError):
@@ -314,5 +325,5 @@ def _serve(tasks: Sequence[Task[Result]], connection: Connection, memory: mmap.m
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, if it can cross to another process; else one with its words."""
+    """Return the error, if it can cross to another process; else one with its words."""
     return error if isinstance(error, NnscalerError) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -31,7 +31,10 @@ class Project:
 
 
 def read_project(start: Path | None = None) -> Project:
-    """Raises NnscalerError `nothing_named` where no file or no table is there, and `bad_settings` for a wrong one."""
+    """Read the project's settings.
+
+    Raises NnscalerError `nothing_named` where no file or no table is there, and `bad_settings` for a wrong one.
+    """
     file = find_pyproject(start)
     if file is None:
         raise NnscalerError("nothing_named", "no operator is named, and there is no pyproject.toml", help=_help(""))

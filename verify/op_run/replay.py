@@ -1,4 +1,4 @@
-"""Replaying a token: exactly its case, or, for a finding about the operator itself, its verification."""
+"""Replay a token: exactly its case, or, for a finding about the operator itself, its verification."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verify.verdict import Verdict
 
 
 def find_job(token: Token) -> Job:
-    """The token's operator. Raises NnscalerError where it is not there any more."""
+    """Return the token's operator. Raises NnscalerError where it is not there any more."""
     for module in token.modules:
         import_module(module)
     found = matching(token.address)
@@ -39,7 +39,7 @@ def find_job(token: Token) -> Job:
 
 
 def replay(token: Token, timeout: float) -> Report:
-    """A report with one check: REFUTED if the finding is found again, TESTED if it is not.
+    """Return a report with one check: REFUTED if the finding is found again, TESTED if it is not.
 
     Raises NnscalerError where the operator is gone, or its annotation has no such case any more.
     """
@@ -80,7 +80,7 @@ def _count(result: CaseResult) -> int:
 
 
 def _again(token: Token, report: Report) -> Report:
-    """The report reduced to the token's finding."""
+    """Return the report reduced to the token's finding."""
     same = tuple(f for f in report.findings if f.code == token.code)
     verdict = Verdict.REFUTED if same and report.verdict is Verdict.REFUTED else report.verdict
     if not same and report.verdict.passes:
@@ -106,13 +106,13 @@ def _report(
 
 
 def token_of(finding: Finding) -> Token | None:
-    """The token in the line that replays a finding; None where there is none."""
+    """Return the token in the line that replays a finding; None where there is none."""
     word = (finding.reproduce or "").rpartition(" ")[2]
     return decode(word) if word.startswith(PREFIX) else None
 
 
 def emit_tests(reports: Sequence[tuple[Job, Report]], file: Path, options: OpOptions) -> tuple[int, list[str]]:
-    """Writes a test for every finding: one file for one operator, `<file>_<operator>` beside it for several.
+    """Write a test for every finding: one file for one operator, `<file>_<operator>` beside it for several.
 
     Returns how many files were written, and why findings have no test. Each text is made in a child process: that runs
     the operator. Raises NnscalerError where a file cannot be written.

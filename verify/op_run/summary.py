@@ -1,4 +1,4 @@
-"""What many reports say together: what keeps operators from being proved, what could not show, what was cached."""
+"""Summarise many reports: what keeps operators from being proved, what could not be shown, what was cached."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OTHERS = 5  # names in one row of the table
 
 
 def summary(reports: Sequence[Report]) -> list[Line]:
-    """The tables, one below the other; nothing for what there is none of."""
+    """Return the tables, one below the other; nothing for what there is none of."""
     return [*_table("not proved for all sizes, and why", _blocked(reports)), *_void(reports), *_cached(reports)]
 
 
 def _blocked(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """What blocks proofs -> the operators, those that pass without being proved."""
+    """Map each reason that blocks a proof to the operators that pass without one because of it."""
     found: dict[str, list[str]] = {}
     for report in reports:
         if not report.verdict.passes or report.verdict is Verdict.PROVED_ALL_SIZES:
@@ -60,6 +60,6 @@ def _table(title: str, rows: dict[str, list[str]]) -> list[Line]:
 
 
 def _after(label: str, detail: str) -> str:
-    """What follows a label in a detail, up to the next `;`."""
+    """Return the text after a label in a detail, up to the next `;`."""
     _, found, rest = detail.partition(label)
     return rest.partition(";")[0].strip() if found else ""

@@ -1,4 +1,4 @@
-"""From a command line to operators: targets, `--all`, `--module`, and the project's settings."""
+"""Find the operators that a command line names: targets, `--all`, `--module`, and the project's settings."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def find_jobs(
     sample_inputs: str | None = None,
     suggest: bool = False,
 ) -> list[Job]:
-    """Every operator that is named, once, in the order in which it is named; without any, what the project's settings
-    name.
+    """Return every operator that is named, once, in the order in which it is named; without any, what the project's
+    settings name.
 
     `targets`: see `verify.op_checks.target.matching`. `builtin`: all operators of `op_registry.builtin`. `modules`:
     modules and packages; all that they and their submodules register. `annotation`, and `sample_inputs`, the name of a
@@ -69,8 +69,10 @@ def builtin_operators() -> list[OperatorSpec]:
 
 
 def registered_by(name: str) -> list[OperatorSpec]:
-    """Imports a module, and the submodules of a package; the operators that they register. Raises NnscalerError where
-    there are none."""
+    """Import a module, or a package with its submodules, and return the operators that they register.
+
+    Raises NnscalerError where there are none.
+    """
     module = import_module(name)
     loaded = [module, *(import_module(found) for found in _submodules(module))]
     found = registered_at([file for m in loaded if (file := getattr(m, "__file__", None)) is not None])
@@ -83,7 +85,7 @@ def registered_by(name: str) -> list[OperatorSpec]:
 
 
 def _submodules(module: ModuleType) -> list[str]:
-    """Names of all modules inside a package, but for `__main__`, which is a script."""
+    """Return the names of all modules inside a package, but for `__main__`, which is a script."""
     path = getattr(module, "__path__", None)
     if path is None:
         return []

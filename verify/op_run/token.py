@@ -42,7 +42,7 @@ class Token:
 
 
 def encode(token: Token) -> str:
-    """The word."""
+    """Return the word."""
     document = {
         "tool": "verify-op",
         "target": token.address,

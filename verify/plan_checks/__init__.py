@@ -1,4 +1,4 @@
-"""What is compared between a program and its model. A new check is a file here and a line in `run_checks`."""
+"""The comparisons of a program with its model. A new check is a file here and a line in `run_checks`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verify.plan_checks.context import Comparison, Outcome
 
 
 def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[Outcome]:
-    """Every check, with its time."""
+    """Run every check, and record its time."""
     checks: tuple[Callable[[], Outcome], ...] = (
         lambda: coverage.check(comparison, initial_buffers),
         lambda: losses.check(comparison),
@@ -30,7 +30,7 @@ def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> li
 
 
 def timed(checks: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
-    """What the checks say, each with its time; those without any comparison are left out."""
+    """Run the checks and record the time of each; drop those that compared nothing."""
     outcomes: list[Outcome] = []
     for check in checks:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Why a gradient is wrong, where simple arithmetic on it tells."""
+"""Explain a wrong gradient, where simple arithmetic on it tells the cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSE = 1e-6
 def likely_cause(
     logical: Logical, expected: Tensor, tied: Sequence[Logical] = (), before: Tensor | None = None
 ) -> str | None:
-    """A sentence when the wrong value is a simple function of the right one; None otherwise.
+    """Return a sentence when the wrong value is a simple function of the right one; None otherwise.
 
     `tied`: the same parameter as every stage holds it, this one included. `before`: the gradient of the step before.
     """
@@ -39,7 +39,7 @@ def likely_cause(
 
 
 def _untied(tied: Sequence[Logical], expected: Tensor) -> str | None:
-    """Each stage has only its own part of the gradient of a tied parameter."""
+    """Test the cause that each stage has only its own part of the gradient of a tied parameter."""
     values = [logical.value.double() for logical in tied if logical.value is not None]
     if len(values) < 2 or difference(torch.stack(values).sum(0), expected.double()).relative > CLOSE:
         return None
@@ -48,7 +48,7 @@ def _untied(tied: Sequence[Logical], expected: Tensor) -> str | None:
 
 
 def _factor(logical: Logical, expected: Tensor) -> str | None:
-    """Exactly n times, or one n-th of, the right value."""
+    """Test the cause that the value is n times, or one n-th of, the right one."""
     assert logical.value is not None
     value, right = logical.value.double(), expected.double()
     factor = float((value * right).sum() / (right * right).sum())
@@ -68,7 +68,7 @@ def _factor(logical: Logical, expected: Tensor) -> str | None:
 
 
 def _unsummed(logical: Logical, expected: Tensor) -> str | None:
-    """The ranks of an axis hold parts of a sum that nobody took."""
+    """Test the cause that the ranks of an axis hold parts of a sum that nobody took."""
     holding = logical.holding
     for axis, size in holding.axes.items():
         if size == 1 or axis in holding.states or logical.pieces is None:
@@ -82,7 +82,7 @@ def _unsummed(logical: Logical, expected: Tensor) -> str | None:
 
 
 def _summed_over(holding: Holding, pieces: Mapping[int, Tensor], axis: str) -> Tensor | None:
-    """The sum over `axis` of the pieces at coordinate 0 of every other axis."""
+    """Return the sum over `axis` of the pieces at coordinate 0 of every other axis."""
     chosen = [
         pieces[rank].double()
         for position, rank in enumerate(holding.ranks)
@@ -102,7 +102,7 @@ def _own_piece(holding: Holding, expected: Tensor) -> Tensor | None:
 
 
 def _order(logical: Logical, expected: Tensor) -> str | None:
-    """The right shards in the wrong order along a sharded dim."""
+    """Test the cause that the right shards are in the wrong order along a sharded dim."""
     assert logical.value is not None
     for axis, state in logical.holding.states.items():
         parts = logical.holding.axes.get(axis, 1)

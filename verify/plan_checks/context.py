@@ -1,4 +1,4 @@
-"""What every check of a plan is given, and what it returns."""
+"""The input and the result type that all checks of a plan share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,19 @@ SHOWN = 5  # findings of one check; the count says how many there are
 
 @dataclass(frozen=True)
 class Comparison:
-    """`parameters` and `buffers`: what the stages declare. `places`: where in the model a parameter is first used.
-    `names`: all names of each tensor of the model. `loss`: the tensor of the graph."""
+    """The results of the model and of the ranks, as the checks compare them.
+
+    reference   the model's trajectory
+    results     one per rank
+    parameters  (stage, attribute) -> the declared holding
+    buffers     (stage, attribute) -> the declared holding
+    names       tensor of the model -> all its names
+    places      parameter -> where the model first uses it
+    tolerance   the bound on differences
+    steps       number of training steps
+    loss        the graph's tensor
+    loss_place  where the model computes it
+    """
 
     reference: Trajectory
     results: tuple[RankResult, ...]
@@ -36,7 +47,7 @@ class Comparison:
     loss_place: SourceLocation | None = None
 
     def place(self, name: str) -> SourceLocation | None:
-        """Where the model uses this parameter."""
+        """Return where the model uses this parameter."""
         found = (self.places.get(alias) for alias in self.names.get(name, (name,)))
         return next((place for place in found if place is not None), None)
 
@@ -63,7 +74,7 @@ class Outcome:
 
 
 def merge_outcomes(name: str, prefix: str, outcomes: Sequence[Outcome]) -> Outcome:
-    """One check of several; `prefix` is put before the message of each finding."""
+    """Merge several outcomes into one check; `prefix` is put before the message of each finding."""
     checks = [outcome.check for outcome in outcomes]
     count, refuted = sum(c.count for c in checks), sum(c.refuted for c in checks)
     details = [c.detail for c in checks if c.detail]
@@ -75,7 +86,7 @@ def merge_outcomes(name: str, prefix: str, outcomes: Sequence[Outcome]) -> Outco
 
 
 def _worst(detail: str) -> float:
-    """The number at the end of "worst difference 1.2e-15"."""
+    """Return the number at the end of "worst difference 1.2e-15"."""
     try:
         return float(detail.rpartition(" ")[2])
     except ValueError:
@@ -99,7 +110,7 @@ class Tally:
     def add(
         self, verdict: Verdict, finding: Finding | None = None, relative: float = 0.0, key: Key | None = None
     ) -> None:
-        """One comparison; `relative` is how far apart its sides were, `key` which tensor it was."""
+        """Add one comparison. `relative`: the difference of its two sides; `key`: the tensor."""
         self.count += 1
         if key is not None and self.tolerance is not None:
             self.rows.append(Row(*_named(key), relative, self.tolerance.allowed(key), verdict))
@@ -111,7 +122,7 @@ class Tally:
             self.findings.append(finding)
 
     def outcome(self, detail: str = "") -> Outcome:
-        """The check. Without any comparison it claims nothing."""
+        """Return the check. Without any comparison it claims nothing."""
         if not detail and self.count and self.worst:
             detail = f"worst difference {self.worst:.1e}"
         verdict = merge(self.verdicts) if self.verdicts else self.level

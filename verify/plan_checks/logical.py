@@ -32,8 +32,14 @@ class Holding:
 
 @dataclass(frozen=True)
 class Logical:
-    """A logical tensor as one stage holds it. `value` is None if no rank has it; `problem` says why it could not be
-    put together. `unequal` are pairs of ranks whose copies differ."""
+    """A logical tensor as one stage holds it.
+
+    value    assembled from the pieces, `[*global shape]`; None if no rank has it
+    unequal  (rank, rank, difference) for copies that differ
+    copies   number of copies that were compared bitwise
+    problem  why the pieces could not be assembled; else empty
+    pieces   rank -> local tensor
+    """
 
     holding: Holding
     value: Tensor | None
@@ -44,7 +50,7 @@ class Logical:
 
 
 def holdings_of(modules: Iterable[ModuleType]) -> tuple[dict[tuple[int, str], Holding], dict[tuple[int, str], Holding]]:
-    """(parameters, buffers) that the stages of these role modules declare, by stage and attribute."""
+    """Return (parameters, buffers) that the stages of these role modules declare, by stage and attribute."""
     parameters: dict[tuple[int, str], Holding] = {}
     buffers: dict[tuple[int, str], Holding] = {}
     for module in modules:
@@ -75,7 +81,7 @@ def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, t
 
 
 def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> Logical:
-    """The logical tensor from the entries of every rank (by rank)."""
+    """Return the logical tensor from the entries of every rank (by rank)."""
     pieces: dict[int, Tensor] = {}
     absent: list[int] = []
     for rank in holding.ranks:
@@ -116,7 +122,7 @@ def _find(entries: Sequence[Entry], holding: Holding) -> Tensor | None:
 
 
 def by_rank(results: Iterable[RankResult], kind: str, step: int = 0) -> dict[int, Sequence[Entry]]:
-    """The entries of "gradient" (of a step), "parameter" or "buffer" by rank."""
+    """Return the entries of "gradient" (of a step), "parameter" or "buffer" by rank."""
     found: dict[int, Sequence[Entry]] = {}
     for result in results:
         if kind == "gradient":
@@ -127,7 +133,7 @@ def by_rank(results: Iterable[RankResult], kind: str, step: int = 0) -> dict[int
 
 
 def tied_copies_differ(one: Logical, other: Logical) -> bool:
-    """Whether two stages hold different bits of what should be one tensor."""
+    """Return whether two stages hold different bits of a tensor that they should share."""
     if one.value is None or other.value is None:
         return (one.value is None) != (other.value is None)
     return not same_bits(one.value, other.value)

@@ -10,7 +10,7 @@ from verify.verdict import Verdict
 
 
 def check(comparison: Comparison) -> Outcome:
-    """Compares each rank's loss with the model's."""
+    """Compare each rank's loss with the model's."""
     tally = Tally("loss", comparison.tolerance.level, comparison.tolerance)
     scale = family_scale(comparison.reference.losses)
     for step, expected in enumerate(comparison.reference.losses):
@@ -51,7 +51,7 @@ def check(comparison: Comparison) -> Outcome:
 
 
 def _unsummed(losses: list[float], expected: float) -> str | None:
-    """Each rank knows its own part; several may know the same."""
+    """Explain losses that are parts of a sum, of which several may be copies; None for other losses."""
     if len(set(losses)) < 2:
         return None
     if all(abs(sum(losses) - copies * expected) > CLOSE * abs(expected) for copies in range(1, len(losses))):

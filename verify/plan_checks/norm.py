@@ -17,7 +17,7 @@ NAME = "gradient norm, clipped"
 
 
 def check(comparison: Comparison) -> Outcome:
-    """Compares with what torch.nn.utils.clip_grad_norm_ returns for the model; the ranks must agree bitwise."""
+    """Compare with what torch.nn.utils.clip_grad_norm_ returns for the model; the ranks must agree bitwise."""
     tally = Tally(NAME, comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.norm
     if expected is None:
@@ -50,7 +50,7 @@ def check(comparison: Comparison) -> Outcome:
 
 
 def _own_norms(norms: Sequence[float], expected: float) -> str | None:
-    """Each rank has the norm of what it counts itself."""
+    """Explain how the ranks' norms differ from each other; None if they are equal."""
     if len(set(norms)) < 2:
         return None
     total = sum(norm**2 for norm in norms) ** 0.5
@@ -60,8 +60,8 @@ def _own_norms(norms: Sequence[float], expected: float) -> str | None:
 
 
 def cause_of_update(comparison: Comparison, name: str, value: Tensor) -> str | None:
-    """Why a parameter is not the model's after the last step, where its gradients are: by which factor the gradient was
-    scaled before the update. None where no factor explains it."""
+    """Return why a parameter is not the model's after the last step, where its gradients are: by which factor the
+    gradient was scaled before the update. None where no factor explains it."""
     reference = comparison.reference
     gradient, expected = reference.gradients[-1].get(name), reference.parameters[name]
     limit, norm = reference.settings.max_norm, reference.norm
@@ -87,7 +87,7 @@ def cause_of_update(comparison: Comparison, name: str, value: Tensor) -> str | N
 
 
 def _cause(actual: float, expected: float) -> str | None:
-    """A square that is a simple multiple of the right one."""
+    """Explain a norm whose square is a simple multiple of the right one's; None for another norm."""
     if not expected > 0:
         return None
     ratio = (actual / expected) ** 2

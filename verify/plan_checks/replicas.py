@@ -20,7 +20,7 @@ class _Kind:
 
 
 def check(comparison: Comparison) -> Outcome:
-    """Compares gradients of every step, and parameters and buffers after the last."""
+    """Compare gradients of every step, and parameters and buffers after the last."""
     tally = Tally("replicas bitwise equal", Verdict.TESTED_EXACT)
     for kind in _kinds(comparison):
         entries = by_rank(comparison.results, kind.name, kind.step)

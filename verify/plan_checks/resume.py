@@ -36,7 +36,7 @@ def _complete(tally: Tally, comparison: Comparison, holding: Holding, saved: Map
 
 
 def _continues(tally: Tally, comparison: Comparison, result: RankResult) -> None:
-    """Bitwise: the same program on the same numbers."""
+    """Compare bitwise: the same program runs on the same numbers."""
     resumed = {(stage, attribute): tensor for stage, attribute, _, tensor in result.resumed}
     for stage, attribute, name, right in (*result.parameters, *result.buffers):
         tensor = resumed.get((stage, attribute))

@@ -16,8 +16,11 @@ from verify.verdict import Verdict
 
 
 def check_gradients(comparison: Comparison) -> Outcome:
-    """Each parameter's gradient at every step. A gradient that is missing, or one too many, is refuted: also where the
-    program says that the parameter is not trained."""
+    """Compare each parameter's gradient at every step.
+
+    A gradient that is missing, or one too many, is refuted: also where the program says that the parameter is not
+    trained.
+    """
     tally = Tally("gradients", comparison.tolerance.level, comparison.tolerance)
     before: dict[tuple[int, str], Tensor | None] = {}
     for step in range(comparison.steps):
@@ -34,7 +37,7 @@ def check_gradients(comparison: Comparison) -> Outcome:
 
 
 def check_parameters(comparison: Comparison) -> Outcome:
-    """Every parameter after the last step."""
+    """Compare every parameter after the last step."""
     tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.parameters
     scale = family_scale(expected.values())
@@ -46,7 +49,7 @@ def check_parameters(comparison: Comparison) -> Outcome:
 
 
 def check_buffers(comparison: Comparison) -> Outcome:
-    """Every buffer that the program holds, after the last step."""
+    """Compare every buffer that the program holds, after the last step."""
     tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.buffers
     scale = family_scale(t for t in expected.values() if t.is_floating_point())

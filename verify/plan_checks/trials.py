@@ -40,7 +40,7 @@ def _with(trial: Trial) -> str:
 
 
 def _unchanged(one: Trajectory, other: Trajectory) -> bool:
-    """Whether the model's own gradients are the same bits under both scales: backward is linear, and exact."""
+    """Return whether the model's own gradients have equal bits under both scales: backward is linear, here exactly."""
     pairs = ((one.gradients[0][name], gradient) for name, gradient in other.gradients[0].items())
     return all(_same(a, b) for a, b in pairs)
 

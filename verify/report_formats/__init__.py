@@ -16,7 +16,7 @@ from verify.report_formats.line import Line
 
 
 class Format(Protocol):
-    """What a format is."""
+    """The interface of a report format."""
 
     def __call__(self, reports: Sequence[Report], seconds: float = 0.0) -> list[Line]: ...
 

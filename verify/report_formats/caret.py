@@ -8,7 +8,7 @@ TOKEN = re.compile(r"(?P<name>\*|[A-Za-z_]\w*)(?P<mark>\+max|\+sum|\+|\^)?")
 
 
 def caret_line(annotation: str, identifier: str) -> str | None:
-    """Spaces and carets that, below `annotation`, point at each place of `identifier` with its mark.
+    """Return spaces and carets that, below `annotation`, point at each place of `identifier` with its mark.
 
     `identifier` may be several, as in "m, k". `*0` and the like, which a `*` binds, point at the `*`. None where the
     annotation does not have it. `m k+, k+ n -> m n` with `k` gives `  ^^  ^^`.

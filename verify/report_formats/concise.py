@@ -11,7 +11,7 @@ from verify.report_formats.problems import problems
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """A line per finding, then the verdict."""
+    """Return a line per finding, then the verdict."""
     return [*(concise_line(problem.finding) for problem in problems(reports)), last_line(reports, seconds)]
 
 
@@ -22,5 +22,5 @@ def concise_line(finding: Finding) -> Line:
 
 
 def one_line(text: str) -> str:
-    """The text with each run of white space, ends of lines among it, as one space."""
+    """Return the text with each run of white space, ends of lines among it, as one space."""
     return " ".join(text.split())

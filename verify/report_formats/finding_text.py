@@ -15,7 +15,7 @@ _COMPARED = ("expected", "found")
 
 
 def finding_lines(finding: Finding) -> list[Line]:
-    """The anatomy of a finding, a blank line not included."""
+    """Return the anatomy of a finding, a blank line not included."""
     lines = [Line(((finding.code, "bad"), (f"  {finding.message}", "strong")))]
     facts = dict(finding.counter_example)
     annotation = facts.get("annotation", "")
@@ -42,7 +42,7 @@ def finding_lines(finding: Finding) -> list[Line]:
 
 
 def _place_lines(where: SourceLocation | None, annotation: str, carets: str | None, lines: list[Line]) -> bool:
-    """Adds `--> file:line` and the line itself; returns whether the carets could be put below that line."""
+    """Add `--> file:line` and the line itself; return whether the carets could be put below that line."""
     if where is None:
         return False
     lines.append(plain(f"  --> {where}", "faint"))
@@ -62,7 +62,7 @@ def _place_lines(where: SourceLocation | None, annotation: str, carets: str | No
 
 
 def _start(text: str, annotation: str) -> int | None:
-    """Where the annotation stands in a line of source, in quotes; None where it is not in it whole."""
+    """Return where the annotation stands in a line of source, in quotes; None where it is not in it whole."""
     for quote in ('"', "'"):
         found = text.find(quote + annotation + quote)
         if found >= 0:

@@ -23,7 +23,7 @@ _WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """Every line of the report."""
+    """Return every line of the report."""
     if len(reports) == 1:
         lines = [*check_lines(reports[0].checks), *(plain(f"note: {note}", "faint") for note in reports[0].notes)]
         findings: Sequence[Finding] = findings_of(reports[0])
@@ -39,7 +39,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
 
 
 def check_lines(checks: Sequence[Check]) -> list[Line]:
-    """A line per check; where there are very many, those that do not pass, and how many others do."""
+    """Return a line per check; where there are very many, those that do not pass, and how many others do."""
     shown = list(checks) if len(checks) <= CHECKS else [check for check in checks if not check.verdict.passes]
     name = max((len(check.name) for check in shown), default=0)
     level = max((len(check.verdict.value) for check in shown), default=0)
@@ -76,7 +76,7 @@ def _report_lines(reports: Sequence[Report]) -> list[Line]:
 
 
 def _shared_notes(reports: Sequence[Report]) -> list[Line]:
-    """Each different note once, with the reports that have it."""
+    """Return each different note once, with the reports that have it."""
     subjects: dict[str, list[str]] = {}
     for report in reports:
         for note in report.notes:

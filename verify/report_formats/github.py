@@ -15,7 +15,7 @@ ANNOTATIONS = 10  # GitHub shows no more of one kind per step
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """A command per finding, at most ten, and the verdict."""
+    """Return a command per finding, at most ten, and the verdict."""
     found = problems(reports)
     lines = [plain(_command(problem)) for problem in found[:ANNOTATIONS]]
     if len(found) > ANNOTATIONS:
@@ -37,10 +37,10 @@ def _command(problem: Problem) -> str:
 
 
 def escape_data(text: str) -> str:
-    """The escapes of a command's text: `%`, CR and LF."""
+    """Escape a command's text: `%`, CR and LF."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def escape_property(text: str) -> str:
-    """The escapes of a command's property: those of the text, `:` and `,`."""
+    """Escape a command's property: as its text, and `:` and `,`."""
     return escape_data(text).replace(":", "%3A").replace(",", "%2C")

@@ -12,7 +12,7 @@ from verify.report_formats.line import Line, plain
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """Each line is a JSON object whose `type` is check, finding, note or, in the last line, verdict."""
+    """Return lines of JSON objects, whose `type` is check, finding, note or, in the last line, verdict."""
     records = [record for report in reports for record in _records(report)]
     records.append({"type": "verdict", **verdict_of(reports, seconds)})
     return [plain(json.dumps(record, ensure_ascii=False)) for record in records]

@@ -12,7 +12,7 @@ from verify.report_formats.totals import totals
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """The document of the one report, or one that holds all of them."""
+    """Return the document of the one report, or one that holds all of them."""
     document = reports[0].as_dict() if len(reports) == 1 else _several(reports, seconds)
     return plain_lines(json.dumps(document, indent=2, ensure_ascii=False))
 
@@ -22,7 +22,7 @@ def _several(reports: Sequence[Report], seconds: float) -> dict[str, Any]:
 
 
 def verdict_of(reports: Sequence[Report], seconds: float) -> dict[str, Any]:
-    """What holds for all reports together."""
+    """Return the fields that describe all reports together."""
     found = totals(reports, seconds)
     return {
         "schema_version": SCHEMA_VERSION,

@@ -22,7 +22,7 @@ from verify.verdict import Verdict
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """The XML document."""
+    """Return the XML document."""
     found = totals(reports, seconds)
     root = ElementTree.Element("testsuites", name=legal(f"nnscaler {found.tool}".rstrip()))
     for report in reports:
@@ -39,7 +39,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
 
 
 def legal(text: str) -> str:
-    """The text without characters that XML 1.0 forbids even when escaped: they are written as `\\x1b`."""
+    """Return the text without characters that XML 1.0 forbids even when escaped: they are written as `\\x1b`."""
     return "".join(letter if _is_legal(ord(letter)) else _escape(ord(letter)) for letter in text)
 
 
@@ -75,7 +75,7 @@ def _suite(root: ElementTree.Element, report: Report) -> None:
 
 
 def case_names(checks: Sequence[Check]) -> list[str]:
-    """Names that no two checks share: a second `loss` is `loss (2)`."""
+    """Return names that no two checks share: a second `loss` is `loss (2)`."""
     seen: Counter[str] = Counter()
     names: list[str] = []
     for check in checks:
@@ -100,7 +100,7 @@ def _problem(case: ElementTree.Element, verdict: Verdict, findings: Sequence[Fin
 
 
 def _count(element: ElementTree.Element, seconds: float) -> None:
-    """Sets the counts of a suite, or of all suites."""
+    """Set the counts of a suite, or of all suites."""
     for kind, name in (("testcase", "tests"), ("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         element.set(name, str(sum(1 for _ in element.iter(kind))))
     element.set("time", f"{seconds:.3f}")

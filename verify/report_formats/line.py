@@ -1,4 +1,4 @@
-"""What a report format for people returns: lines of styled text. Colours are chosen by whoever prints them."""
+"""The result of a report format for people: lines of styled text. Colours are chosen by whoever prints them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ class Line:
 
 
 def plain(text: str, style: Style = "") -> Line:
-    """A line of one style."""
+    """Return a line of one style."""
     return Line(((text, style),))
 
 
 def plain_lines(text: str) -> list[Line]:
-    """A text of several lines. Only LF ends a line: the other characters that `splitlines` takes may stand in one."""
+    """Return a text of several lines.
+
+    Only LF ends a line: the other characters that `splitlines` takes may stand in one.
+    """
     return [plain(line) for line in text.split("\n")]
 
 
 def style_of(verdict: Verdict) -> Style:
-    """Green, yellow or red. The word stands beside it, so colour alone never carries the meaning."""
+    """Return green, yellow or red. The word stands beside it, so colour alone never carries the meaning."""
     if verdict.passes:
         return "good"
     return "bad" if verdict is Verdict.REFUTED else "unsure"
 
 
 def last_line(reports: Sequence[Report], seconds: float = 0.0) -> Line:
-    """The verdict with its counts, always last.
+    """Return the verdict with its counts, always last.
 
     `VERIFIED  gpt.py on 8 ranks (dp=2 tp=2 pp=2): 214 checks, ...`, or
     `REFUTED  3 operators (1 refuted, 2 verified): 60 checks, ...`.

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 
 def relative(file: str) -> str | None:
-    """`file` relative to the current directory; None where it lies outside, or names no file ("<stdin>")."""
+    """Return `file` relative to the current directory; None where it lies outside, or names no file ("<stdin>")."""
     if not file or file.startswith("<"):
         return None
     path = Path(os.path.abspath(file))
@@ -20,5 +20,5 @@ def relative(file: str) -> str | None:
 
 
 def as_uri(file: str) -> str:
-    """`file:///...` of a file that is outside the current directory."""
+    """Return `file:///...` for a file that is outside the current directory."""
     return PurePath(os.path.abspath(file)).as_uri()

@@ -37,8 +37,11 @@ UNDECIDED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A finding and the report it is from. `fingerprint` is the same in each run that finds the same, whatever the
-    seed and the line number; two findings of one run never share it."""
+    """A finding and the report it is from.
+
+    `fingerprint` is the same in each run that finds the same, whatever the seed and the line number; two findings of
+    one run never share it.
+    """
 
     report: Report
     finding: Finding
@@ -47,7 +50,7 @@ class Problem:
 
 
 def problems(reports: Sequence[Report]) -> list[Problem]:
-    """Every problem, errors before warnings, else in the order of the reports. No reports are a problem too."""
+    """Return every problem, errors before warnings, else in the order of the reports. No reports are a problem too."""
     seen: Counter[str] = Counter()
     found: list[Problem] = []
     for report in reports or [Report("nnscaler", "nothing", "", 0, ())]:
@@ -60,7 +63,7 @@ def problems(reports: Sequence[Report]) -> list[Problem]:
 
 
 def findings_of(report: Report) -> tuple[Finding, ...]:
-    """The report's findings; where it does not pass and has none, one that names the checks which do not."""
+    """Return the report's findings; where it does not pass and has none, one that names the checks which do not."""
     if report.findings or report.verdict.passes:
         return report.findings
     failing = [check for check in report.checks if not check.verdict.passes]

@@ -26,7 +26,7 @@ BASE = "%SRCROOT%"
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """The log with its one run."""
+    """Return the log with its one run."""
     found = problems(reports)
     codes = list(dict.fromkeys(problem.finding.code for problem in found))
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_run(found, codes, totals(reports, seconds))]}
@@ -62,7 +62,8 @@ def _run(found: Sequence[Problem], codes: Sequence[str], total: Totals) -> dict[
 
 
 def _rule(code: str) -> dict[str, Any]:
-    """The rule of a code: its sentence, what it means, and its page as the help that a host shows beside an alert."""
+    """Return the rule of a code: its sentence, what it means, and its page as the help that a host shows beside an
+    alert."""
     text = CODES.get(code, code)
     name = "".join(word.capitalize() for word in code.split("_"))
     rule: dict[str, Any] = {"id": code, "name": name, "shortDescription": {"text": text}}

@@ -20,7 +20,7 @@ _ORDER = list(Verdict)
 
 
 def step_summary(reports: Sequence[Report], seconds: float = 0.0) -> str:
-    """The Markdown text, worst first; it ends with an end of line."""
+    """Return the Markdown text, worst first; it ends with an end of line."""
     found = totals(reports, seconds)
     head = f"### nnscaler {found.tool}".rstrip() + f": {found.verdict.word}"
     levels = ", ".join(f"{number} {level}" for level, number in found.levels.items())
@@ -61,7 +61,7 @@ def _cell(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that neither HTML nor Markdown changes."""
+    """Escape a text so that neither HTML nor Markdown changes it."""
     return re.sub(r"([\\`*_\[\]~])", r"\\\1", _html(text))
 
 

@@ -1,4 +1,4 @@
-"""What holds for all reports of a run together: one verdict, counts, seed and time."""
+"""Totals over all reports of a run: one verdict, counts, seed and time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Totals:
 
 
 def totals(reports: Sequence[Report], seconds: float = 0.0) -> Totals:
-    """The totals; `seconds` of 0 stands for the sum of the reports' own."""
+    """Return the totals; `seconds` of 0 stands for the sum of the reports' own."""
     verdicts = [report.verdict for report in reports]
     tools = sorted({report.tool for report in reports})
     words = {word: sum(verdict.word == word for verdict in verdicts) for word in _WORDS}
@@ -61,6 +61,6 @@ def _noun(tools: Sequence[str], number: int) -> str:
 
 
 def _shared(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all reports say alike of versions and machine."""
+    """Return the entries on which the environments of all reports agree."""
     first = dict(environments[0]) if environments else {}
     return {key: text for key, text in first.items() if all(other.get(key) == text for other in environments)}

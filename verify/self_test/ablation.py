@@ -1,4 +1,4 @@
-"""What each safeguard is for: how many wrong operators and annotations are no longer noticed without it.
+"""Measure each safeguard: how many wrong operators and annotations go unnoticed without it.
 
 Refuted before and not now counts, and so does INCONCLUSIVE before and verified now.
 A safeguard that lowers no column is dead weight.
@@ -63,7 +63,7 @@ _SPOKEN = {
 
 
 def ablations() -> Mapping[str, Safeguards]:
-    """Every safeguard switched off alone, by what it is called in the table."""
+    """Return every safeguard switched off alone, by what it is called in the table."""
     everything = Safeguards()
     found: dict[str, Safeguards] = {}
     for entry in fields(Safeguards):
@@ -82,8 +82,12 @@ def ablations() -> Mapping[str, Safeguards]:
 
 @dataclass(frozen=True)
 class Row:
-    """`lost`: by family, how many are no longer noticed; `passing`: how many of these are then VERIFIED; `examples`:
-    names of them."""
+    """One safeguard's row of the ablation table.
+
+    lost      family -> mutants that go unnoticed without the safeguard
+    passing   how many of these are then VERIFIED
+    examples  names of some
+    """
 
     safeguard: str
     lost: Counter[str] = field(default_factory=Counter)
@@ -109,7 +113,7 @@ class AblationTable:
 
     @property
     def good(self) -> bool:
-        """Whether those that must earn their place do."""
+        """Return whether every safeguard that must earn its place does."""
         return bool(self.rows) and not set(self.idle) & set(EARNERS)
 
 
@@ -143,12 +147,13 @@ def run_ablation(
 
 
 def _strength(judged: Judged) -> int:
-    """REFUTED is more than INCONCLUSIVE, and that more than a pass."""
+    """Rank a verdict: REFUTED is more than INCONCLUSIVE, and that more than a pass."""
     return 2 if judged.killed else 0 if judged.judgement.verdict.passes else 1
 
 
 def _open(claims: Sequence[AskedClaim], safeguards: Safeguards) -> list[AskedClaim]:
-    """Claims that are not refuted any more, asked again on what the safeguards leave of draws, parts and cotangents."""
+    """Return the claims that are not refuted any more, asked again on what the safeguards leave of draws, parts and
+    cotangents."""
     subjects: dict[int, Subject] = {}
     found: list[AskedClaim] = []
     for claim in claims:
@@ -161,7 +166,7 @@ def _open(claims: Sequence[AskedClaim], safeguards: Safeguards) -> list[AskedCla
 
 
 def _without(subject: Subject, safeguards: Safeguards) -> Subject:
-    """The subject with the draws that are left, and with the cotangents of these safeguards."""
+    """Return the subject with the draws that are left, and with the cotangents of these safeguards."""
     kept = [i for i in subject.inputs if i.kind in safeguards.values] or list(subject.inputs)
     if safeguards.random_cotangents:
         runs = [run for run, i in zip(subject.runs, subject.inputs, strict=True) if i in kept]

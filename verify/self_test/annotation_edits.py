@@ -28,7 +28,7 @@ _MARKS = (Identifier("", ""), Identifier("", "+"), Identifier("", "+", "max"), I
 
 
 def edited(text: str, rng: random.Random) -> str:
-    """The text after one to three random edits; it may be none of the language."""
+    """Return the text after one to three random edits; it may be none of the language."""
     for _ in range(rng.choice(EDITS)):
         try:
             text = _edited(parse(text), rng)
@@ -105,7 +105,7 @@ def _packed(annotation: Annotation, names: Sequence[str], rng: random.Random) ->
 def _in_operands(
     annotation: Annotation, change: Callable[[Identifier], Identifier], chosen: Sequence[int]
 ) -> Annotation:
-    """The change made in some operands only, numbered as `Annotation.operands` gives them."""
+    """Return the change made in some operands only, numbered as `Annotation.operands` gives them."""
     count = -1
 
     def of(operand: Operand | Opaque) -> Operand | Opaque:

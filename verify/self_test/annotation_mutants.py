@@ -33,7 +33,7 @@ class AnnotationMutant:
 
 
 def annotation_mutants(text: str) -> tuple[AnnotationMutant, ...]:
-    """Every mutant of an annotation once, in the order of the text. Raises AnnotationError."""
+    """Return every mutant of an annotation once, in the order of the text. Raises AnnotationError."""
     annotation = parse(text)
     seen = {print_annotation(annotation)}
     found: list[AnnotationMutant] = []
@@ -86,7 +86,7 @@ def _marked_everywhere(annotation: Annotation, name: str, mark: Identifier) -> A
 
 
 def _operands(annotation: Annotation) -> Iterator[tuple[Operand, Callable[[Operand], Annotation]]]:
-    """Every operand that is a tensor, and how to put another one in its place."""
+    """Yield every operand that is a tensor, and how to put another one in its place."""
     for side in ("inputs", "outputs"):
         operands = annotation.inputs if side == "inputs" else annotation.outputs
         for number, operand in enumerate(operands):
@@ -101,7 +101,7 @@ def _operands(annotation: Annotation) -> Iterator[tuple[Operand, Callable[[Opera
 
 
 def _rows(annotation: Annotation) -> Iterator[tuple[Row, Callable[[Row], Annotation]]]:
-    """Every row of dims, factors and parts, and how to put another one in its place. An emptied one goes."""
+    """Yield every row of dims, factors and parts, and how to put another one in its place. An emptied one goes."""
     for operand, rebuild_operand in _operands(annotation):
 
         def rebuild(

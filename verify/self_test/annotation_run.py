@@ -32,7 +32,7 @@ class AskedClaim:
 
     @property
     def false(self) -> bool:
-        """Whether the claim is false, and only values could show it."""
+        """Return whether the claim is false, and only values can show it."""
         return self.answer.found == "values" or (self.answer.found == "passes" and not self.holds)
 
     @property
@@ -42,8 +42,12 @@ class AskedClaim:
 
 @dataclass
 class AnnotationTable:
-    """`stages` counts mutants; `claims` are those asked about; `disputed` are refuted claims that the second opinion
-    finds true (false alarms)."""
+    """The table of wrong annotations.
+
+    stages    stage that refutes a mutant -> number of mutants
+    claims    the claims that were put to the oracle
+    disputed  refuted claims that the second opinion finds true: false alarms
+    """
 
     subjects: int = 0
     mutants: int = 0
@@ -75,7 +79,7 @@ class AnnotationTable:
 def run_annotations(
     subjects: Iterable[Subject], progress: Callable[[str], None], safeguards: Safeguards | None = None
 ) -> AnnotationTable:
-    """Every mutant of every subject's annotation."""
+    """Judge every mutant of every subject's annotation."""
     started = time.perf_counter()
     table = AnnotationTable()
     for subject in subjects:
@@ -125,7 +129,7 @@ def _asked(
 
 
 def _stage(asked: list[AskedClaim]) -> str:
-    """What became of a mutant, from its new claims: the first thing that refutes it."""
+    """Classify the fate of a mutant by the first thing that refutes its new claims."""
     found = [c.answer.found for c in asked]
     if "raises" in found:
         return "shard raises"

@@ -1,4 +1,4 @@
-"""Whether the oracle under test refutes a claim: the same comparison of shards with the whole that verify-op makes."""
+"""Ask the oracle under test, verify-op's comparison of shards with the whole, whether it refutes a claim."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Answer:
 
 
 def bind_mutant(subject: Subject, text: str) -> Signature | Literal["registration", "shape"]:
-    """The mutated annotation bound to the subject's call, or the stage that refuses it."""
+    """Return the mutated annotation bound to the subject's call, or the stage that refuses it."""
     call = subject.signature.call
     try:
         parse_checked(text, output_only(subject.spec, call.kwargs))
@@ -64,7 +64,7 @@ def bind_mutant(subject: Subject, text: str) -> Signature | Literal["registratio
 
 
 def ask(subject: Subject, signature: Signature, identifier: str, safeguards: Safeguards) -> Answer:
-    """Splits the identifier; the first failure is the answer."""
+    """Split the identifier; the first failure is the answer."""
     seen = False
     for number, prepared in enumerate(subject.runs):
         for outer in OUTERS if safeguards.outers else (1,):
@@ -78,7 +78,7 @@ def ask(subject: Subject, signature: Signature, identifier: str, safeguards: Saf
 
 
 def _parts(signature: Signature, split: Split, safeguards: Safeguards) -> list[int]:
-    """The numbers of shards that are tried; where none of them divides the size, the first that does."""
+    """Return the numbers of shards that are tried; where none of them divides the size, the first that does."""
     legal = [p for p in safeguards.parts if explain_illegal_choice(signature, split, p) is None]
     return legal or [p for p in PARTS if explain_illegal_choice(signature, split, p) is None][:1]
 
@@ -110,7 +110,10 @@ def _one(
 
 
 def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) -> bool:
-    """A kernel that does not check its sizes would take the process with it."""
+    """Return whether the shards' shapes fit, tried on meta tensors.
+
+    A kernel that does not check its sizes could end the process.
+    """
     tensors = prepared.whole.concrete.tensors
     function = function_of(partition.call.operator, subject.spec)
     ranks = ranks_of(partition.parts)
@@ -125,7 +128,7 @@ def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) ->
 
 
 def truly_holds(subject: Subject, signature: Signature, identifier: str) -> bool:
-    """The second opinion on a claim that passes."""
+    """Return the second opinion on a claim that passes."""
     decided = False
     for seed in range(OPINION_SEEDS):
         other = subject.other_run(seed)
@@ -142,7 +145,7 @@ def truly_holds(subject: Subject, signature: Signature, identifier: str) -> bool
 
 
 def confirmed(subject: Subject, signature: Signature, identifier: str, answer: Answer) -> bool:
-    """Whether the second opinion also finds a refuted claim false, on the very split that refuted it."""
+    """Return whether the second opinion, too, finds a refuted claim false, on the very split that refuted it."""
     for seed, prepared in enumerate(subject.runs):
         if holds(prepared.whole, signature, Split(identifier, answer.outer), answer.parts, seed) is not True:
             return True

@@ -1,4 +1,4 @@
-"""What an annotation claims of a call: for every identifier that may be split, where each operand then lies."""
+"""The claims of an annotation about a call: for every identifier that may be split, the state of each operand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ PARTS = (2, 3, 4, 5, 7)  # one of them must divide a size, or nothing is claimed
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A split into shards of an identifier of `size` puts operands so. `names`: the identifiers that are split, where
-    the operator's hook, or an argument of that name, looks at them; else empty."""
+    """The operands' states under a split of an identifier.
+
+    size   of the identifier
+    names  identifiers that are split, where the operator's hook, or an argument of that name, reads them; else empty
+    """
 
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
@@ -27,7 +30,7 @@ class Claim:
 
 
 def claims_of(signature: Signature) -> Mapping[Claim, str]:
-    """Every claim of an annotation that is bound to a call, and the identifier that makes it."""
+    """Return every claim of an annotation that is bound to a call, and the identifier that makes it."""
     bound, spec = signature.bound, signature.spec
     assert bound is not None and spec is not None
     hooked = spec.localize is not None or spec.random

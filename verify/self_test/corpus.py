@@ -185,6 +185,6 @@ _CORPUS: tuple[tuple[str, str, Function], ...] = (
 
 
 def composed_operators() -> tuple[OperatorSpec, ...]:
-    """Every operator of the corpus; its inputs are drawn from its annotation."""
+    """Return every operator of the corpus; its inputs are drawn from its annotation."""
     given = {"depthwise convolution": lambda: (torch.randn(6, 12, 9), torch.randn(12, 4))}
     return tuple(spec_of(name, annotation, function, given.get(name)) for name, annotation, function in _CORPUS)

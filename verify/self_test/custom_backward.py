@@ -16,7 +16,7 @@ Backward = Callable[..., Gradients]  # (cotangent, output, *inputs) -> the gradi
 
 
 def with_backward(forward: Function, backward: Backward) -> Function:
-    """The operator that computes `forward`, with this backward."""
+    """Return the operator that computes `forward`, with this backward."""
 
     class Custom(torch.autograd.Function):
         @staticmethod
@@ -55,12 +55,12 @@ class Host:
         return with_backward(self.forward, self.backward)
 
     def wrong(self, change: Callable[[Backward], Backward]) -> Function:
-        """The operator, with its backward changed."""
+        """Return the operator, with its backward changed."""
         return with_backward(self.forward, change(self.backward))
 
 
 def from_cotangent(function: Callable[[Tensor], Tensor]) -> Callable[[Backward], Backward]:
-    """Changes what the backward is given."""
+    """Change what the backward is given."""
 
     def change(backward: Backward) -> Backward:
         return lambda g, y, *inputs: backward(function(g), y, *inputs)
@@ -71,7 +71,7 @@ def from_cotangent(function: Callable[[Tensor], Tensor]) -> Callable[[Backward],
 def on_gradient(
     number: int, function: Callable[[Tensor, Tensor, Tensor], Tensor | None]
 ) -> Callable[[Backward], Backward]:
-    """Changes one gradient that the backward returns: `function(gradient, cotangent, first input)`."""
+    """Change one gradient that the backward returns: `function(gradient, cotangent, first input)`."""
 
     def change(backward: Backward) -> Backward:
         def changed(g: Tensor, y: Tensor, *inputs: Tensor) -> Gradients:
@@ -87,7 +87,7 @@ def on_gradient(
 
 
 def swapped(first: int, second: int) -> Callable[[Backward], Backward]:
-    """Returns two gradients in each other's place."""
+    """Return two gradients in each other's place."""
 
     def change(backward: Backward) -> Backward:
         def changed(g: Tensor, y: Tensor, *inputs: Tensor) -> Gradients:
@@ -101,7 +101,7 @@ def swapped(first: int, second: int) -> Callable[[Backward], Backward]:
 
 
 def raw(x: Tensor) -> Tensor:
-    """What a kernel sees that takes a tensor's memory for contiguous: the first `numel` numbers there, and only those.
+    """Read a tensor as a kernel does that assumes contiguous memory: the first `numel` numbers of its storage.
 
     Equal to `x` where it is contiguous. Nothing outside the tensor's storage is read.
     """

@@ -1,4 +1,4 @@
-"""What verify-op says of an operator, cut down to what the self-test counts."""
+"""Run verify-op on an operator, and keep the part of the report that the self-test counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Judgement:
 
 
 def judge(spec: OperatorSpec, safeguards: Safeguards | None = None, seed: int = 0, fail_fast: bool = True) -> Judgement:
-    """Verifies an operator, without proofs: they only strengthen what passes. An error of ours is no verdict."""
+    """Verify an operator, without proofs: they only strengthen what passes. An error of ours is no verdict."""
     options = OpOptions(seed=seed, fail_fast=fail_fast, prove=False, safeguards=safeguards or Safeguards())
     try:
         report = verify_spec(spec, options)

@@ -54,7 +54,7 @@ class Family:
         codes: frozenset[str] = SHARDS,
         inputs: Callable[[], Any] | None = None,
     ) -> OperatorMutant:
-        """A wrong function beside the right one. `inputs` gives arguments where the annotation alone cannot."""
+        """Return a wrong function beside the right one. `inputs` gives arguments where the annotation alone cannot."""
         return OperatorMutant(
             f"{self.name}/{name}",
             self.name,
@@ -72,6 +72,6 @@ def spec_of(
     localize: Hook | None = None,
     contiguous: frozenset[str] = frozenset(),
 ) -> OperatorSpec:
-    """The record of an operator that is not registered."""
+    """Return the record of an operator that is not registered."""
     spec = find_operator(function, annotation)
     return replace(spec, name=name, sample_inputs=inputs, localize=localize, contiguous=contiguous)

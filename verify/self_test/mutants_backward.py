@@ -1,5 +1,8 @@
-"""Wrong backwards. Every shard runs the same wrong backward as the whole operator, so that most of these only show
-against finite differences; those that depend on the shard's size only show against the whole."""
+"""Wrong backwards.
+
+Every shard runs the same wrong backward as the whole operator, so that most of these only show against finite
+differences; those that depend on the shard's size only show against the whole.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +200,7 @@ def _generated() -> Iterator[OperatorMutant]:
 
 
 def mutants() -> tuple[OperatorMutant, ...]:
-    """Every wrong backward."""
+    """Return every wrong backward."""
     return (
         *_generated(),
         *_own(),

@@ -31,19 +31,19 @@ def _start(size: int, axes: Axes) -> Expression:
 
 
 def _careless(size: int, axes: Axes) -> Expression:
-    """Takes a strided shard for one block; refuses sections, and a second axis."""
+    """Take a strided shard for one block; refuse sections, and a second axis."""
     strided = len(axes) == 1 and axes[0].outer > 1
     return index(axes[0].axis) * (size // axes[0].parts) if strided else _start(size, axes)
 
 
 def _careless_of_sections(size: int, axes: Axes) -> Expression:
-    """Takes a shard of each section for one block; refuses strided ones, and a second axis."""
+    """Take a shard of each section for one block; refuse strided ones, and a second axis."""
     of_sections = len(axes) == 1 and axes[0].sections
     return index(axes[0].axis) * (size // axes[0].parts) if of_sections else _start(size, axes)
 
 
 def _hook(identifier: str, operand: int, dim: int, argument: tuple[int, str], start: Start) -> Hook:
-    """Rewrites one argument to where the shard begins."""
+    """Rewrite one argument to where the shard begins."""
 
     def localize(call: Call, shards: Shards) -> Call:
         axes = shards.get(identifier)
@@ -150,7 +150,7 @@ def _labels() -> dict[str, Any]:
 
 
 def positions(x: Tensor, start: int = 0) -> Tensor:
-    """Adds its logical row number to every row."""
+    """Add its logical row number to every row."""
     return x + torch.arange(start, start + x.shape[0], dtype=x.dtype)[:, None]
 
 
@@ -176,7 +176,7 @@ def _causal_strict(scores: Tensor, start: int = 0) -> Tensor:
 
 
 def grid(x: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """Adds what depends on the logical row and column."""
+    """Add what depends on the logical row and column."""
     rows = torch.arange(row, row + x.shape[0], dtype=x.dtype)[:, None]
     return x * (1 + rows * torch.arange(column, column + x.shape[1], dtype=x.dtype))
 

@@ -258,5 +258,5 @@ def _exchanged(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mutants() -> tuple[OperatorMutant, ...]:
-    """Every function with another layout than its annotation's."""
+    """Return every function with another layout than its annotation's."""
     return (*_heads_mutants(), *_image_mutants(), *_others())

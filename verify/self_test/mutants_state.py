@@ -34,7 +34,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _then(change: Callable[[Tensor], Any]) -> Function:
-    """Changes its input, and returns twice what it was."""
+    """Change its input, and return twice what it was."""
 
     def operator(x: Tensor) -> Tensor:
         y = x * 2.0
@@ -165,7 +165,7 @@ def _toggling() -> Function:
 
 
 def _cached_table() -> Function:
-    """What rotary embeddings do: a table for each length, made once. It is right."""
+    """Keep a table for each length, as rotary embeddings do. This operator is right."""
     kept: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def operator(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from verify.self_test.mutant import OperatorMutant
 
 
 def operator_mutants() -> tuple[OperatorMutant, ...]:
-    """Every mutant, by family. Made anew on each call: some of them keep state."""
+    """Return every mutant, by family. Made anew on each call: some of them keep state."""
     return (
         *mutants_backward.mutants(),
         *mutants_rank.mutants(),

@@ -28,7 +28,7 @@ class Judged:
 
     @property
     def named(self) -> bool:
-        """Whether a finding names the bug for what it is."""
+        """Return whether a finding names the bug by its code."""
         return self.killed and bool(self.expected & set(self.judgement.codes))
 
 
@@ -61,7 +61,7 @@ class OperatorTable:
 
 
 def run_operators(mutants: Iterable[OperatorMutant], progress: Callable[[str], None]) -> OperatorTable:
-    """Verifies every mutant, and every twin once."""
+    """Verify every mutant, and every twin once."""
     started = time.perf_counter()
     judged: list[Judged] = []
     twins: dict[object, OperatorMutant] = {}
@@ -80,7 +80,7 @@ def run_operators(mutants: Iterable[OperatorMutant], progress: Callable[[str], N
 
 
 def killed_by(mutants: Sequence[OperatorMutant], safeguards: Safeguards) -> tuple[Judged, ...]:
-    """What is said of the mutants under other safeguards."""
+    """Judge the mutants again under other safeguards."""
     return tuple(_judged(m, judge(m.wrong, safeguards)) for m in mutants)
 
 

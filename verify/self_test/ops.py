@@ -40,13 +40,13 @@ class OpsSelfTest:
 
     @property
     def good(self) -> bool:
-        """Whether every required rate holds."""
+        """Return whether every required rate holds."""
         tables = self.distinct.good and self.equal.good and self.operators.good and self.ablation.good
         return tables and (self.rules is None or self.rules.passed)
 
 
 def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSelfTest:
-    """`quick`: a part of everything, and only the safeguards that must earn their place."""
+    """Run the self-test. `quick`: a part of everything, and only the safeguards that must earn their place."""
     started = time.perf_counter()
     distinct = _annotations(progress, quick, equal=False)
     equal = _annotations(progress, quick, equal=True)
@@ -75,12 +75,12 @@ def _annotations(progress: Callable[[str], None], quick: bool, equal: bool) -> A
 
 
 def _some(every: int) -> Sequence[OperatorMutant]:
-    """Every so many, and those that only one of the safeguards shows."""
+    """Return every so many, and those that only one of the safeguards shows."""
     wanted = set(WITNESSES.values())
     return [m for i, m in enumerate(operator_mutants()) if i % every == 0 or m.name in wanted]
 
 
 def _spread(claims: Sequence[AskedClaim]) -> Sequence[AskedClaim]:
-    """A part of them, over all operators."""
+    """Return a part of them, over all operators."""
     step = max(1, len(claims) // CLAIMS_ASKED_AGAIN)
     return claims[::step]

@@ -1,4 +1,4 @@
-"""Every transfer rule of the prover, against torch: arbitrary states in, and whether the claimed states come out.
+"""Test every transfer rule of the prover against torch: from arbitrary states, do the claimed states come out?
 
 A call of an ATen operator is drawn from what built-in operators do on their samples, forward and backward
 (`rule_fuzz_calls`), with more factors in its dims; then what is split and a state for every tensor. Where the rule
@@ -75,9 +75,12 @@ class RuleResult:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """A rule is asked until `wanted` of its claims were compared, at least `least` times and every call `each` times,
-    and `limit` times at most; a third of that for as many strong claims, which some rules never make; and until
-    `unsound` of its claims were wrong."""
+    """How long a rule is tried.
+
+    It is asked until `wanted` of its claims were compared, at least `least` times and every call `each` times, and at
+    most `limit` times; a third of that for as many strong claims, which some rules never make; and until `unsound` of
+    its claims were wrong.
+    """
 
     wanted: int = 60
     least: int = 150
@@ -92,7 +95,7 @@ THOROUGH, QUICK = Effort(), Effort(wanted=10, least=30, each=1, limit=300)
 def fuzz_rule(
     calls: Sequence[DrawnCall], conclude: Conclude = conclude, seed: int = 0, effort: Effort = THOROUGH
 ) -> RuleResult:
-    """Tries the rule of the one overload of `calls`."""
+    """Try the rule of the one overload of `calls`."""
     name = str(calls[0].overload)
     random = Random(f"{seed} {name}")
     result = RuleResult(name)
@@ -114,7 +117,7 @@ def fuzz_rule(
 
 
 def by_overload(calls: Iterable[DrawnCall]) -> dict[str, list[DrawnCall]]:
-    """The calls of every overload, overloads in the order of their names."""
+    """Return the calls of every overload, overloads in the order of their names."""
     found: dict[str, list[DrawnCall]] = {}
     for call in calls:
         found.setdefault(str(call.overload), []).append(call)
@@ -122,7 +125,7 @@ def by_overload(calls: Iterable[DrawnCall]) -> dict[str, list[DrawnCall]]:
 
 
 def _try(call: DrawnCall, conclude: Conclude, random: Random, generator: torch.Generator, result: RuleResult) -> None:
-    """One draw of a split and of states."""
+    """Draw a split and states, and compare the rule's claims."""
     split = draw_split(call, random)
     states = draw_states(operands_of(call), split, random)
     asked = with_states(call, states, split)
@@ -145,7 +148,7 @@ def _try(call: DrawnCall, conclude: Conclude, random: Random, generator: torch.G
 
 
 def _says_something(states: Sequence[State], claims: Sequence[State]) -> bool:
-    """Equal outputs of equal inputs are no news."""
+    """Return whether the claims say something: equal outputs of equal inputs are no news."""
     return (
         not states
         or any(not isinstance(s, Same) for s in states)
@@ -162,7 +165,7 @@ def _sizes(operand: Operand) -> str:
 
 
 def with_states(call: DrawnCall, states: Sequence[State], split: Symbols) -> RuleCall:
-    """The call as a rule is asked about it."""
+    """Return the call as a rule is asked about it."""
     given = iter(states)
 
     def convert(value: Any) -> Any:
@@ -178,7 +181,7 @@ def with_states(call: DrawnCall, states: Sequence[State], split: Symbols) -> Rul
 def _compare(
     call: DrawnCall, asked: RuleCall, claims: Sequence[State], random: Random, generator: torch.Generator
 ) -> str | None:
-    """Why the claims are wrong; None where they hold. Raises Undecided."""
+    """Return why the claims are wrong; None where they hold. Raises Undecided."""
     why = Undecided("no values fit")
     for attempt in range(10):
         ranks = _draw_ranks(call, asked.split, random, generator, usual=attempt >= 5)
@@ -194,8 +197,10 @@ def _compare(
 
 
 def _draw_ranks(call: DrawnCall, split: Symbols, random: Random, generator: torch.Generator, usual: bool) -> Ranks:
-    """`usual`: sizes for which the call is known to run. Integers from a real run may be no legal indices at smaller
-    ones, and not every kernel checks that."""
+    """Draw what the ranks hold. `usual`: sizes for which the call is known to run.
+
+    Integers from a real run may be no legal indices at smaller ones, and not every kernel checks that.
+    """
     parts = random.choice((2, 3))
     usual = usual or bool(call.integers) or call.unchecked
     sizes = {s: hint if usual else random.choice(SMALL) for s, hint in call.symbols.items()}
@@ -215,7 +220,7 @@ def _compare_at(
     tensors: list[tuple[Tensor, list[Tensor]]] = []
 
     def convert(value: Any, integers: Values) -> Any:
-        """The argument with the number of a tensor where one stands, its tensors drawn."""
+        """Return the argument with the number of a tensor where one stands, its tensors drawn."""
         if isinstance(value, Operand):
             tensors.append(draw(value, ranks, kind, integers, generator))
             return _Tensor(len(tensors) - 1)
@@ -258,7 +263,7 @@ class _Tensor:
 
 
 def _run(overload: Any, noted: Mapping[str, Any], tensors: Sequence[Tensor], sizes: Mapping[Any, int]) -> list[Any]:
-    """The outputs, and after them tensors that were written to, as a trace lists them."""
+    """Return the outputs, and after them tensors that were written to, as a trace lists them."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, _Tensor):
@@ -279,7 +284,7 @@ def _run(overload: Any, noted: Mapping[str, Any], tensors: Sequence[Tensor], siz
 
 
 def _check_shapes(asked: RuleCall, whole: Sequence[Any], ranks: Ranks) -> None:
-    """Sizes may be such that the call does something else than when it was traced: a guard of the trace."""
+    """Check that the call does what it did when it was traced: sizes may violate a guard of the trace."""
     if len(whole) != len(asked.outputs):
         raise Undecided("the whole has another number of outputs at these sizes")
     for output, tensor in zip(asked.outputs, whole, strict=True):
@@ -288,7 +293,7 @@ def _check_shapes(asked: RuleCall, whole: Sequence[Any], ranks: Ranks) -> None:
 
 
 def replaced(rules: Mapping[str, Callable[[RuleCall], tuple[State, ...]]]) -> Conclude:
-    """The prover with other rules for some overloads: what planted mistakes run under."""
+    """Return the prover with other rules for some overloads: what planted mistakes run under."""
 
     def with_rules(call: RuleCall) -> tuple[State, ...]:
         rule = rules.get(str(call.overload))

@@ -57,7 +57,8 @@ class DrawnCall:
     unchecked: bool = False
 
     def with_factors(self, random: Random) -> DrawnCall:
-        """The same call with `2 s`, `s 3` and the like for some of its symbols s, so that dims have more factors."""
+        """Return the same call with `2 s`, `s 3` and the like for some of its symbols s, so that dims have more
+        factors."""
         chosen = [symbol for symbol in self.symbols if random.random() < 0.6]
         new = {symbol: random.choice((2, 2, 3, 6)) * symbol for symbol in chosen}
         if not new:
@@ -76,7 +77,7 @@ class DrawnCall:
         return replace(self, arguments=arguments, outputs=convert(self.outputs), guards=convert(self.guards))
 
     def granted(self, sizes: Mapping[Any, int]) -> bool:
-        """Whether what was taken for granted holds at these sizes."""
+        """Return whether the guards that the trace assumed hold at these sizes."""
         numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
         return all(guard.xreplace(numbers) != sympy.false for guard in self.guards)
 
@@ -90,7 +91,7 @@ class DrawnCalls:
 
 
 def drawn_calls(samples: Sequence[Sample] = SAMPLES) -> DrawnCalls:
-    """Every ATen call of the samples' forward and backward passes."""
+    """Return every ATen call of the samples' forward and backward passes."""
     calls: list[DrawnCall] = []
     untraced: dict[str, str] = {}
     for number, sample in enumerate(samples):
@@ -164,7 +165,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Seen, list[Tensor | None]]:
-    """The values of integers in a real run, forward and backward, and the outputs."""
+    """Return the values of integers in a real run, forward and backward, and the outputs."""
     tensors = [
         t.clone().requires_grad_((t.is_floating_point() or t.is_complex()) and i not in concrete.constants)
         for i, t in enumerate(concrete.tensors)
@@ -182,5 +183,5 @@ def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Seen, list[Tensor 
 
 
 def operands_of(call: DrawnCall) -> list[Operand]:
-    """The call's tensors, in the order of the schema."""
+    """Return the call's tensors, in the order of the schema."""
     return [operand for value in call.arguments.values() for operand in operands_in(value)]

@@ -105,7 +105,7 @@ _UNCHECKED = ("pad", "group_norm")  # kernels that take sizes that do not fit
 
 
 def direct_calls(rows: Sequence[Sample] = ROWS) -> list[DrawnCall]:
-    """A call per row. Raises what operators raise on fake tensors: rows are ours."""
+    """Return a call per row. Raises what operators raise on fake tensors: rows are ours."""
     return [_direct(row) for row in rows]
 
 

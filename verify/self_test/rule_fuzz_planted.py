@@ -96,7 +96,7 @@ def _sums_over(call: RuleCall) -> tuple[State, ...]:
 
 
 def _same_where_split(call: RuleCall) -> tuple[State, ...]:
-    """What the operator runs over may be split, and every rank has the result all the same."""
+    """Claim equal results on every rank although the reduced dims may be split (a planted mistake)."""
     x = call.tensor("self")
     lost = split_dims(x.sizes, call.split) and not split_dims(call.output.sizes, call.split)
     return everywhere(call, SAME) if lost and isinstance(x.state, Shard) else conclude(call)

@@ -57,12 +57,15 @@ class RulesReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every rule was tried enough, nothing is wrong, and what was planted was found. Nothing tried: no."""
+        """Return whether every rule was tried enough, none is wrong, and every planted mistake was found.
+
+        Nothing tried: no.
+        """
         tried = bool(self.results) and not self.short and not self.unreached
         return tried and not self.unsound and self.planted > 0 and not self.missed
 
     def lines(self) -> list[str]:
-        """The report for people; what is wrong comes last."""
+        """Return the report for people; what is wrong comes last."""
         compared = sum(result.verified for result in self.results.values())
         asked = sum(result.asked for result in self.results.values())
         strong = sum(result.strong for result in self.results.values())
@@ -80,7 +83,7 @@ class RulesReport:
 
 
 def fuzz_rules(seed: int = 0, effort: Effort = THOROUGH, workers: int = 2) -> RulesReport:
-    """Tries every rule of the prover on the calls of all samples and on the direct ones, and the planted ones."""
+    """Try every rule of the prover on the calls of all samples and on the direct ones, and the planted ones."""
     drawn = drawn_calls()
     calls = by_overload([*drawn.calls, *direct_calls()])
     ruled = {name: found for name, found in calls.items() if rule_of(found[0].overload) is not None}
@@ -94,7 +97,7 @@ def fuzz_rules(seed: int = 0, effort: Effort = THOROUGH, workers: int = 2) -> Ru
 def missed_plants(
     calls: Mapping[str, Sequence[DrawnCall]], planted: Sequence[Planted], seed: int = 0, workers: int = 2
 ) -> list[Planted]:
-    """The wrong rules of which no wrong claim is found."""
+    """Return the wrong rules of which no wrong claim is found."""
     missed: list[Planted] = []
     left = list(planted)
     while left:
@@ -114,8 +117,10 @@ def fuzz_in_children(
     effort: Effort = THOROUGH,
     workers: int = 2,
 ) -> dict[str, RuleResult]:
-    """The results by overload, in the order of their names. An overload whose process dies is unsound: a kernel was
-    given what it cannot take."""
+    """Return the results by overload, in the order of their names.
+
+    An overload whose process dies is unsound: a kernel was given what it cannot take.
+    """
     names = list(calls)
     queues = [names[start::workers] for start in range(workers)]
     results: dict[str, RuleResult] = {}
@@ -147,7 +152,7 @@ def fuzz_in_children(
 
 
 def _start(work: Any, queue: list[str]) -> tuple[Any, tuple[Any, list[str]]]:
-    """A child that works through the queue, and the end of the pipe at which its results arrive."""
+    """Start a child that works through the queue; return it, and the end of the pipe at which its results arrive."""
     context = multiprocessing.get_context("fork")  # calls hold operators and symbols, which do not pickle
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(list(queue), sender), daemon=True)

@@ -1,5 +1,5 @@
-"""What is split and in which states tensors are: arbitrary, for `rule_fuzz`, though most draws are such that rules may
-say much of them."""
+"""Draw the split and the tensors' states for `rule_fuzz`: arbitrary, but mostly such that rules can say much about
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verify.self_test.rule_fuzz_calls import DrawnCall, operands_of
 
 
 def draw_split(call: DrawnCall, random: Random) -> Symbols:
-    """Nothing, one symbol, or those of a concatenation."""
+    """Draw the split: nothing, one symbol, or those of a concatenation."""
     symbols = sorted(call.symbols, key=str)
     if not symbols or random.random() < 0.2:
         return frozenset()
@@ -29,7 +29,8 @@ def draw_split(call: DrawnCall, random: Random) -> Symbols:
 
 
 def draw_states(operands: Sequence[Operand], split: Symbols, random: Random) -> list[State]:
-    """A state for every tensor that a tensor of its sizes can be in; most draws are such that rules may say much."""
+    """Return a state for every tensor that a tensor of its sizes can be in; most draws are such that rules may say
+    much."""
     style = random.choice(("shards", "shards", "sums", "sums", "any"))
     strict = random.random() < 0.7
     if style == "shards":

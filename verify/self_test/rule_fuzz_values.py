@@ -41,7 +41,7 @@ class Ranks:
 
 
 def make_ranks(sizes: Mapping[Any, int], split: Symbols, parts: int, generator: torch.Generator) -> Ranks:
-    """Every split symbol's indices are dealt at random, at least one to each of `parts` ranks."""
+    """Deal every split symbol's indices at random, at least one to each of `parts` ranks."""
     indices: dict[Any, tuple[Tensor, ...]] = {}
     for symbol in sorted(split, key=str):
         order = torch.randperm(sizes[symbol], generator=generator)
@@ -53,7 +53,7 @@ def make_ranks(sizes: Mapping[Any, int], split: Symbols, parts: int, generator: 
 
 
 def evaluate(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """A number, or a list of them, at these sizes. Raises Undecided where it is no number."""
+    """Return a number, or a list of them, at these sizes. Raises Undecided where it is no number."""
     if isinstance(value, list | tuple):
         return [evaluate(item, sizes) for item in value]
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -71,7 +71,7 @@ def evaluate(value: Any, sizes: Mapping[Any, int]) -> Any:
 def draw(
     operand: Operand, ranks: Ranks, kind: Kind, integers: Sequence[int], generator: torch.Generator
 ) -> tuple[Tensor, list[Tensor]]:
-    """The whole tensor and what each rank holds, in the operand's state."""
+    """Return the whole tensor and what each rank holds, in the operand's state."""
     shape = evaluate(operand.sizes, ranks.whole)
     state = operand.state
     if isinstance(state, Constant | Zero):
@@ -95,7 +95,7 @@ def draw(
 
 
 def shard_of(whole: Tensor, state: Shard, size: Size, ranks: Ranks, rank: int) -> Tensor:
-    """The part of `whole` that a rank holds; `size` is its dim's."""
+    """Return the part of `whole` that a rank holds; `size` is its dim's."""
     if state.sections:
         lengths = evaluate(state.sections, ranks.whole)
         parts = whole.split(lengths, state.dim)
@@ -134,7 +134,7 @@ def _fill(
 
 
 def _terms(whole: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Tensors that sum to `whole`: of both signs, unlike each other, none of them a multiple of it."""
+    """Draw tensors that sum to `whole`: of both signs, unlike each other, none of them a multiple of it."""
     if whole.dtype == torch.bool:
         raise Undecided("truth values have no partial sums")
     terms = [_fill(whole.shape, whole.dtype, "normal", range(-3, 4), generator) for _ in range(parts - 1)]
@@ -142,7 +142,7 @@ def _terms(whole: Tensor, parts: int, generator: torch.Generator) -> list[Tensor
 
 
 def _candidates(whole: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Tensors whose maximum is `whole`, in each entry held by one rank only."""
+    """Draw tensors whose maximum is `whole`, in each entry held by one rank only."""
     if whole.dtype == torch.bool or whole.is_complex():
         raise Undecided("no order")
     holder = torch.randint(0, parts, whole.shape, generator=generator)
@@ -153,7 +153,7 @@ def _candidates(whole: Tensor, parts: int, generator: torch.Generator) -> list[T
 def problem(
     state: State, whole: Tensor, held: Sequence[Tensor], sizes: Sequence[Size], ranks: Ranks, scale: float
 ) -> str | None:
-    """Why what ranks hold is not in the state; None where it is. Raises Undecided where values show nothing.
+    """Return why what ranks hold is not in the state; None where it is. Raises Undecided where values show nothing.
 
     `scale`: the largest number that went in. What cancels out leaves rounding of numbers of its size.
     """
@@ -201,13 +201,13 @@ def _combined(state: State, whole: Tensor, held: Sequence[Tensor], scale: float)
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest finite magnitude in a tensor; 0 where there is none."""
+    """Return the largest finite magnitude in a tensor; 0 where there is none."""
     finite = tensor[torch.isfinite(tensor)]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _close(a: Tensor, b: Tensor, scale: float) -> bool:
-    """Whether two tensors are equal up to rounding, relative to the largest number that enters."""
+    """Return whether two tensors are equal up to rounding, relative to the largest number that enters."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):

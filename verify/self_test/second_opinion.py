@@ -48,8 +48,10 @@ def holds(
     seed: int,
     inputs: tuple[State, ...] | None = None,
 ) -> bool | None:
-    """Whether the choice is right on this run of the whole; None where the operator's hook cannot make it. `inputs`:
-    states to give the operands instead of those that follow from the annotation."""
+    """Return whether the choice is right on this run of the whole; None where the operator's hook refuses it.
+
+    `inputs`: states to give the operands instead of those that follow from the annotation.
+    """
     generator = torch.Generator().manual_seed(seed)
     given = input_states(signature, choice) if inputs is None else inputs
     outputs = output_states(signature, choice, len(signature.call.outputs))
@@ -63,7 +65,7 @@ def holds(
 
 
 def positions(size: int, state: Sharded, parts: int, rank: int) -> Tensor:
-    """The entries of a dim that a rank holds, in order."""
+    """Return the entries of a dim that a rank holds, in order."""
     kept: list[int] = []
     if state.sizes:
         block, before = size // state.outer, sum(state.sizes[:rank])
@@ -164,7 +166,7 @@ def _outputs_agree(q: _Question, outputs: Sequence[Values]) -> bool:
 
 
 def _gradients_agree(q: _Question, gradients: Sequence[Values]) -> bool:
-    """The gradient of a copy is a partial sum, of a partial sum a copy."""
+    """Check gradients: that of a copy is a partial sum, that of a partial sum a copy."""
     if any(isinstance(s, Partial) and s.reduction != "sum" for s in q.outputs):
         return True
     for index, state in enumerate(q.inputs):

@@ -73,9 +73,15 @@ class Violation:
 
 @dataclass
 class SoundnessTable:
-    """`asked` annotations, by verdict in `verdicts`. `judged` of those that passed were decided by the second opinion,
-    in `splits` comparisons; `proved` has the verdicts of those that were proved too. `false_asked` refuted splits were
-    put to the prover."""
+    """Counts of the soundness fuzz of operators.
+
+    asked        annotations that were verified
+    verdicts     verdict -> number of annotations
+    judged       passed annotations that the second opinion decided
+    splits       comparisons in which it did
+    proved       verdicts of those that were proved too
+    false_asked  refuted splits that were put to the prover
+    """
 
     seed: int
     operators: int = 0
@@ -92,7 +98,7 @@ class SoundnessTable:
 
     @property
     def good(self) -> bool:
-        """Whether nothing false passed, in a run that shows something."""
+        """Return whether nothing false passed, in a run that shows something."""
         seen = self.judged and self.verdicts["passed"] and self.verdicts["refuted"]
         return bool(seen) and not self.violations and not self.true_not_passed
 
@@ -112,7 +118,7 @@ class _Runner(Runner):
 
 
 def run_soundness(progress: Callable[[str], None], count: int, seed: int) -> SoundnessTable:
-    """Verifies `count` random annotations, and has those that pass judged."""
+    """Verify `count` random annotations, and judge those that pass."""
     started = time.perf_counter()
     table = SoundnessTable(seed)
     rng = random.Random(seed)
@@ -144,7 +150,7 @@ class _Fuzz:
         self.kinds = tuple(self.find_kinds())
 
     def find_kinds(self) -> Iterator[Kind]:
-        """The operator's samples by their annotation, those with something to split."""
+        """Yield the operator's samples by their annotation, those with something to split."""
         by_text: dict[str, list[Sample]] = {}
         rows = samples_of(self.spec.name)
         runner = self.runner(self.spec, rows)
@@ -168,7 +174,7 @@ class _Fuzz:
             self.one(kind, spec, true)
 
     def random(self, kind: Kind) -> OperatorSpec:
-        """The operator under a random annotation that its calls fit; under the true one, where none is found."""
+        """Return the operator under a random annotation that its calls fit; under the true one, where none is found."""
         usual = claims_of(self.signatures[kind.text])
         found: OperatorSpec | None = None
         for _ in range(TRIES):
@@ -188,7 +194,7 @@ class _Fuzz:
         return found or self.spec
 
     def annotated(self, kind: Kind, text: str) -> OperatorSpec:
-        """The operator with `text` for the annotation of these calls; half the time without its hook."""
+        """Return the operator with `text` for the annotation of these calls; half the time without its hook."""
         original = self.spec.annotation
 
         def annotation(call: Call) -> Any:
@@ -208,8 +214,11 @@ class _Fuzz:
         return verify_spec(spec, options, runner=self.runner(spec, rows, options))
 
     def one(self, kind: Kind, spec: OperatorSpec, true: bool) -> None:
-        """One annotation: verified on a part of its calls, judged on all of them. The true ones of all kinds of calls
-        are verified together, as verify-op does: one kind alone need not show every form of a split."""
+        """One annotation: verified on a part of its calls, judged on all of them.
+
+        The true ones of all kinds of calls are verified together, as verify-op does: one kind alone need not show every
+        form of a split.
+        """
         table = self.table
         seen = samples_of(spec.name) if true else _a_part(kind.calls)
         report = self.verified(spec, seen, False, LIGHT)
@@ -234,7 +243,7 @@ class _Fuzz:
         table.judged += table.splits > before
 
     def prover(self, kind: Kind, spec: OperatorSpec, report: Report) -> None:
-        """Puts the splits that values refuted to the proof by dimension types, as if no test had been."""
+        """Give the splits that values refuted to the prover of dimension types, as if no test had been made."""
         wrong = {f.counter_example.get("identifier", "") for f in report.findings if f.code == "annotation_wrong"}
         runner = self.runner(spec, kind.calls)
         for index in range(len(kind.calls)):
@@ -255,13 +264,13 @@ class _Fuzz:
             return
 
     def false_here(self, prepared: Prepared, name: str) -> bool:
-        """Whether the second opinion, too, finds a split false on this call: what is refuted on another one may hold
-        here."""
+        """Return whether the second opinion, too, finds a split false on this call: a split refuted on one call may
+        hold on another."""
         splits = _splits(prepared.signature, name, self.rng)
         return any(holds(prepared.whole, prepared.signature, c, parts, 0) is False for c, parts in splits)
 
     def questions(self, kind: Kind, spec: OperatorSpec) -> Iterator[tuple[Choice, int, Prepared]]:
-        """Every claim in a few ways, on calls with other sizes, and on those with their own sizes."""
+        """Yield every claim in a few ways, on calls with other sizes, and on those with their own sizes."""
         runner = self.runner(spec, kind.calls)
         signature = runner.prepare(Inputs(0, (), "normal")).signature
         assert signature.bound is not None
@@ -281,7 +290,7 @@ class _Fuzz:
                     yield from ((c, p, prepared) for c, p in self.rng.sample(splits, min(most, len(splits))))
 
     def others(self, runner: Runner, kind: Kind, names: Sequence[str], count: int) -> Iterator[Prepared]:
-        """Runs on other sizes, and on calls that were not verified, with other values."""
+        """Return whether a split is right on other sizes, and on calls that were not verified, with other values."""
         last = len(kind.calls) - 1
         tries: list[Inputs] = []
         for size in SIZES if names else ():
@@ -302,8 +311,8 @@ class _Fuzz:
 
 
 def _a_part(calls: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The first half of the calls, and the first one with each choice of optional arguments: what an argument does that
-    no sample gives, no verifier knows."""
+    """Return the first half of the calls, and the first one with each choice of optional arguments: what an argument
+    does that no sample gives, no verifier knows."""
     half = max(1, len(calls) // 2)
     first: dict[tuple[int, frozenset[str]], Sample] = {}
     for call in calls:
@@ -312,7 +321,8 @@ def _a_part(calls: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 def _splits(signature: Signature, name: str, rng: random.Random) -> Iterator[tuple[Choice, int]]:
-    """Splits of an identifier of this call: contiguous in three numbers of shards, strided, unequal, by sections."""
+    """Yield splits of an identifier of this call: contiguous in three numbers of shards, strided,
+    unequal, by sections."""
     assert signature.bound is not None
     size = signature.bound.sizes[name]
     usual = [p for p in SHARDS if size % p == 0][:3]
@@ -341,7 +351,7 @@ def _violation(kind: Kind, prepared: Prepared, how: str, verdict: str) -> Violat
 
 
 def soundness_lines(table: SoundnessTable) -> list[Line]:
-    """The counts, the violations, and the result as the last line."""
+    """Return the counts, the violations, and the result as the last line."""
     words = ("passed", "refuted", "inconclusive")
     counts = ", ".join(f"{table.verdicts[word]:,} {word}" for word in words)
     strong = sum(n for verdict, n in table.proved.items() if verdict.startswith("PROVED"))

@@ -42,7 +42,7 @@ class Subject:
         return self.runs[0].signature
 
     def other_run(self, seed: int) -> Prepared | None:
-        """A run on real numbers from another seed."""
+        """Return a run on real numbers from another seed."""
         base = self.inputs[-1]
         kind: Kind = "positive" if base.kind == "positive" else "normal"
         inputs = Inputs(base.sample, base.sizes, kind, 1000 + seed)
@@ -50,8 +50,10 @@ class Subject:
 
 
 def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
-    """Of the sample calls of the registry, every so many. `equal`: all sizes alike; calls that then do not run are left
-    out."""
+    """Yield every so many of the registry's sample calls.
+
+    `equal`: all sizes alike; calls that then do not run are left out.
+    """
     number = 0
     for spec in SPECS:
         for sample in range(Runner(spec, options).samples):
@@ -63,7 +65,7 @@ def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterato
 
 
 def composed_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
-    """The composed operators, every so many."""
+    """Yield the composed operators, every so many."""
     for spec in composed_operators()[::every]:
         runner = Runner(spec, options)
         if runner.samples:
@@ -124,7 +126,7 @@ def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], .
 
 
 def _run(runner: Runner, inputs: Inputs) -> Prepared | None:
-    """The run, if there is something to see."""
+    """Return the run, if there is something to see."""
     try:
         found = runner.prepare(inputs)
     except Exception:  # noqa: BLE001 - sizes and values are our choice: a call that does not run on them is left out

@@ -26,7 +26,7 @@ _EXPLAINED = {
 
 
 def self_test_lines(found: OpsSelfTest) -> list[Line]:
-    """Everything, the result last."""
+    """Return all tables, the result last."""
     return [
         *_annotations(found.distinct, found.equal),
         plain(""),
@@ -107,7 +107,7 @@ def _ablation(table: AblationTable) -> Iterator[Line]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[Line]:
-    """Columns as wide as their widest entry; the first to the left, numbers to the right."""
+    """Yield a table with columns as wide as their widest entry; the first to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
         cells = [row[0].ljust(widths[0])]

@@ -1,4 +1,4 @@
-"""L0: the text of the generated role programs, interpreted over layouts. Nothing is run."""
+"""L0: type the text of the generated role programs with layouts. Nothing is run. `check` describes the method."""
 
 from verify.static.check import Obligation, StaticResult, check_program
 

@@ -1,4 +1,4 @@
-"""Whether a line calls what one shard's call must be: the operator, and every argument."""
+"""Check that a line calls exactly what one shard's call must be: the operator, and every argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verify.static.text import Line, Mark, Variable
 
 
 def variables(value: Any) -> Iterator[Variable]:
-    """Every tensor in an argument, left to right."""
+    """Yield every tensor in an argument, left to right."""
     if isinstance(value, Variable):
         yield value
     elif isinstance(value, list | tuple):
@@ -31,7 +31,7 @@ def variables(value: Any) -> Iterator[Variable]:
 def difference(
     expected: Call, line: Line, order: Sequence[int], shapes: Sequence[Shape | None], sizes: Mapping[str, int]
 ) -> str:
-    """How the arguments differ from those of one shard's call; empty where they do not.
+    """Explain how the arguments differ from those of one shard's call; empty where they do not.
 
     `line` is in canonical form. Tensors are compared by `order`, the numbers of those that the line reads. `shapes`: of
     the outputs. `sizes`: of the axes, over which numbers have to be equal on every rank.
@@ -78,7 +78,7 @@ def _same(wanted: Any, found: Any, order: Iterator[int], sizes: Mapping[str, int
 
 
 def same_number(wanted: Any, found: Any, sizes: Mapping[str, int]) -> bool:
-    """Whether two whole numbers, or expressions of a rank's place, are equal on every rank."""
+    """Return whether two whole numbers, or expressions of a rank's place, are equal on every rank."""
     if type(wanted) is int and type(found) is int:
         return wanted == found
     values = [
@@ -89,7 +89,7 @@ def same_number(wanted: Any, found: Any, sizes: Mapping[str, int]) -> bool:
 
 
 def same_shape(wanted: Sequence[Any], found: Sequence[Any], axes: Axes) -> bool:
-    """Whether two local shapes are equal on every rank."""
+    """Return whether two local shapes are equal on every rank."""
     sizes = dict(axes.pairs)
     return len(wanted) == len(found) and all(same_number(w, f, sizes) for w, f in zip(wanted, found, strict=True))
 

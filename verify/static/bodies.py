@@ -1,4 +1,4 @@
-"""Reads `prepare` and `forward` of a stage: assignments, regions, recomputed functions, and what is returned.
+"""Read `prepare` and `forward` of a stage: assignments, regions, recomputed functions, and returned values.
 
 An expression inside of another becomes a line of its own, whose target has a name that no program can write.
 """
@@ -48,7 +48,10 @@ def read_body(function: ast.FunctionDef, source: Sequence[str]) -> Body:
 
 
 def _arguments(function: ast.FunctionDef) -> list[str]:
-    """The arguments' names. Raises Unreadable for anything else in the head: it runs where the function is defined."""
+    """Return the arguments' names.
+
+    Raises Unreadable for anything else in the head: it runs where the function is defined.
+    """
     given = function.args
     more = (given.posonlyargs, given.vararg, given.kwonlyargs, given.kwarg, given.defaults, given.kw_defaults)
     noted = (function.decorator_list, function.returns, getattr(function, "type_params", ()))
@@ -98,7 +101,7 @@ class _Reader:
     def _assignment(
         self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]
     ) -> Iterator[Statement]:
-        """The lines of `a = f(g(x))`, and of `a = b = f(x)`."""
+        """Yield the lines of `a = f(g(x))`, and of `a = b = f(x)`."""
         first, *others = node.targets
         targets, sequence, call = _targets(first, node), isinstance(first, ast.Tuple), node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "recompute":
@@ -122,7 +125,7 @@ class _Reader:
     def _at_once(
         self, node: ast.Assign, values: Sequence[ast.expr], targets: Sequence[str], region: Region
     ) -> Iterator[Line]:
-        """The lines of `a, b = f(x), a`: all values, and then the variables."""
+        """Yield the lines of `a, b = f(x), a`: all values, and then the variables."""
         lines, made = self._values(values, node, region)
         if not all(isinstance(value, Variable) for value in made):
             raise Unreadable(node, f"`{_first_line(node)}` assigns what no operator or conversion makes")
@@ -134,7 +137,7 @@ class _Reader:
             yield self._line(node, ALIAS, (Variable(name),), {}, region, (target,))
 
     def value(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Any]:
-        """The value of an expression, and the lines that make the tensors in it."""
+        """Return the value of an expression, and the lines that make the tensors in it."""
         try:
             return [], read_value(node)
         except Unreadable:
@@ -150,8 +153,8 @@ class _Reader:
             return [*before, replace(made, targets=(name,))], Variable(name)
 
     def _computed(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Line | None]:
-        """The line of an expression that makes a tensor, without a target, and the lines before it; None for any other
-        expression."""
+        """Return the line of an expression that makes a tensor, without a target, and the lines before it; None for any
+        other expression."""
         match node:
             case ast.Call():
                 function = _dotted(node.func)
@@ -201,7 +204,7 @@ class _Reader:
         return Line(node.lineno, text, targets, function, args, kwargs, region)
 
     def _hint(self, node: ast.stmt) -> str:
-        """What the comment says, which stands at the end of the statement."""
+        """Return the text of the comment at the end of the statement."""
         last = self.source[(node.end_lineno or node.lineno) - 1]
         return last.encode()[node.end_col_offset or 0 :].decode().partition("# ")[2].strip()
 

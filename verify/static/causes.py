@@ -1,5 +1,7 @@
-"""A pair of layout states that disagree, in words: what is there, what is needed, and which communication is missing
-or too much. The states are pairs of value and gradient, so each pair of them means one mechanism."""
+"""Explain two layout states that disagree, by the communication that is missing or too much.
+
+The states are pairs of value and gradient, so each pair of them means one mechanism.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _CASTS = frozenset({"aten.to.dtype", "aten._to_copy", "aten._to_copy.default"})
 
 
 def disagreement(have: State, need: State, axis: str, parts: int) -> str:
-    """Why a value in state `have` cannot stand where `need` is wanted, over an axis of `parts` ranks."""
+    """Explain why a value in state `have` cannot stand where `need` is wanted, over an axis of `parts` ranks."""
     match have, need:
         case Invariant(), Replicated():
             return (
@@ -61,7 +63,7 @@ def _shards(have: Sharded, need: Sharded, axis: str) -> str:
 
 
 def converted(have: State, expected: str, function: str, axis: str, parts: int) -> str:
-    """Why a conversion whose row starts from `expected` is given `have`."""
+    """Explain why a conversion whose row starts from `expected` is given `have`."""
     match have, function:
         case Invariant() | Replicated(), "all_reduce" | "all_reduce_replicated" | "reduce_scatter":
             return f"every rank of {axis} already has the whole sum: summing again makes it {parts} times too large"
@@ -85,8 +87,10 @@ def converted(have: State, expected: str, function: str, axis: str, parts: int) 
 
 
 def rounding(line: Line, tensor: LogicalTensor) -> Mistake | None:
-    """What is wrong with a line that casts a tensor with a gradient to a narrower dtype; None for any other line. In a
-    run whose numbers are all of one dtype it does nothing."""
+    """Return the mistake of a line that casts a tensor with a gradient to a narrower dtype; None for any other line.
+
+    In a run whose numbers all have one dtype, such a cast does nothing.
+    """
     dtype = line.kwargs.get("dtype")
     if line.function not in _CASTS or not isinstance(dtype, DType) or not tensor.needs_grad:
         return None

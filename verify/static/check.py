@@ -1,13 +1,76 @@
-"""L0: does the text of the role programs compute the traced graph, for all values?
+"""L0: check that the text of the role programs computes the traced graph, for all values.
 
-Every role is read, never run. Each variable is a logical tensor in a layout, a pair of value and gradient per axis:
-operations give their results' layouts by annotation, collectives by the table, and what they are given has to fit. By
-induction along the text the returned loss then is the model's, and the typing of gradients, which is the same typing,
-makes every parameter's gradient a sum that is taken exactly once over exactly the ranks that hold parts of it.
+Nothing is run. L0 is a type checker: the types are layouts, the typing rules are the operators' annotations and the
+rows of the conversion table, and a program that types computes the model.
 
-What this rests on: the graph (checked against the eager model where it was traced), the operators' annotations and
-hooks (verify-op's lemmas, listed as obligations), and the runtime (the rows of the table, the executor), which is
-tested. Ranks of a role run one text without branches, so they call the same collectives in the same order.
+The idea
+--------
+The type of a variable is a logical tensor of the graph together with a layout: one state per mesh axis (`Invariant`,
+`Replicated`, `Sharded`, `Partial`; docs/architecture.md, "Layouts"). A state speaks of the value and of its gradient,
+so that one pass over the forward text types the backward pass as well. The text is straight-line code, so each line is
+visited once, in order:
+
+* A line that computes has to be an operation of the graph. It is found by the logical tensors that the line reads,
+  never by names. The states of the operands have to follow from some legal choice (split this identifier, run on
+  partial sums, ...), and the line's arguments have to be those of one shard's call. The choice then gives the results'
+  layouts, and is noted as an obligation: "this operator, under this choice, makes shards of its whole result".
+* A line that converts (`comm.*`) has to start from the state that its row of the table starts from. It keeps the
+  logical tensor and changes its layout.
+* The returned loss has to be the graph's loss, in the declared layout. The sum that is declared for each parameter's
+  gradient has to be taken over exactly the axes on which the ranks hold terms of it.
+
+Comments of the generated text are never trusted. They are only tried first where several typings are legal.
+
+A worked example
+----------------
+`down(relu(up(x))).square().sum()` with x (4, 4), hidden size 8, under tp=2:
+
+    linear = aten.linear(x, self.up_weight)                          linear    Sharded(1)   choice: split n
+    relu = aten.relu(linear)                                         relu      Sharded(1)   choice: split *1
+    linear_1 = aten.linear(relu, self.down_weight)                   linear_1  Partial()    choice: split k
+    linear_1_v1 = comm.reduce_scatter(linear_1, self.tp, dim=1)      linear_1  Sharded(1)   row: reduce_scatter
+    square = aten.square(linear_1_v1)                                square    Sharded(1)   choice: split *1
+    sum_1 = aten.sum.default(square)                                 sum_1     Partial()    choice: split b
+
+The loss is declared as `Loss({"tp": Partial()})`, so the program types: 6 lines, 5 obligations, 1 row. Now delete the
+`reduce_scatter` and let `square` read `linear_1`. Each rank would square its own term of the sum. `square` is split
+only along a dim, and no choice starts from Partial:
+
+    layouts_disagree  `aten.square.default` that makes `square` needs `linear_1` Sharded(0) over tp (split *0), and it
+                      is Partial() there (in `down`)
+    cause: a reduce_scatter over tp is missing: each rank holds only its own term of the sum
+
+With `aten.gelu` in place of `aten.relu`, the layouts agree but no operation of the graph is such a call:
+
+    operation_differs  `relu = aten.gelu(linear)` is not the model's `aten.relu.default` on these shards: `aten.gelu` is
+                       called where one shard's call is `aten.relu.default`
+
+The invariant
+-------------
+After each typed line, for all values of inputs and parameters: the ranks hold the logical tensor of the target, laid
+out as its type says; and if the gradient of the target arrives as its type says, then the line sends its operands
+gradients that are laid out as their types say. By induction along the text the loss is the model's, and backwards from
+the loss, each parameter's gradient is a sum that is taken exactly once. Where a line cannot be typed, the variables
+that depend on it have no type either: their lines are skipped, so that one mistake gives one finding.
+
+It rests on: the graph (compared with the eager model when it is traced); the obligations (`verify.lemmas` proves or
+tests them, one lemma for all lines of a class); and the runtime, i.e. the rows of the table and the executor, which are
+tested. The ranks of a role run one text without branches, so they call the same collectives in the same order.
+
+Why not otherwise
+-----------------
+* Only run the program (L2): that shows one batch on one machine, float64 hides casts, and a model of 405B parameters
+  does not fit. L0 reads its program in seconds.
+* Prove the whole program equal to the model with Z3 or an e-graph: the cost grows with the number of operators. Here
+  the knowledge of operators is in lemmas, one for each class, and the induction needs no solver.
+* Take the layouts from the plan: a bug of the compiler would be believed. The plan is not read here.
+* Insert missing conversions, as sharding propagation does: that would repair the very mistakes that are looked for.
+
+The method is incomplete: a line that computes the same in another way than the model is refuted as
+`operation_differs`. Where a run then finds no difference, the verdict is INCONCLUSIVE (`verify.plan_proof.combine`).
+
+Sources: abstract interpretation (Cousot and Cousot 1977); layouts as in GSPMD (Xu et al. 2021) and DTensor, to which
+the gradient's half is added.
 """
 
 from __future__ import annotations
@@ -45,10 +108,12 @@ PROVED = Verdict.PROVED_BOUNDED  # for every value, at the sizes of the text
 
 @dataclass(frozen=True)
 class Obligation:
-    """This operator, called so, run under these choices, makes shards of what the whole makes.
+    """A lemma that the proof needs: this call, run under these choices, makes shards of its whole result.
 
-    `choices`: one per axis; `axes`: (name, size), the micro-batches last. `uses`: lines that rely on it. `example`: the
-    name of one operation of the graph.
+    choices  one per axis
+    axes     (name, size) of each axis, micro-batches last
+    uses     lines that rely on it
+    example  name of one operation of the graph
     """
 
     signature: Signature
@@ -60,9 +125,16 @@ class Obligation:
 
 @dataclass(frozen=True)
 class StaticResult:
-    """`statements`: lines that were read; `obligations`: their distinct classes. `order`: a total order of all
-    instructions, the certificate that the schedule does not deadlock; empty where there is none. `held`: per stage,
-    what each variable was found to hold. `rows`: the functions of the conversion table that are called."""
+    """The result of L0.
+
+    outcomes     one per check
+    obligations  the distinct classes of calls
+    statements   lines that were typed
+    order        a total order of all instructions, which certifies that the schedule has no deadlock; empty if none
+    held         stage -> variable -> its type
+    rows         functions of the conversion table that are called
+    seconds      of wall time
+    """
 
     outcomes: tuple[Outcome, ...]
     obligations: tuple[Obligation, ...]
@@ -80,7 +152,7 @@ class StaticResult:
 def check_program(
     sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Mapping[str, Any] | None = None
 ) -> StaticResult:
-    """Checks the roles' texts (file name -> text) against the graph, and what the runtime reads of the manifest against
+    """Check the roles' texts (file name -> text) against the graph, and what the runtime reads of the manifest against
     both. `folder`: where the files lie, for findings."""
     started = time.perf_counter()
     finder = Finder(graph, folder, sources)
@@ -173,7 +245,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
 
 
 def _check_operators(roles: Sequence[RoleText], finder: Finder) -> None:
-    """Operators of the user have one name in all files."""
+    """Check that operators of the user have one name in all files."""
     names: dict[str, str] = {}
     for role in roles:
         for attribute, operator in role.user.items():
@@ -183,7 +255,7 @@ def _check_operators(roles: Sequence[RoleText], finder: Finder) -> None:
 
 
 def _draws(readings: Sequence[Reading]) -> tuple[int, list[Noted]]:
-    """Each operation draws under one name, wherever it is repeated, and no two under the same."""
+    """Check that each operation draws under one name, wherever it is repeated, and no two under the same."""
     names: dict[str, str] = {}
     of: dict[str, str] = {}
     noted: list[Noted] = []

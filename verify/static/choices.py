@@ -1,4 +1,4 @@
-"""Which choices could explain what the operands of a line hold, on one axis.
+"""Enumerate the choices that could explain the states of a line's operands, on one axis.
 
 Nothing here says what a choice means: the states that it gives, and whether it is legal, are those of
 `nnscaler.ir.derive`. A choice that is missing here makes a right line untypable, and never types a wrong one.
@@ -25,15 +25,21 @@ from verify.static.uniform import NO_DIMS, Dims, same_piece
 
 @dataclass(frozen=True)
 class Told:
-    """How an identifier that no input has may be split: `outers` are what other axes may leave above it, `tables` and
-    `sizes` numbers by rank that the line says."""
+    """How an identifier that no input has may be split.
+
+    outers  outers that the other axes may put above it
+    tables  numbers by rank that the line states
+    """
 
     outers: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...] = ()
 
 
 def told_by(line: Line, axis: str, outers: tuple[int, ...]) -> Told:
-    """What a line says of the sizes of shards along an axis. It is not trusted: a choice has to give the line."""
+    """Collect the sizes of shards along an axis that a line states.
+
+    They are not trusted: a choice has to give the line.
+    """
     return Told(outers, tuple(dict.fromkeys(_tables((line.args, dict(line.kwargs)), axis))))
 
 
@@ -52,7 +58,7 @@ def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
 
 
 def legal_choices(signature: Signature, states: Sequence[State], parts: int, told: Told) -> list[Choice]:
-    """Legal choices that operands in these states, or the line, suggest."""
+    """Return the legal choices that operands in these states, or the line, suggest."""
     wanted = (*whole_choices(signature), *_resolved(signature, states, parts), *_output_only(signature, parts, told))
     return [c for c in dict.fromkeys(wanted) if is_legal(signature, c, parts)]
 
@@ -65,7 +71,7 @@ def whole_choices(signature: Signature) -> Iterator[Choice]:
 
 
 def every_split(signature: Signature, outers: Sequence[int]) -> Iterator[Choice]:
-    """All splits with these outers: for naming what an operation was probably meant to do."""
+    """Yield all splits with these outers: for naming what an operation was probably meant to do."""
     if signature.bound is not None:
         for identifier in signature.identifiers:
             for outer in outers:
@@ -73,7 +79,7 @@ def every_split(signature: Signature, outers: Sequence[int]) -> Iterator[Choice]
 
 
 def _resolved(signature: Signature, states: Sequence[State], parts: int) -> Iterator[Choice]:
-    """The splits that shard some operand as it is sharded."""
+    """Yield the splits that shard some operand as it is sharded."""
     if signature.bound is not None:
         for operand, state in zip(signature.bound.inputs, states, strict=True):
             split = resolve(operand, state, parts)
@@ -93,8 +99,10 @@ def _output_only(signature: Signature, parts: int, told: Told) -> Iterator[Choic
 
 
 def _unevenly(identifier: str, size: int, parts: int, tables: Sequence[tuple[int, ...]]) -> Iterator[Split]:
-    """Unequal splits of an identifier of `size`: into balanced sizes, and those that numbers by rank suggest. These may
-    be sizes, or where shards begin, in any unit."""
+    """Yield unequal splits of an identifier of `size`: into balanced sizes, and those that numbers by rank suggest.
+
+    These may be sizes, or where shards begin, in any unit.
+    """
     sizes = balanced(size, parts)
     if sizes:
         yield Split(identifier, sizes=sizes)
@@ -110,8 +118,8 @@ def _unevenly(identifier: str, size: int, parts: int, tables: Sequence[tuple[int
 
 
 def _multiples(numbers: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """The numbers in every whole unit in which none is larger than `most`, which the model says: the text may have any
-    numbers. The smallest unit comes first."""
+    """Yield the numbers in every whole unit in which none is larger than `most`, which the model says: the text may
+    have any numbers. The smallest unit comes first."""
     common = gcd(*numbers)
     if common:
         smallest = [number // common for number in numbers]
@@ -121,8 +129,11 @@ def _multiples(numbers: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
 
 
 def matches(need: State, have: State, needs_grad: bool, uniform: Dims = NO_DIMS) -> bool:
-    """Return whether an operand in state `have` may stand where `need` is wanted. Without gradient, `Invariant` and
-    `Replicated` are one, and so are all cuts of a `uniform` dim into pieces of the same lengths."""
+    """Return whether an operand in state `have` may stand where `need` is wanted.
+
+    Without gradient, `Invariant` and `Replicated` are one, and so are all cuts of a `uniform` dim into pieces of the
+    same lengths.
+    """
     if not needs_grad and isinstance(need, Invariant | Replicated):
         return isinstance(have, Invariant | Replicated)
     return same_piece(need, have, uniform)

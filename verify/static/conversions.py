@@ -35,7 +35,10 @@ _TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
 
 
 def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
-    """What the line's target holds. `uniform`: dims of which all cuts into equal lengths are one. Raises Mistake."""
+    """Type a conversion: return the layout of the line's target. Raises Mistake.
+
+    `uniform`: dims along which the tensor is constant, so that all cuts into equal lengths are the same.
+    """
     name = line.function.removeprefix("comm.")
     if name not in _BY_FUNCTION:
         raise Mistake("program_unreadable", f"`{line.function}` is no row of the communication table")
@@ -75,7 +78,7 @@ def _axis(line: Line, axes: Axes) -> int:
 
 
 def _given(line: Line) -> dict[str, Any]:
-    """The arguments after the axis, by name, with their defaults."""
+    """Return the arguments after the axis, by name, with their defaults."""
     defaults = {"outer": 1, "from_outer": 1, "to_outer": 1, "reduction": "sum", **dict.fromkeys(_TUPLES, ())}
     given = {**defaults, **{name: value for name, value in line.kwargs.items() if name not in ("x", "axis")}}
     for name in _TUPLES:
@@ -85,7 +88,7 @@ def _given(line: Line) -> dict[str, Any]:
 
 
 def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: LogicalTensor) -> None:
-    """Gradients are recorded where there are any, and micro-batches exchange nothing: they run one after another."""
+    """Check that gradients are recorded where needed, and that micro-batches exchange nothing: they run in turn."""
     if tensor.needs_grad and not line.region.grad_enabled:
         message = f"`{line.text}` runs without recording gradients, and `{tensor.name}` needs one"
         raise Mistake("layouts_disagree", message, "the gradient is cut off at this line", tensor.name)
@@ -97,7 +100,7 @@ def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: Logica
 
 
 def _check_alone(line: Line, given: Mapping[str, Any], tensor: LogicalTensor) -> None:
-    """On an axis of one rank a conversion does nothing, if it can run."""
+    """Check that a conversion on an axis of one rank, which does nothing, can run."""
     dims = [given[name] for name in ("dim", "from_dim", "to_dim") if name in given]
     wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
     plain = given["reduction"] == "sum" and not any(given[name] for name in _TUPLES)
@@ -195,8 +198,8 @@ def _target(
 
 
 def logical_outer(layout: Layout, sizes: tuple[int, ...], axis: int, dim: int, outer: int) -> int | None:
-    """The `outer` in the logical dim of a cut whose outer in the local dim is `outer`: what the other axes own of the
-    dim above it is taken away there. None where no digit of the dim is meant."""
+    """Return the `outer` in the logical dim of a cut whose outer in the local dim is `outer`: what the other axes own
+    of the dim above it is taken away there. None where no digit of the dim is meant."""
     others = sorted(
         (state.outer, parts)
         for other, (state, parts) in enumerate(zip(layout, sizes, strict=True))

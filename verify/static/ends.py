@@ -1,4 +1,4 @@
-"""What a program gives back: the loss that training starts from, and the buffers' new values."""
+"""Check the outputs of a program: the loss that training starts from, and the buffers' new values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verify.static.walk import Noted, Reading
 
 
 def check_ends(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted]]:
-    """How many results were looked at, and what is wrong."""
+    """Check the outputs of all stages; return their number, and the mistakes."""
     noted: list[Noted] = []
     with_loss = [r for r in readings if r.stage.loss is not None]
     if len(with_loss) != 1:
@@ -99,7 +99,7 @@ def _updates(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted
 
 
 def _changed(stage: StageText) -> list[Mistake]:
-    """Only buffers change, each by one value."""
+    """Check that only buffers change, each by one value."""
     buffers = [s.variable for s in stage.stored if s.kind == "buffer"]
     changed = list(stage.updates.values())
     return [

@@ -39,7 +39,7 @@ def exchanged(
     tensor: LogicalTensor,
     uniform: Dims = NO_DIMS,
 ) -> Held:
-    """What the consumer holds. Raises Mistake."""
+    """Type an exchange between stages: return the layout that the consumer receives. Raises Mistake."""
     if send.messages != receive.messages or send.backward != receive.backward:
         raise Mistake(
             "communication_mismatch",
@@ -78,7 +78,7 @@ def exchanged(
 
 
 def _candidates(held: Held, here: Axes, shape: Sequence[int | Expression], tensor: LogicalTensor) -> Iterator[Layout]:
-    """Layouts on the consumer's mesh with that local shape. Micro-batches stay as they are."""
+    """Yield layouts on the consumer's mesh with that local shape. Micro-batches stay as they are."""
     micro = held.layout[-1]
     options: list[list[State]] = []
     outers = sorted({prod(o) for r in range(len(here.sizes) + 1) for o in product(here.sizes, repeat=min(r, 2))})
@@ -98,7 +98,10 @@ def _candidates(held: Held, here: Axes, shape: Sequence[int | Expression], tenso
 
 
 def _uneven(axis: str, shape: Sequence[int | Expression], whole: Sequence[int]) -> Iterator[Sharded]:
-    """Cuts over an axis that give the sizes which a local shape lists for it. `whole`: the shape of the whole."""
+    """Yield the cuts over an axis that give the sizes which a local shape lists for it.
+
+    `whole`: the shape of the whole.
+    """
     for dim, size in enumerate(shape):
         table = dict(size.terms).get(axis) if isinstance(size, Expression) else None
         if isinstance(table, tuple) and sum(table) == whole[dim] and min(table) >= 0:
@@ -155,7 +158,7 @@ def _is_complete(pieces: Sequence[Piece], there: Owned, here: Owned) -> bool:
 
 
 def _inside(piece: tuple[int, int, int], size: int) -> bool:
-    """Whether a slice means what its numbers say: tensors have no negative steps, and messages no open ends."""
+    """Return whether a slice is in range: tensors have no negative steps, and messages no open ends."""
     whole = len(piece) == 3 and all(type(n) is int for n in piece)
     return whole and 0 <= piece[0] < piece[1] <= size and piece[2] >= 1
 
@@ -182,8 +185,10 @@ def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims
 
 
 def owned_indices(size: int, digits: Sequence[tuple[Sharded, int, int]]) -> Indices:
-    """The logical indices of a dim that a rank holds, in its local order. `digits`: (state, parts, coordinate) of each
-    axis that cuts the dim."""
+    """Return the logical indices of a dim that a rank holds, in its local order.
+
+    `digits`: (state, parts, coordinate) of each axis that cuts the dim.
+    """
     index = np.arange(size)
     keep = np.ones(size, dtype=bool)
     for state, parts, coordinate in digits:

@@ -1,4 +1,4 @@
-"""Mistakes as findings: with the model's line, and the line of the program."""
+"""Turn mistakes into findings, with the model's line and the program's line."""
 
 from __future__ import annotations
 

@@ -101,7 +101,10 @@ def _only_overload(packet: str) -> bool:
 
 
 def operator_of(function: str, user: Mapping[str, str]) -> str | None:
-    """The operator that the text calls as `function`; None if there is none. `user`: attribute -> registered name."""
+    """Return the operator that the text calls as `function`; None if there is none.
+
+    `user`: attribute -> registered name.
+    """
     namespace, _, rest = function.partition(".")
     if namespace == "ops":
         return f"nnscaler.{rest}"
@@ -115,8 +118,8 @@ def operator_of(function: str, user: Mapping[str, str]) -> str | None:
 
 
 def parameters_of(operator: str) -> tuple[Parameter, ...] | None:
-    """The parameters of an operator, or of a row of the conversion table (`comm.shard`); None where they are not known,
-    or where it takes no arguments by name."""
+    """Return the parameters of an operator, or of a row of the conversion table (`comm.shard`); None where they are not
+    known, or where it takes no arguments by name."""
     namespace, _, name = operator.partition(".")
     if namespace in ("nnscaler", "comm"):
         return _of_function(getattr(ops if namespace == "nnscaler" else comm, name, None))
@@ -159,8 +162,10 @@ def _of_python(function: FunctionType) -> tuple[Parameter, ...] | None:
 
 
 def arguments_of(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name, in the order of the schema; those that are the default are left out. Without a schema: as
-    they are, positional ones by their numbers. Raises NoCall."""
+    """Return the arguments by name, in the order of the schema; those that are the default are left out.
+
+    Without a schema: as they are, positional ones by their numbers. Raises NoCall.
+    """
     parameters = parameters_of(operator)
     if parameters is None:
         return {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
@@ -180,7 +185,7 @@ def arguments_of(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _converted(parameter: Parameter, value: Any) -> Any:
-    """As torch takes it: a whole number where a float is due, one number for a list of a fixed length."""
+    """Convert a value as torch does: a whole number where a float is due, one number for a list of a fixed length."""
     if type(value) is int and parameter.kind in ("float", "Optional[float]") and float(value) == value:
         return float(value)
     if type(value) is int and parameter.length is not None:
@@ -197,7 +202,7 @@ def _is(value: Any, default: Any) -> bool:
 
 
 def canonical(line: Line, user: Mapping[str, str]) -> Line:
-    """The line with its operator's overload, and with its arguments by name. Raises NoCall."""
+    """Return the line with its operator's overload, and with its arguments by name. Raises NoCall."""
     line = replace(line, function=_with_overload(line))
     operator = operator_of(line.function, user)
     if operator is None:
@@ -206,8 +211,11 @@ def canonical(line: Line, user: Mapping[str, str]) -> Line:
 
 
 def _with_overload(line: Line) -> str:
-    """`aten.add.Tensor` for the `aten.add` of two tensors: torch goes by the arguments' types, and may take a tensor of
-    one element for a number. Raises NoCall where the overload depends on that."""
+    """Return the operator with its overload, such as `aten.add.Tensor` for the `aten.add` of two tensors.
+
+    torch goes by the arguments' types, and may take a tensor of one element for a number. Raises NoCall where the
+    overload depends on that.
+    """
     namespace, _, name = line.function.partition(".")
     if namespace != "aten" or "." in name or _only_overload(line.function):
         return line.function
@@ -223,7 +231,7 @@ def _with_overload(line: Line) -> str:
 
 
 def _resolved(packet: str, line: Line, later: torch.Tensor) -> str:
-    """The overload for the line's arguments. `later`: what stands for every tensor but the first."""
+    """Return the overload for the line's arguments. `later`: what stands for every tensor but the first."""
     tensors = iter([torch.empty(0)])
 
     def value(given: Any) -> Any:
@@ -244,7 +252,7 @@ def _resolved(packet: str, line: Line, later: torch.Tensor) -> str:
 
 
 def forms(line: Line) -> Iterator[Line]:
-    """A line in its canonical form, and that with the operands swapped, if it then means the same."""
+    """Yield a line in its canonical form, and that with the operands swapped, if it then means the same."""
     yield line
     other = _SYMMETRIC.get(line.function.removesuffix(".default"))
     match line.kwargs:
@@ -255,7 +263,7 @@ def forms(line: Line) -> Iterator[Line]:
 
 @cache
 def dim_arguments(operator: str) -> frozenset[str]:
-    """The arguments that are dims of the operator's first tensor; none where that is not known."""
+    """Return the arguments that are dims of the operator's first tensor; none where that is not known."""
     found, spec = schema(operator), default_registry().lookup(operator)
     if found is None or spec is None or spec.where is not None:  # tests know those alone that are annotated here
         return frozenset()
@@ -265,7 +273,7 @@ def dim_arguments(operator: str) -> frozenset[str]:
 
 
 def wrapped(operator: str, arguments: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """The arguments with dims counted from the first. `dims`: those of the operator's first tensor."""
+    """Return the arguments with dims counted from the first. `dims`: those of the operator's first tensor."""
     names = dim_arguments(operator)
     dims = _counted_dims(operator, dims)
 
@@ -293,7 +301,7 @@ def has_dims(operator: str, arguments: Mapping[str, Any], dims: int) -> bool:
 
 
 def with_sizes(operator: str, arguments: Mapping[str, Any], sizes: Sequence[int | Expression]) -> dict[str, Any]:
-    """The arguments of a `reshape` to a tensor of these sizes, with the size for a -1."""
+    """Return the arguments of a `reshape` to a tensor of these sizes, with the size for a -1."""
     name = _SIZES.get(operator, "")
     given = arguments.get(name)
     if not isinstance(given, list | tuple) or len(given) != len(sizes) or list(given).count(-1) != 1 or 0 in sizes:
@@ -303,8 +311,11 @@ def with_sizes(operator: str, arguments: Mapping[str, Any], sizes: Sequence[int 
 
 
 def python_operator(node: ast.expr, operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]] | None:
-    """What torch calls for an operator of Python, and with which arguments; None where no operand is a tensor, or more
-    than one operator would be called. `operands`: what stands in the node, left to right."""
+    """Return the ATen operator and arguments that torch calls for a Python operator.
+
+    None where no operand is a tensor, or more than one operator would be called. `operands`: the operands of the node,
+    left to right.
+    """
     if isinstance(node, ast.UnaryOp) and isinstance(operands[0], Variable):
         unary = _UNARY.get(type(node.op))
         return None if unary is None else (f"aten.{unary}", (operands[0],))

@@ -1,4 +1,4 @@
-"""What stands around the stages of a role's file: names that have to be there, and the operators of the user."""
+"""Check the text around the stages of a role's file: names that must be defined, and the operators of the user."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _NEEDED = OF_RUNTIME | {"aten", "torch", "user"}  # every other name of a stage 
 
 
 def names_of_file(tree: ast.Module) -> Iterator[Problem]:
-    """Names that are read before the file makes them, operators of the user that the file does not name, and names
-    that a class would change."""
+    """Find unknown names in a file.
+
+    These are names that are read before the file makes them, operators of the user that the file does not name, and
+    names that a class would change.
+    """
     bound: set[str] = set()
     operators: set[str] = set()
     for node in tree.body:
@@ -90,8 +93,8 @@ def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:
 
 
 def _origin(operator: str) -> tuple[tuple[str, ...], str]:
-    """Where the operator comes from, as a text may write it (a name alone, or with its folders), and its name there;
-    nowhere where this process has not made it: no file is then known to have it."""
+    """Return where the operator comes from, as a text may write it (a name alone, or with its folders), and its name
+    there; nowhere where this process has not made it: no file is then known to have it."""
     origin = operator_origins([operator], {}).get(operator)
     if origin is not None:
         return (Path(origin[0]).name, origin[0]), origin[1]

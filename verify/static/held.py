@@ -1,4 +1,4 @@
-"""What a variable of a rank program holds: a logical tensor, in a layout; and mistakes about it."""
+"""The type of a variable in a rank program: a logical tensor, in a layout; and mistakes about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Axes:
         return tuple(zip(self.names, self.sizes, strict=True))
 
     def layout(self, states: Mapping[str, State]) -> Layout:
-        """From states by name. Raises Mistake for an axis that the stage does not have."""
+        """Make a layout from states by name. Raises Mistake for an axis that the stage does not have."""
         for name in states:
             if name not in self.names:
                 raise Mistake("layouts_disagree", f"a layout names axis {name!r}; the stage has {list(self.names)}")
@@ -42,7 +42,10 @@ class Held:
 
 
 def normal(layout: Sequence[State], sizes: Sequence[int], needs_grad: bool) -> Layout:
-    """On an axis of one rank all states are one, and without gradient `Replicated` and `Invariant` are."""
+    """Normalise a layout.
+
+    On an axis of one rank all states are one, and without gradient `Replicated` and `Invariant` are.
+    """
     return tuple(
         INVARIANT if parts == 1 or (not needs_grad and isinstance(state, Replicated)) else state
         for state, parts in zip(layout, sizes, strict=True)
@@ -50,7 +53,7 @@ def normal(layout: Sequence[State], sizes: Sequence[int], needs_grad: bool) -> L
 
 
 class Mistake(Exception):
-    """What is wrong with one line. `tensor` is the logical tensor that it is about; `cause` says why in words."""
+    """A type error in one line. `tensor`: the logical tensor that it concerns; `cause`: the reason, in words."""
 
     def __init__(self, code: str, message: str, cause: str | None = None, tensor: str | None = None) -> None:
         super().__init__(message)

@@ -53,15 +53,19 @@ Locals = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor, and how it was made: by a `line` that moves the elements of the tensor `of`. `held` is None where the
-    model has no such tensor."""
+    """A tensor that a line made by moving the elements of another one.
+
+    held  its type; None where the model has no such tensor
+    line  the line that made it
+    of    the tensor whose elements it moved
+    """
 
     held: Held | None
     line: Line | None = None
     of: Move | None = None
 
     def path(self) -> Iterator[Move]:
-        """This tensor, what it was made of, and so on."""
+        """Yield this tensor, the one that it was made of, and so on."""
         here: Move | None = self
         while here is not None:
             yield here
@@ -69,12 +73,13 @@ class Move:
 
 
 def moves(line: Line) -> bool:
-    """Whether each element of the line's result is an element of its first operand, in another place."""
+    """Return whether the line only moves the elements of its first operand to other places."""
     return operator_of(line.function, {}) in _MOVES and isinstance(line.kwargs.get("self"), Variable)
 
 
 def as_before(move: Move, graph: Graph, axes: Axes) -> Move | None:
-    """The tensor on the way that has the same elements in the same places, on every rank; None if there is none."""
+    """Return the tensor on the way that has the same elements in the same places, on every rank; None
+    if there is none."""
     path = list(move.path())[::-1]
     locals_ = [() if step.held is None else local_tensors(step.held, graph, axes) for step in path]
     found = {_as_before(path, locals_, place) for place in range(max(map(len, locals_), default=0))}
@@ -88,7 +93,7 @@ def as_before(move: Move, graph: Graph, axes: Axes) -> Move | None:
 
 
 def _as_before(path: Sequence[Move], locals_: Sequence[Locals], place: int) -> int | None:
-    """The number of that tensor on the way, on the ranks at one place."""
+    """Return the number of that tensor on the way, on the ranks at one place."""
     views: list[torch.Tensor | None] = []
     start = 0  # of what is a view of one tensor
     for number, step in enumerate(path):
@@ -106,7 +111,7 @@ def _as_before(path: Sequence[Move], locals_: Sequence[Locals], place: int) -> i
 
 
 def _viewed(line: Line, operand: torch.Tensor) -> torch.Tensor | None:
-    """The result of a move as a view of the operand; None where it is none, or may fail."""
+    """Return the result of a move as a view of the operand; None where it is none, or may fail."""
     operator, source = operator_of(line.function, {}), line.kwargs["self"]
     if operator is None or list(variables(line.kwargs)) != [source] or not _may_run(operator, line, operand.ndim):
         return None
@@ -120,7 +125,7 @@ def _viewed(line: Line, operand: torch.Tensor) -> torch.Tensor | None:
 
 
 def idle_result(line: Line, operands: Mapping[Variable, Held | Locals], graph: Graph, axes: Axes) -> Locals:
-    """What the line would make, without values; empty where it may have an effect, or fail."""
+    """Return the line's results without values; empty where the line may have an effect, or fail."""
     tensors = {v: local_tensors(k, graph, axes) if isinstance(k, Held) else k for v, k in operands.items()}
     places = range(max(map(len, tensors.values()), default=0))
     made = [_idle_at(line, {v: _at(local, place) for v, local in tensors.items()}) for place in places]
@@ -160,8 +165,8 @@ def _may_run(operator: str, line: Line, dims: int) -> bool:
 
 
 def local_tensors(held: Held, graph: Graph, axes: Axes) -> Locals:
-    """A rank's piece, without values: one for all ranks, or one for each place in the mesh; none where they are too
-    many."""
+    """Return a rank's piece, without values: one for all ranks, or one for each place in the mesh; none where they are
+    too many."""
     tensor = graph.tensors[held.tensor]
     shape = shape_of_rank(held.layout, axes.pairs, tensor.shape)
     uneven = any(isinstance(size, Expression) for size in shape)
@@ -201,8 +206,8 @@ def _call(operator: str, kwargs: Mapping[str, Any], tensors: Mapping[Variable, t
 
 
 def _scattered(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape of which no two dims lie in memory as one: where it can be viewed in another shape, every
-    tensor can, and `aten.view` does not fail."""
+    """Return a tensor of this shape of which no two dims lie in memory as one: where it can be viewed in another shape,
+    every tensor can, and `aten.view` does not fail."""
     strides, stride = [], 2
     for size in reversed(tensor.shape):
         strides.append(stride)

@@ -1,4 +1,4 @@
-"""Tensors that cross between stages: both sides declare the same message, and what arrives is what was sent."""
+"""Check the tensors that cross between stages: both sides declare the same message, and what arrives was sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arrivals(
     graph: Graph,
     uniform: Mapping[str, Dims],
 ) -> tuple[dict[str, Held | None], list[Noted]]:
-    """What each receiving variable of the stage holds, and what is wrong."""
+    """Type each receiving variable of the stage; return the types, and the mistakes found."""
     found: dict[str, Held | None] = {}
     noted: list[Noted] = []
     for receive in stage.receives:
@@ -81,7 +81,7 @@ def _arrival(
 def _to_same_position(
     source: StageText, send: MessageText, stage: StageText, receive: MessageText, held: Held, shape: Sequence[int]
 ) -> Held:
-    """Between meshes of one shape, rank to rank: the layout stays."""
+    """Type a transfer between meshes of one shape, rank to rank: the layout stays."""
     if send.peers != stage.ranks or receive.peers != source.ranks:
         raise Mistake(
             "communication_mismatch",
@@ -110,7 +110,7 @@ def _to_same_position(
 
 
 def check_sends(stages: Mapping[int, StageText]) -> tuple[int, list[Noted]]:
-    """Every send has its receive; how many there are."""
+    """Check that every send has its receive; return the number of sends, and the mistakes."""
     noted: list[Noted] = []
     count = 0
     for stage in stages.values():
@@ -133,6 +133,6 @@ def check_sends(stages: Mapping[int, StageText]) -> tuple[int, list[Noted]]:
 
 
 def _few(ranks: Sequence[int]) -> str:
-    """Ranks, the first ones of many."""
+    """List ranks, the first ones of many."""
     shown = ", ".join(map(str, ranks[:8]))
     return f"({shown}{', ...' if len(ranks) > 8 else ''})"

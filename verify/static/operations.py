@@ -1,5 +1,4 @@
-"""One line that computes: which operation of the model it is, under which choices it is that operation on shards, and
-in which layouts its results arise.
+"""Type a line that computes: find its operation, the choices that fit its operands, and its results' layouts.
 
 A line is identified by what it reads: the model has an operation on the same logical tensors whose call, rewritten
 for the shards at hand, is the line's. Names are only used to say what a line that is none was probably meant to be.
@@ -43,7 +42,7 @@ _MANY = 256  # combinations of choices over the axes that are looked through
 
 @dataclass(frozen=True, slots=True)
 class Typing:
-    """`choices`: one per axis. `outputs`: normal layouts, None for a result that is no tensor or never used."""
+    """Choices, one per axis, and results' normal layouts: None for no tensor, or one never used."""
 
     choices: tuple[Choice, ...]
     outputs: tuple[Layout | None, ...]
@@ -80,7 +79,7 @@ class Typer:
             self._by_inputs.setdefault(tuple(op.inputs[i] for i in self._order(op)), []).append(op)
 
     def _order(self, op: Operation) -> tuple[int, ...]:
-        """The operation's tensors, by their numbers, in the order of the canonical form."""
+        """Return the operation's tensors, by their numbers, in the order of the canonical form."""
         signature = self.signatures[op.name]
         if id(signature) not in self._orders:
             call, order = signature.call, tuple(range(signature.inputs))
@@ -90,7 +89,7 @@ class Typer:
         return self._orders[id(signature)]
 
     def type_line(self, line: Line, held: Mapping[Variable, Held], axes: Axes) -> Typed:
-        """`line`: in canonical form. Raises Mistake when it is no operation of the model on these shards."""
+        """Type a line in canonical form. Raises Mistake when it is no operation of the model on these shards."""
         wrong: list[tuple[Line, list[Held], list[Operation]]] = []
         for form in forms(line):
             operands = [held[v] for v in variables(form.kwargs)]
@@ -130,7 +129,7 @@ class Typer:
         return None if typing is None or not _taken_apart(line, op) else typing
 
     def _typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
-        """Legal typings, the one that the line's comment tells first."""
+        """Yield legal typings, the one that the line's comment tells first."""
         found = list(self._all_typings(op, line, layouts, axes))
         if len(found) > 1:
             mesh = tuple(Axis(n, s) for n, s in axes.pairs)
@@ -149,7 +148,7 @@ class Typer:
                 continue
 
     def _fitting(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes, axis: int) -> list[Choice]:
-        """The choices for one axis under which every operand is as it has to be."""
+        """Return the choices for one axis under which every operand is as it has to be."""
         parts, signature = axes.sizes[axis], self.signatures[op.name]
         if parts == 1:
             return [RunInvariant()]
@@ -167,7 +166,7 @@ class Typer:
         return matches(need, have, self.graph.tensors[name].needs_grad, self.uniform.get(name, NO_DIMS))
 
     def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
-        """The typing with these choices. Raises Mistake when they do not go together or the line calls otherwise."""
+        """Return the typing with these choices. Raises Mistake when they do not fit each other or the line's call."""
         signature = self.signatures[op.name]
         reason = explain_illegal_choices(self.graph, op, signature, choices, axes.pairs)
         if reason:
@@ -198,7 +197,7 @@ class Typer:
         return Typing(choices, tuple(outputs))
 
     def _expected(self, op: Operation, choices: Sequence[Choice], shapes: Sequence[Shape | None], axes: Axes) -> Call:
-        """The call that one shard makes, whose outputs have these shapes."""
+        """Return the call that one shard makes, whose outputs have these shapes."""
         signature = self.signatures[op.name]
         if signature.spec is None or signature.bound is None:
             return signature.call
@@ -229,7 +228,7 @@ class Typer:
         return _reads_other(line, operands, meant)
 
     def _best(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
-        """The mistake under the choices that fit most operands, and then the line's comment, best."""
+        """Return the mistake under the choices that fit most operands, and then the line's comment, best."""
         chosen: list[Choice] = []
         wrong: list[tuple[int, int, State, State]] = []
         for axis, parts in enumerate(axes.sizes):
@@ -253,7 +252,7 @@ class Typer:
         )
 
     def _combined(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
-        """Each axis fits by itself: what is wrong with all of them together, or with the arguments."""
+        """Return the mistake where each axis fits by itself: of all choices together, or of the arguments."""
         problems: list[Mistake] = []
         per_axis = [self._fitting(op, line, layouts, axes, axis) for axis in range(len(axes.names))]
         for choices in product(*per_axis):
@@ -293,7 +292,7 @@ class Typer:
         return choice, bad
 
     def _hints(self, op: Operation, made: Sequence[State], axis: str, hint: str) -> bool:
-        """Whether the line's comment speaks of results in these states over the axis."""
+        """Return whether the line's comment says that the results have these states over the axis."""
         for state, name in zip(made, op.outputs, strict=True):
             if name is None or (isinstance(state, Replicated) and not self.graph.tensors[name].needs_grad):
                 continue
@@ -311,25 +310,27 @@ class Typer:
 
 
 def _unpacked(expected: Call, line: Line) -> str:
-    """Whether a tensor is taken apart."""
+    """Explain that the line unpacks a single tensor; empty where it does not."""
     if line.sequence and not returns_sequence(expected.operator, len(line.targets)):
         return "its result is a tensor, and the left side takes it apart"
     return ""
 
 
 def _taken_apart(line: Line, op: Operation) -> bool:
-    """Whether the line has a target for every result, or one for all of them."""
+    """Return whether the line has a target for every result, or one for all of them."""
     return len(line.targets) == (len(op.outputs) if line.sequence else 1)
 
 
 def _by_number(operands: Sequence[Held], order: Sequence[int]) -> tuple[Layout, ...]:
-    """The layouts of operands that stand in this order, by their numbers."""
+    """Return the layouts of operands that stand in this order, by their numbers."""
     return tuple(held.layout for _, held in sorted(zip(order, operands, strict=True), key=lambda entry: entry[0]))
 
 
 def _plain_arguments(line: Line) -> dict[str, Any]:
-    """Arguments with tensors as their numbers, so that repeated layers have one key. A number among the arguments is
-    not a tensor's."""
+    """Replace tensors among the arguments by their numbers, so that repeated layers have one key.
+
+    A number among the arguments is not a tensor's.
+    """
     numbers = {v: i for i, v in reversed(list(enumerate(variables(line.kwargs))))}
 
     def plain(value: Any) -> Any:
@@ -341,7 +342,7 @@ def _plain_arguments(line: Line) -> dict[str, Any]:
 
 
 def _outers(axes: Axes, axis: int) -> tuple[int, ...]:
-    """What the other axes may leave above a split: products of their sizes."""
+    """Return the outers that other axes may put above a split: products of their sizes."""
     others = [size for i, size in enumerate(axes.sizes) if i != axis and size > 1]
     found = {
         prod(s for s, taken in zip(others, mask, strict=True) if taken) for mask in product((0, 1), repeat=len(others))

@@ -32,18 +32,19 @@ def draws_numbers(function: str) -> bool:
 
 
 def place_of_draw(line: Line) -> tuple[Any, ...]:
-    """Stage, name, layout and shape of the whole, as a line in canonical form gives them; None for what it does not."""
+    """Return stage, name, layout and shape of the whole, as a line in canonical form gives them; None
+    for absent ones."""
     return tuple(line.kwargs.get(name) for name in _PLACE)
 
 
 def without_place(line: Line) -> dict[str, Any]:
-    """The arguments that say what is computed, not where its random numbers lie."""
+    """Return the arguments that say what is computed, not where its random numbers lie."""
     left_out = _PLACE if draws_numbers(line.function) else ()
     return {name: value for name, value in line.kwargs.items() if name not in left_out}
 
 
 def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: Sequence[int]) -> str:
-    """Why the line's draws are not those of its elements; empty where they are."""
+    """Explain why the line's draws are not those of its elements; empty where they are."""
     stage, name, states, told = place_of_draw(line)
     if stage is not Mark.STAGE or not isinstance(states, dict) or not isinstance(told, list | tuple):
         return f"`{line.text}` does not say where its numbers lie"
@@ -70,7 +71,7 @@ def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: S
 
 
 def other_draws(line: Line, op: Operation) -> Mistake:
-    """What is wrong with a line that draws under another key than the operation's."""
+    """Return the mistake of a line that draws under another key than the operation's."""
     _, name, *_ = place_of_draw(line)
     message = f"`{line.text}` draws its numbers under the key {name!r}, and the model's operation is {op.name!r}"
     cause = "draws are keyed by the operation's name: under another key they are other numbers than the model's"

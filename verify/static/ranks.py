@@ -1,4 +1,4 @@
-"""Which ranks run what: every rank has one role, and every stage's mesh has as many ranks as its axes."""
+"""Check the ranks and axes: every rank has one role, and every stage's mesh has as many ranks as its axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verify.static.walk import Noted
 
 
 def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
-    """How many ranks there are, and what is wrong."""
+    """Check the ranks and axes of all roles; return the number of ranks, and the mistakes."""
     noted: list[Noted] = []
     every = [rank for role in roles for rank in role.ranks]
     place = roles[0].stages[0] if roles[0].stages else None
@@ -42,7 +42,7 @@ def check_ranks(roles: Sequence[RoleText]) -> tuple[int, list[Noted]]:
 
 
 def orders_of_axes(stages: Mapping[int, StageText]) -> str:
-    """How two stages whose meshes have the same axes order them differently; empty where none do."""
+    """Explain how two stages whose meshes have the same axes order them differently; empty where none do."""
     first: dict[frozenset[str], StageText] = {}
     for stage in stages.values():
         other = first.setdefault(frozenset(stage.axes), stage)
@@ -57,7 +57,7 @@ def orders_of_axes(stages: Mapping[int, StageText]) -> str:
 
 
 def with_order(noted: Sequence[Noted], stages: Mapping[int, StageText]) -> list[Noted]:
-    """The mistakes, with the order of axes as the cause of those that it may have."""
+    """Return the mistakes, with the order of axes as the cause of those that it may have."""
     orders = orders_of_axes(stages)
     return [
         replace(n, mistake=Mistake(n.mistake.code, n.mistake.message, orders, n.mistake.tensor))

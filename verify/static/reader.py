@@ -1,4 +1,4 @@
-"""Reads the text of a role program into data, with `ast`: nothing of it runs."""
+"""Read the text of a role program into data, with `ast`. Nothing of it runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def read_role(file: str, text: str) -> RoleText:
-    """A role. Raises Unreadable for a text that has no stages, ranks or schedule, or is no Python."""
+    """Read a role. Raises Unreadable for a text that has no stages, ranks or schedule, or is no Python."""
     try:
         tree = ast.parse(text)
         compile(text, file, "exec", dont_inherit=True)  # what only the compiler refuses; nothing of it runs
@@ -187,7 +187,7 @@ def _items(found: Mapping[str, tuple[ast.expr, int]], name: str) -> list[ast.Cal
 
 
 def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The class that is called, and its arguments by name."""
+    """Return the class that is called, and its arguments by name."""
     if len(call.args) > len(names):
         raise Unreadable(call, f"`{ast.unparse(call)}` has too many arguments")
     given = dict(zip(names, (read_value(a) for a in call.args), strict=False))
@@ -269,7 +269,7 @@ def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
 
 
 def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
-    """A local shape, in which `{"dp": (3, 2)}` is a size by the index on an axis."""
+    """Return a local shape, in which `{"dp": (3, 2)}` is a size by the index on an axis."""
     sizes: list[int | Expression] = []
     for size in value:
         if isinstance(size, dict):

@@ -1,4 +1,5 @@
-"""What lies beside the text in a program's folder: the manifest that the runtime reads, and the tensors it starts from.
+"""Check the files beside the text of a program: the manifest that the runtime reads, and the tensors that it starts
+from.
 
 Parameters, buffers and constants are compared by the hashes that the manifest has of each. Constants and buffers are
 compared with those that the model makes now as well, for they belong to the function: masks, tables, statistics. A
@@ -39,8 +40,11 @@ Entry = Mapping[str, Any]  # dtype, shape and sha256 of a stored tensor
 def check_manifest(
     manifest: Mapping[str, Any], roles: Sequence[RoleText], graph: Graph, folder: str
 ) -> tuple[int, list[Mistake]]:
-    """How many entries were compared with the text, the graph and the user's files, and what is wrong. Entries that
-    only describe the program (its plan, its communication) are not read when it runs, and not here."""
+    """Compare the manifest's entries with the text, the graph and the user's files; return their number, and the
+    mistakes.
+
+    Entries that only describe the program (its plan, its communication) are not read when it runs, and not here.
+    """
     ranks = sorted(rank for role in roles for rank in role.ranks)
     right: dict[str, Any] = {
         "ranks": len(ranks),
@@ -94,9 +98,11 @@ def _short(value: Any) -> str:
 class Stored:
     """The tensors of a program's folder, and what they should be.
 
-    `recorded`: the manifest's entries by name. `state`: the tensors. `own`: the model's, as it was traced.
-    `own_weights`: the user replaced the weights. `replaceable`: names that a state dict of the model has, the only ones
-    that the user may replace so.
+    recorded     the manifest's entries, by name
+    state        the tensors
+    own          the model's tensors, as traced
+    own_weights  the user replaced the weights
+    replaceable  names in a state dict of the model, the only ones that the user may replace
     """
 
     recorded: Mapping[str, Entry]
@@ -115,8 +121,10 @@ class Stored:
 
 
 def check_state(stored: Stored, graph: Graph, folder: str = "") -> Outcome:
-    """Compares every stored tensor with the manifest's record, and constants and buffers with the model's own. Those of
-    a model without data have no hash: their names, shapes and dtypes are compared, and they are not counted."""
+    """Compare every stored tensor with the manifest's record, and constants and buffers with the model's own.
+
+    Those of a model without data have no hash: their names, shapes and dtypes are compared, and they are not counted.
+    """
     finder = Finder(graph, folder, {})
     known = stored_tensors(graph)
     found = describe_state(stored.state)
@@ -132,7 +140,7 @@ def check_state(stored: Stored, graph: Graph, folder: str = "") -> Outcome:
 
 
 def check_batch(recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], graph: Graph, folder: str = "") -> Outcome:
-    """Compares the sample batch, on which the launcher trains, with the manifest's record of it."""
+    """Compare the sample batch, on which the launcher trains, with the manifest's record of it."""
     finder = Finder(graph, folder, {})
     found = describe_state(batch)
     for name in sorted({*recorded, *found}):
@@ -145,7 +153,8 @@ def check_batch(recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], grap
 
 
 def _untied(graph: Graph, found: Mapping[str, Entry]) -> Iterator[Mistake]:
-    """Names of one tensor that hold different values, also where the user wrote them: ranks read one of the names."""
+    """Find names of one tensor that hold different values, also where the user wrote them: ranks read
+    one of the names."""
     for tensor in graph.with_role("parameter", "buffer", "constant"):
         held = [name for name in tensor.fqns if name in found]
         other = next((name for name in held if found[name] != found[held[0]]), None)

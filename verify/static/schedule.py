@@ -1,5 +1,8 @@
-"""The order of every role's instructions: complete, and with one total order over all roles that agrees with each, with
-every message and with every gradient that comes back. That order is the certificate that nothing waits for ever."""
+"""Check every role's order of instructions: it is complete, and agrees with one total order over all roles.
+
+The total order respects every message and every gradient that comes back. It is found by topological sorting (Kahn
+1962), and is the certificate that nothing waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Order:
 
 
 def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText]) -> Order:
-    """Raises nothing: mistakes are in the result."""
+    """Check the schedules of all roles. Raises nothing: mistakes are in the result."""
     orders: list[list[Instruction]] = []
     wrong: list[tuple[RoleText, Mistake]] = []
     for role in roles:
@@ -72,7 +75,7 @@ def _read(role: RoleText) -> tuple[list[Instruction], list[Mistake]]:
 
 
 def _waits(instruction: Instruction, stages: Mapping[int, StageText]) -> list[Instruction]:
-    """What other stages have to run before: messages from them, and gradients of what was sent to them."""
+    """Return the instructions that must run before this one: those that its messages and gradients come from."""
     kind, index, micro = instruction
     stage = stages[index]
     if kind == "F":
@@ -83,7 +86,10 @@ def _waits(instruction: Instruction, stages: Mapping[int, StageText]) -> list[In
 def _run(
     orders: Sequence[Sequence[Instruction]], stages: Mapping[int, StageText]
 ) -> tuple[list[Instruction], dict[int, tuple[Instruction, Instruction]]]:
-    """Runs the orders with messages that arrive at once. Role -> (instruction, what it waits for) where it halts."""
+    """Sort all instructions topologically (Kahn 1962), each role in its own order, with messages that arrive at once.
+
+    Returns the total order, and for each role that halts, its instruction and the one that this waits for.
+    """
     position = [0] * len(orders)
     done: set[Instruction] = set()
     total: list[Instruction] = []

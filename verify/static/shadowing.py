@@ -13,8 +13,8 @@ _OWN = frozenset({"micro", "rank", "device", "context", "prepare", "forward", "_
 
 
 def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
-    """(line, name) of every variable named like a module of the program, and every stored tensor named like an axis or
-    like an attribute that stages have anyway."""
+    """Yield (line, name) of every variable named like a module of the program, and of every stored tensor named like an
+    axis or like an attribute that stages have anyway."""
     taken = {*stage.axes, *_OWN}
     seen: set[str] = set()
     for stored in stage.stored:

@@ -1,4 +1,4 @@
-"""Interprets one stage over what its variables hold: stored tensors, inputs and messages in, results out."""
+"""Type one stage: stored tensors, inputs and messages in, results out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_stage(
     received: Mapping[str, Held | None],
     typer: Typer,
 ) -> Reading:
-    """Interprets `prepare` and `forward`. `stored`: fqn -> tensor; `received`: what arrives, by variable."""
+    """Interpret `prepare` and `forward`. `stored`: fqn -> tensor; `received`: what arrives, by variable."""
     reading = Reading(stage, axes_of(stage.axes, stage.micro_batches))
     for number, name in shadowing(stage):
         message = f"`{name}` is assigned, and means something else in a rank program"
@@ -52,7 +52,7 @@ def read_stage(
 
 
 def _prepared(walk: Walk, number: int, variable: Variable) -> Held | None:
-    """A result of `prepare`, which records no gradients."""
+    """Return the type of a result of `prepare`, which records no gradients."""
     held = walk.read(number, variable)
     if held is not None and walk.graph.tensors[held.tensor].needs_grad:
         message = f"`{held.tensor}` is computed in `prepare`, which records no gradients, and needs one"
@@ -62,7 +62,8 @@ def _prepared(walk: Walk, number: int, variable: Variable) -> Held | None:
 
 
 def leaf_layout(stored: StoredText, axes: Axes, tensor: LogicalTensor) -> Layout:
-    """How the autograd leaf lies: at rest, and `Replicated` where its gradient is summed at the end of the step."""
+    """Return the layout of the autograd leaf: at rest, and `Replicated` where its gradient is summed
+    at the step's end."""
     states = list(axes.layout(stored.states))
     if stored.kind == "parameter":
         for axis, name in enumerate(axes.names):
@@ -97,7 +98,7 @@ def _stored_scope(reading: Reading, known: Mapping[str, LogicalTensor]) -> Scope
 
 
 def _fed(reading: Reading, inputs: Sequence[InputText], graph: Graph, in_time: bool) -> Scope:
-    """The pieces of the model's inputs; only `forward` sees micro-batches."""
+    """Return the pieces of the model's inputs; only `forward` sees micro-batches."""
     scope: Scope = {}
     for declared in inputs:
         scope[Variable(declared.variable)] = None
@@ -121,7 +122,7 @@ def _fed(reading: Reading, inputs: Sequence[InputText], graph: Graph, in_time: b
 
 
 def _arguments(reading: Reading, body: Body, scope: Scope) -> Scope:
-    """Only what the function is given by name, and the stage's attributes."""
+    """Return the scope of a method: only what it is given by name, and the stage's attributes."""
     visible: Scope = {v: held for v, held in scope.items() if v.stored}
     for name in body.arguments:
         if Variable(name) not in scope:
@@ -137,7 +138,7 @@ def _arguments(reading: Reading, body: Body, scope: Scope) -> Scope:
 
 
 def _check_names(reading: Reading, stage: StageText) -> None:
-    """Nothing is given to `forward` twice, and no new value of a buffer is returned twice."""
+    """Check that nothing is given to `forward` twice, and that no new value of a buffer is returned twice."""
     prepared = {} if stage.prepare is None else stage.prepare.returned
     shared = [name for name in prepared if name not in stage.updates]
     names = [*(i.variable for i in stage.inputs), *(r.variable for r in stage.receives), *shared]

@@ -15,12 +15,12 @@ _KINDS = {"parameter": ("parameter", "frozen"), "buffer": ("buffer",), "constant
 
 
 def stored_tensors(graph: Graph) -> dict[str, LogicalTensor]:
-    """fqn -> tensor, by every name that it has."""
+    """Return fqn -> tensor, by every name that it has."""
     return {fqn: t for t in graph.with_role("parameter", "buffer", "constant") for fqn in t.fqns}
 
 
 def check_stored(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted]]:
-    """How many stored tensors were looked at, and what is wrong."""
+    """Check the stored tensors; return their number, and the mistakes."""
     known = stored_tensors(graph)
     holders: dict[str, list[tuple[Reading, StoredText]]] = {}
     noted: list[Noted] = []

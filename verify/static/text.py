@@ -1,4 +1,4 @@
-"""What the text of a role program says, as data. Read without running it."""
+"""The text of a role program as data, read without running it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One assignment. `hint` is its comment: what the writer says of the layouts. It is never trusted, only tried
-    first where several typings are legal. `targets` has "_" for what is dropped: it is a variable like others."""
+    """One assignment.
+
+    targets   variables, "_" for a dropped result: it is a variable like others
+    hint      its comment, in which the writer states layouts; not trusted, only tried first among legal typings
+    sequence  the result is unpacked: `a, b = ...`, `a, = ...`
+    """
 
     number: int
     text: str

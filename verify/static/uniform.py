@@ -61,8 +61,11 @@ def _outputs(signature: Signature, given: tuple[Dims, ...]) -> tuple[Dims, ...]:
 
 
 def _is_known(signature: Signature) -> bool:
-    """Whether there is an annotation whose claims are tested with nnScaler: those of a user's operator are obligations
-    of the lines that rely on them, and this is no line. What draws numbers draws them by their place."""
+    """Return whether the call's annotation is tested with nnScaler, and the operator draws no random numbers.
+
+    A user's operator has its claims tested as obligations of the lines that rely on them, and there is no line here. An
+    operator that draws numbers draws them by their place.
+    """
     spec = signature.spec
     return spec is not None and signature.bound is not None and not spec.random and spec.target is None
 
@@ -85,7 +88,7 @@ def _is_uniform(
 
 
 def _spares(operand: BoundOperand | None, uniform: Dims, identifier: str) -> bool:
-    """Whether the operand is the same for every part of the identifier."""
+    """Return whether the operand is the same for every part of the identifier."""
     dims = enumerate(operand.dims) if operand is not None else ()
     return all(number in uniform or all(f.identifier != identifier for f in dim.factors) for number, dim in dims)
 
@@ -98,7 +101,7 @@ def _is_same_for_every_part(signature: Signature, identifier: str) -> bool:
 
 
 def _one_call(signature: Signature, identifier: str) -> bool:
-    """Whether the identifier may be split into its elements, and the call of each names no place."""
+    """Return whether the identifier can be split into single elements, with one and the same call for each."""
     assert signature.bound is not None and signature.spec is not None
     parts, choice = signature.bound.sizes[identifier], Split(identifier)
     alone = len(signature.bound.tied[identifier]) == 1 and signature.bound.marks[identifier] == ""
@@ -124,7 +127,7 @@ def _names_a_place(value: Any) -> bool:
 
 
 def same_piece(one: State, other: State, uniform: Dims) -> bool:
-    """Whether two legal states are one: cuts of a uniform dim into pieces of the same lengths."""
+    """Return whether two legal states hold the same pieces: cuts of a uniform dim into pieces of the same lengths."""
     if one == other:
         return True
     if not isinstance(one, Sharded) or not isinstance(other, Sharded):
@@ -133,7 +136,7 @@ def same_piece(one: State, other: State, uniform: Dims) -> bool:
 
 
 def _lengths(state: Sharded) -> tuple[int, ...]:
-    """How long the pieces are; nothing where all are equally long."""
+    """Return the lengths of the pieces; nothing where all are equal."""
     return tuple(size * state.outer for size in state.sizes)
 
 

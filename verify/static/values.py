@@ -35,7 +35,10 @@ def cannot_be_read(source: Sequence[str], number: int, error: Exception) -> str:
 
 
 def read_value(node: ast.expr) -> Any:
-    """The value of an argument. Raises Unreadable for what depends on the rank in any other way than affinely."""
+    """Return the value of an argument.
+
+    Raises Unreadable for what depends on the rank in any other way than affinely.
+    """
     match node:
         case ast.Constant(value=value):
             return _bounded(node, value)
@@ -114,14 +117,14 @@ def _call(node: ast.Call) -> Any:
 
 
 def _bounded(node: ast.expr, value: Any) -> Any:
-    """The value, if it is no whole number of more bits than those that torch calculates with."""
+    """Return the value, if it is no whole number of more bits than those that torch calculates with."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         raise Unreadable(node, "a whole number has more than 64 bits")
     return value
 
 
 def _is_state(state: Any) -> bool:
-    """Whether its numbers are such: the runtime counts dims from 0, and cuts by sections or by an outer size."""
+    """Return whether the numbers of a state are valid: dims from 0, and cuts either by sections or by an outer."""
     if isinstance(state, Partial):
         return state.reduction in ("sum", "max")
     if not isinstance(state, Sharded):
@@ -133,7 +136,7 @@ def _is_state(state: Any) -> bool:
 
 
 def _of_numbers(node: ast.expr, op: ast.operator, left: Any, right: Any) -> int | float:
-    """A difference or a quotient of two plain numbers."""
+    """Return a difference or a quotient of two plain numbers."""
     if type(left) in (int, float) and type(right) in (int, float) and (isinstance(op, ast.Sub) or right != 0):
         difference: int | float = left - right if isinstance(op, ast.Sub) else left / right
         _bounded(node, difference)

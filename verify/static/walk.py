@@ -1,4 +1,4 @@
-"""Interprets the lines of a function of a stage, one after another, over what its variables hold.
+"""Type the lines of a function of a stage, one after another.
 
 A line that is no operation of the model may still be harmless: one that only moves elements back to where they were
 makes the tensor that it started from, and one that nothing reads changes nothing, if it cannot fail and has no effect.
@@ -44,8 +44,11 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """The result of a line that is no operation of the model, has no effect and cannot fail: wrong as soon as anything
-    else reads it. `noted`: what is wrong then. `local`: tensors of the ranks' shapes, without values."""
+    """The result of a line that is no operation of the model, has no effect and cannot fail.
+
+    It is wrong as soon as anything else reads it; `noted` is what is wrong then. `local`: tensors of the ranks' shapes,
+    without values.
+    """
 
     noted: Noted
     local: Locals
@@ -64,7 +67,7 @@ Scope = dict[Variable, Known]
 
 @dataclass
 class Reading:
-    """What is found out about one stage."""
+    """The results of typing one stage."""
 
     stage: StageText
     axes: Axes
@@ -83,8 +86,10 @@ class Reading:
 
 @dataclass
 class Walk:
-    """One function, or one that is recomputed, read from top to bottom. `moved`: how variables were made that are other
-    views of a tensor."""
+    """One function, or one that is recomputed, read from top to bottom.
+
+    `moved`: how variables were made that are other views of a tensor.
+    """
 
     reading: Reading
     graph: Graph
@@ -108,7 +113,7 @@ class Walk:
                     self._recomputed(statement)
 
     def read(self, number: int, variable: Variable) -> Held | None:
-        """What a tensor holds that is used. Notes what is wrong with it."""
+        """Return the type of a tensor that is used, and note what is wrong with it."""
         known = self._known(number, variable)
         match known:
             case Absent():
@@ -205,7 +210,7 @@ class Walk:
             self._assign(target, item)
 
     def _computed_on_pieces(self, line: Line, held: dict[Variable, Held]) -> None:
-        """The same, in whatever layouts the operands may be said to be. Raises the Mistake under the first ones."""
+        """Type the line under all layouts that the operands may have. Raises the Mistake under the first ones."""
         first: Mistake | None = None
         for layouts in islice(product(*map(self._layouts, held.values())), _MANY):
             same = {v: replace(h, layout=layout) for (v, h), layout in zip(held.items(), layouts, strict=True)}
@@ -223,7 +228,7 @@ class Walk:
         return equal_layouts(held.layout, uniform, self.reading.axes.sizes)
 
     def _computed(self, line: Line, held: dict[Variable, Held]) -> None:
-        """A conversion, or an operation of the model. Raises Mistake."""
+        """Type a conversion, or an operation of the model. Raises Mistake."""
         if line.is_conversion:
             if not held or len(line.targets) != 1 or line.sequence:
                 raise Mistake("program_unreadable", f"`{line.text}` converts nothing into one variable")
@@ -255,7 +260,7 @@ class Walk:
         return Move(result, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
 
     def _untyped(self, line: Line, knowns: dict[Variable, Known], noted: Noted) -> None:
-        """A line that is no operation of the model."""
+        """Handle a line that is no operation of the model."""
         if line.is_conversion or len(line.targets) != 1 or line.sequence:
             self.reading.mistakes.append(noted)
             for target in line.targets:
@@ -280,7 +285,7 @@ class Walk:
         self._assign(line.targets[0], Idle(noted, result), move)
 
     def _wrong_before(self, line: Line, noted: Noted) -> None:
-        """A line reads what was idle until here."""
+        """Note that a line reads the result of an idle line."""
         for variable in variables(line.kwargs):
             self.read(line.number, variable)
         for target in line.targets:

@@ -1,4 +1,4 @@
-"""What can be said of a command line without a model is said before torch is imported, which takes seconds."""
+"""Mistakes of a command line that need no model are reported before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 

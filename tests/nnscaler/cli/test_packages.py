@@ -57,7 +57,7 @@ def write(folder: Path, **files: str) -> None:
 
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
-    """What loading leaves in the process is taken out of it."""
+    """Remove from the process, after the test, everything that loading leaves in it."""
     modules, path, finders = set(sys.modules), list(sys.path), list(sys.meta_path)
     yield
     for name in set(sys.modules) - modules:

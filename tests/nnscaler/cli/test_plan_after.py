@@ -1,4 +1,4 @@
-"""What `nnscaler plan` does with a plan that was found: replay, comparison, the page; and --specialise."""
+"""The steps of `nnscaler plan` after a plan was found: replay, comparison, the page; and --specialise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user's own code does: it prints, it raises, its policy is wrong."""
+"""Behaviour of the user's own code: it prints, it raises, its policy is wrong."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def conversions(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Layout]:
 
 
 def held(states: runtime_layout.States, mesh: DeviceMesh, seed: int) -> list[Tensor]:
-    """What every rank of the mesh holds of a random value."""
+    """Return each rank's piece of a random value, for every rank of the mesh."""
     sizes = {a.name: a.size for a in mesh.axes}
     summed = [name for name in sizes if isinstance(states.get(name), runtime_layout.Partial)]
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What is stored where, what is converted, and what is sent."""
+"""Materialised communication: where tensors are stored, and which are converted and sent."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def traced(layers: int) -> tuple[Graph, dict[str, Signature]]:
 
 
 def cost(graph: Graph, known: dict[str, Signature], parts: int, chosen: dict[str, Choice]) -> int | None:
-    """What these choices cost, one operation after the other; None where they cannot be made."""
+    """Return the cost of these choices, made one operation after the other; None where they cannot be made."""
     live: dict[str, Versions | None] = {}
     total = 0
     for op in graph.operations:

@@ -22,7 +22,7 @@ def integers(*shape: int, seed: int) -> Tensor:
 
 
 def held(state: State, shape: tuple[int, ...], parts: int, seed: int) -> list[Tensor]:
-    """What each rank holds of a random value in this state."""
+    """Return each rank's piece of a random value in this state."""
     if isinstance(state, Partial):
         return [integers(*shape, seed=seed + r) for r in range(parts)]
     return [shard(integers(*shape, seed=seed), {"a": state}, {"a": parts}, {"a": r}) for r in range(parts)]

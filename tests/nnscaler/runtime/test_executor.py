@@ -125,7 +125,7 @@ def test_data_and_tensor_parallel(run, role: Role) -> None:
 
 
 def test_prepare_is_at_the_first_micro_batch_in_every_step(run, role: Role) -> None:
-    """What it computes is the same in every step: it knows nothing of the micro-batch that ran last."""
+    """`prepare` computes the same in every step: it knows nothing of the micro-batch that ran last."""
     places: list[int] = []
 
     class Noting(Megatron):

@@ -1,4 +1,4 @@
-"""What the executor does beside forward and backward: buffers, precision, dropout, observation, and its errors."""
+"""The executor beside forward and backward: buffers, precision, dropout, observation, and its errors."""
 # ruff: noqa: RUF012 - stages are written here as generated text writes them
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def running(*programs: str) -> Iterator[list[int]]:
 
 
 def watched(process: int, seconds: float) -> tuple[float, float]:
-    """What the clock on the wall and the fair one say, after so long."""
+    """Wait that long; return the seconds on the wall clock and on the fair one."""
     begin, clock = time.monotonic(), FairClock(process)
     while time.monotonic() - begin < seconds:
         time.sleep(LEAST)
@@ -57,7 +57,7 @@ def test_it_stands_while_others_have_the_processors(program: str) -> None:
 
 
 def test_it_runs_while_nobody_wants_a_processor() -> None:
-    """What hangs runs into its limit, on any machine."""
+    """A process that hangs runs into its limit, on any machine."""
     with running(SLEEP) as (process,):
         time.sleep(1.0)
         wall, fair = watched(process, 1.0)

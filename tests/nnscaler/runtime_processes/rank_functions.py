@@ -1,4 +1,4 @@
-"""What the ranks of the tests run. Loaded by path in each rank's process."""
+"""The functions that the ranks of the tests run. Loaded by path in each rank's process."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from nnscaler.runtime.launcher import ForkServer, launch
 
 
 def is_alive(process: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

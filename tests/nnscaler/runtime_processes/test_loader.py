@@ -19,7 +19,7 @@ from nnscaler.runtime.user_imports import own_names
 
 @pytest.fixture(autouse=True)
 def unchanged_import_system() -> Iterator[None]:
-    """What a test loads is forgotten after it."""
+    """Forget, after the test, everything that it loads."""
     path, finders, modules = list(sys.path), list(sys.meta_path), set(sys.modules)
     yield
     sys.path[:], sys.meta_path[:] = path, finders

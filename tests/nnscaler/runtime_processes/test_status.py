@@ -1,4 +1,4 @@
-"""What a rank reports is what the launcher reads."""
+"""The launcher reads exactly what a rank reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be traced is said in a few words, at the user's line; what is traced wrong is caught."""
+"""Code that cannot be traced is reported in a few words, at the user's line; code that is traced wrong is caught."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_branch_of_the_sample_is_taken_when_asked_for() -> None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """What no shim hides: code that asks for this does something else under export."""
+    """Return what no shim hides: code that asks for this does something else under export."""
     return isinstance(x, FakeTensor)
 
 

@@ -102,7 +102,7 @@ BESIDE: list[Tensor] = []
 
 
 class WorksBeside(nn.Module):
-    """What a program that still runs in another thread does while a model is traced."""
+    """A program that still runs in another thread while a model is traced."""
 
     def __init__(self) -> None:
         super().__init__()

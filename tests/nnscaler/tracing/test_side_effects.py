@@ -1,4 +1,4 @@
-"""What export drops without a word: hooks on gradients, and Python attributes that forward changes."""
+"""Side effects that export drops without a word: hooks on gradients, and Python attributes that forward changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user gives to `trace`: modules, inputs, losses; and what becomes of parameters, regions and places."""
+"""The inputs of `trace` (modules, inputs, losses), and what becomes of parameters, regions and places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the derivative of an operator keeps."""
+"""The tensors that the derivative of an operator keeps."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _plain(rule: Rule, w: Whole) -> Rule:
 
 
 def _can_add(t: torch.Tensor) -> bool:
-    """Whether partial sums of such a tensor mean anything: `P!` marks those that do not."""
+    """Return whether partial sums of such a tensor mean anything: `P!` marks those that do not."""
     return t.dtype != torch.bool
 
 

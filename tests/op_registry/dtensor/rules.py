@@ -1,4 +1,4 @@
-"""What torch's DTensor allows: of a call, which placements of the inputs on one mesh axis give which of the outputs.
+"""The rules of torch's DTensor: of a call, which placements of the inputs on one mesh axis give which of the outputs.
 
 A call is run once to see the operators that the dispatcher meets below composite ones; DTensor has a table of rules for
 each, and the rules of a chain are those of its links, joined on the tensors between them.
@@ -158,7 +158,7 @@ def _join(
 
 
 def _real(placements: Sequence[str], shapes: Sequence[torch.Size]) -> bool:
-    """Whether every shard is of a dim that there is, with more than one entry."""
+    """Return whether every shard is of an existing dim with more than one entry."""
     return all(
         not p.startswith("S(") or (int(p[2:-1]) < len(shape) and shape[int(p[2:-1])] > 1)
         for p, shape in zip(placements, shapes, strict=True)

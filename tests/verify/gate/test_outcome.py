@@ -1,4 +1,4 @@
-"""What is known does not fail a gate; everything else that is wrong does."""
+"""Known findings do not fail a gate; everything else that is wrong does."""
 
 from __future__ import annotations
 

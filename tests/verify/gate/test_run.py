@@ -30,7 +30,7 @@ BUDGET = 60.0
 
 
 def behave(item: Item, phase: Phase, note: Note) -> tuple[Report, bool]:
-    """What an item does is in its name."""
+    """Behave as the item's name says."""
     note(f"being {item.name}")
     word = item.name.rstrip("0123456789")
     if word == "segfault":

@@ -1,4 +1,4 @@
-"""What users copy from `ci/` is what GitHub, GitLab and pre-commit take."""
+"""The templates that users copy from `ci/` are valid for GitHub, GitLab and pre-commit."""
 
 from __future__ import annotations
 

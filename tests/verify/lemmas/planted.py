@@ -1,4 +1,4 @@
-"""What the tests of lemmas share: obligations made by hand, and of compiled examples."""
+"""Helpers of the lemmas' tests: obligations made by hand, and of compiled examples."""
 
 from __future__ import annotations
 

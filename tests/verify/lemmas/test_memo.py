@@ -1,4 +1,4 @@
-"""What has passed is not looked at again; what has not passed is."""
+"""A lemma that has passed is not tried again; one that has not passed is."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_two_hooks_of_one_factory_are_two_entries(tmp_path: Path) -> None:
 
 
 class Stopped(Exception):
-    """What ends a run in the middle of it."""
+    """Ends a run in the middle of it."""
 
 
 @pytest.mark.parametrize("how", ["interrupt", "limit"])

@@ -123,8 +123,12 @@ def programs(folder: Path) -> dict[str, Callable[[], Bench]]:
 
 @dataclass(frozen=True)
 class Score:
-    """Whether the first finding names an edited line, and the mechanism. `edited`: how many of the edited lines any
-    finding names, of how many."""
+    """The score of a localisation.
+
+    line      the first finding names an edited line
+    cause     the first finding names the mechanism
+    edited    number of edited lines that some finding names, and number of edited lines
+    """
 
     line: bool
     cause: bool

@@ -69,7 +69,7 @@ def test_two_at_once(get: Get, one: str, other: str, tmp_path: Path) -> None:
 
 
 def test_the_plain_run_names_the_first_alone(get: Get, tmp_path: Path) -> None:
-    """What teaching adds: two independent errors are one in a plain run."""
+    """Without teaching, two independent errors are one: a plain run names only the first."""
     by_name = {bug.name: bug for bug in EVERY}
     bugs = [by_name["all_reduce missing"], by_name["another function"]]
     found = score(get("sharded"), bugs, tmp_path / "program", first_divergent.localise)

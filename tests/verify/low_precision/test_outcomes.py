@@ -160,7 +160,7 @@ def test_a_model_that_overflows_is_inconclusive_and_not_a_pass(tmp_path: Path) -
 
 
 class Islands(nn.Module):
-    """What needs more range than float16 has is done in float32."""
+    """A model that computes in float32 where it needs more range than float16 has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an annotation claims is tested, whatever the samples list; what no sample exercises is INCONCLUSIVE."""
+"""Every claim of an annotation is tested, whatever the samples list; one that no sample exercises is INCONCLUSIVE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of proofs share: a function and its annotation, proved on one call."""
+"""Helpers of the proofs' tests: a function and its annotation, proved on one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proved of functions that users write."""
+"""Proofs of functions that users write."""
 
 from __future__ import annotations
 

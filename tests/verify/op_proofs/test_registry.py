@@ -1,4 +1,4 @@
-"""What is proved of the built-in operators: nearly all, and the others say why."""
+"""Proofs of the built-in operators: nearly all are proved, and the others say why not."""
 
 from __future__ import annotations
 

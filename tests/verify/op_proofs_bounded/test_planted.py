@@ -1,4 +1,4 @@
-"""What is wrong is never proved, and comes with values on which it is wrong."""
+"""A wrong operator is never proved, and comes with values on which it is wrong."""
 
 from __future__ import annotations
 

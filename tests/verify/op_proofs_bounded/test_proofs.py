@@ -1,4 +1,4 @@
-"""What is right is proved: operators whose call is rewritten for each rank, and index arithmetic."""
+"""Right operators are proved: those whose call is rewritten for each rank, and index arithmetic."""
 
 from __future__ import annotations
 

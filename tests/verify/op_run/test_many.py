@@ -166,7 +166,7 @@ def test_the_worst_report_counts(verdicts: list[Verdict], code: int) -> None:
 
 
 def blocked(reason: str) -> str:
-    """What a check's detail says of a proof that was not found."""
+    """Return the detail of a check whose proof was not found."""
     return f"not proved for all sizes: {reason}"
 
 

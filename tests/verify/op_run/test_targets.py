@@ -1,4 +1,4 @@
-"""What can be named: files, functions, modules, registered names, patterns, operators of torch; and near misses."""
+"""Targets by name: files, functions, modules, registered names, patterns, operators of torch; and near misses."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def states_of(shape: Sequence[int], parts: int) -> Iterator[Sharded]:
 
 
 def choices_of(graph: Graph, signature: Signature, parts: int) -> list[Choice]:
-    """What L0 can find, whatever the operands hold."""
+    """Return the choices that L0 can find, whatever the operands hold."""
     found: dict[Choice, None] = {}
     told = Told((1, 2, 3))
     shapes = [graph.tensors[name].shape for name in graph.operations[0].inputs]
@@ -107,7 +107,7 @@ def positions(size: int, state: Sharded, parts: int, rank: int) -> list[int]:
 
 
 def spread(t: Tensor, state: State, parts: int) -> list[Tensor]:
-    """What each rank has of a tensor in this state."""
+    """Return each rank's piece of a tensor in this state."""
     if isinstance(state, Sharded):
         cuts = [torch.tensor(positions(t.shape[state.dim], state, parts, r)) for r in range(parts)]
         return [t.index_select(state.dim, cut) for cut in cuts]

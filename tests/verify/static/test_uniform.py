@@ -112,7 +112,7 @@ OTHERS: dict[str, Value] = {
 
 
 def value_dims(graph: Graph) -> bool:
-    """Whether the value that the input is multiplied by is uniform along the rows."""
+    """Return whether the value that the input is multiplied by is uniform along the rows."""
     known = uniform_dims(graph, signatures(graph))
     last = next(op for op in reversed(graph.operations) if op.operator == "aten.mul.Tensor")
     return 0 in known.get(last.inputs[1], ())

@@ -56,12 +56,12 @@ class Numbers:
         return number(a) * number(b)
 
     def divide(self, a: Element, b: Element) -> Element:
-        """The real quotient. Raises ZeroDivisionError on numbers."""
+        """Return the real quotient. Raises ZeroDivisionError on numbers."""
         a, b = number(a), number(b)
         return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a) / Fraction(b)
 
     def floor_divide(self, a: Element, b: int) -> Element:
-        """The quotient of integers, rounded down; `b` is positive."""
+        """Return the quotient of integers, rounded down; `b` is positive."""
         return number(a) // b
 
     def equal(self, a: Element, b: Element) -> Element:
@@ -74,32 +74,35 @@ class Numbers:
         return bool(a) and bool(b)
 
     def opposite(self, a: Element) -> Element:
-        """Not `a`."""
+        """Return not `a`."""
         return not a
 
     def where(self, condition: Element, a: Element, b: Element) -> Element:
         return a if condition else b
 
     def function(self, name: str, a: Element) -> Element:
-        """One of FUNCTIONS. Raises ValueError or OverflowError on numbers outside its domain."""
+        """Apply one of FUNCTIONS. Raises ValueError or OverflowError on numbers outside its domain."""
         return FUNCTIONS[name](float(number(a)))
 
     def floor(self, a: Element) -> Element:
-        """The greatest integer below, as a float."""
+        """Return the greatest integer below, as a float."""
         return Fraction(math.floor(number(a)))
 
     def power(self, a: Element, b: Element) -> Element:
-        """A power that is none of those that `raised` writes out."""
+        """Return a power that is none of those that `raised` writes out."""
         return float(number(a)) ** float(number(b))
 
     def require(self, condition: Element, what: str) -> None:
-        """Something that the operator checks. Raises Unmet on numbers that do not fulfil it."""
+        """Require a condition that the operator checks. Raises Unmet on numbers that do not fulfil it."""
         if not condition:
             raise Unmet(what)
 
     def named(self, a: Element) -> Element:
-        """The same element. Symbolic ones become one symbol with a definition: where the whole and the shards compute
-        the same intermediate values, nothing is gained by writing them out."""
+        """Return the same element.
+
+        Symbolic ones become one symbol with a definition: where the whole and the shards compute the same intermediate
+        values, nothing is gained by writing them out.
+        """
         return a
 
     # What follows is written with the above.
@@ -135,7 +138,7 @@ class Numbers:
         return self.divide(1, a)
 
     def raised(self, a: Element, exponent: Element) -> Element:
-        """`a` to a power: small whole powers and square roots are written out."""
+        """Return `a` to a power: small whole powers and square roots are written out."""
         if isinstance(exponent, bool | int | float | Fraction) and 2 * exponent == int(2 * exponent):
             whole, half = divmod(int(2 * exponent), 2)
             if 0 <= whole <= 6 or (-3 <= whole < 0):
@@ -145,7 +148,7 @@ class Numbers:
         return self.power(a, exponent)
 
     def cast(self, a: Element, kind: Kind) -> Element:
-        """As an element of a tensor of this kind. Raises Unsupported for a float that is made an integer."""
+        """Convert to an element of a tensor of this kind. Raises Unsupported for a float that is made an integer."""
         have = self.kind(a)
         if have == kind:
             return a
@@ -156,24 +159,27 @@ class Numbers:
         return number(a) if kind == "int" else Fraction(number(a))
 
     def truncated(self, a: Element) -> Element:
-        """A float as an integer, rounded towards 0."""
+        """Return a float as an integer, rounded towards 0."""
         return int(a)
 
     def same(self, a: Element, b: Element) -> bool:
-        """Whether two elements are equal beyond doubt."""
+        """Return whether two elements are certainly equal."""
         return a is b or (not self.symbolic(a) and not self.symbolic(b) and bool(a == b))
 
     def kind(self, a: Element) -> Kind:
-        """The kind of an element."""
+        """Return the kind of an element."""
         return kind_of(a)
 
     def symbolic(self, a: Element) -> bool:
-        """Whether the element is not a number."""
+        """Return whether the element is not a number."""
         return False
 
 
 def number(a: Element) -> Element:
-    """A boolean as 0 or 1. Raises Unsupported for an element that nothing was written to, for infinity and NaN."""
+    """Return a boolean as 0 or 1.
+
+    Raises Unsupported for an element that nothing was written to, for infinity and NaN.
+    """
     if a is None:
         raise Unsupported("it reads memory that was never written")
     if isinstance(a, bool):
@@ -184,21 +190,21 @@ def number(a: Element) -> Element:
 
 
 def kind_of(a: Element) -> Kind:
-    """The kind of a number."""
+    """Return the kind of a number."""
     if a is None:
         raise Unsupported("it reads memory that was never written")
     return "bool" if isinstance(a, bool) else "int" if isinstance(a, int) else "float"
 
 
 def literal(value: Any) -> Element:
-    """A Python number as an element: floats become exact fractions. Raises Unsupported for infinity and NaN."""
+    """Return a Python number as an element: floats become exact fractions. Raises Unsupported for infinity and NaN."""
     if isinstance(value, float):
         return Fraction(number(value))
     return value
 
 
 def kind_of_dtype(dtype: str) -> Kind:
-    """The kind of elements in a tensor of this dtype."""
+    """Return the kind of elements in a tensor of this dtype."""
     if dtype == "bool":
         return "bool"
     return "int" if dtype.startswith(("int", "uint")) else "float"

@@ -33,7 +33,10 @@ class Traced:
 
 
 def trace_whole(spec: OperatorSpec, call: Call, concrete: ConcreteCall) -> Traced:
-    """Raises Unsupported, and whatever the operator raises. Inputs that never have a gradient ask for none."""
+    """Trace the whole operator. Inputs that never have a gradient ask for none.
+
+    Raises Unsupported, and whatever the operator raises.
+    """
     blanks = tuple(
         Blank(t.shape, _dtype(t), t.dtype.startswith("float") and t.index not in concrete.constants)
         for t in call.tensors()
@@ -47,7 +50,7 @@ def trace_whole(spec: OperatorSpec, call: Call, concrete: ConcreteCall) -> Trace
 def trace_ranks(
     traced: Traced, choice: Choice, parts: int, states_in: Sequence[State], states_out: Sequence[State]
 ) -> tuple[list[Trace], bool]:
-    """What each rank does, and whether its call depends on the rank.
+    """Trace the call of each rank; return the traces, and whether they depend on the rank.
 
     Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises.
     """
@@ -69,7 +72,7 @@ def trace_ranks(
 
 
 def depends_on_rank(value: Any) -> bool:
-    """Whether an argument is computed from the rank's coordinates."""
+    """Return whether an argument is computed from the rank's coordinates."""
     if isinstance(value, list | tuple):
         return any(depends_on_rank(item) for item in value)
     return isinstance(value, Expression)
@@ -80,7 +83,10 @@ def _record(spec: OperatorSpec, call: Call, blanks: Sequence[Blank], coordinates
 
 
 def _dtype(tensor: TensorArgument) -> str:
-    """Floating numbers are computed in float64: dtypes are no part of a proof in real numbers."""
+    """Return the dtype of the trace.
+
+    Floating numbers are computed in float64: a proof in real numbers has no dtypes.
+    """
     return "float64" if tensor.dtype.startswith(("float", "bfloat")) else tensor.dtype
 
 

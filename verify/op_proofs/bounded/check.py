@@ -24,8 +24,12 @@ _CLOSE = 1e-9  # numbers that went through exp and the like
 
 @dataclass(frozen=True)
 class Outcome:
-    """`gradients`: "computed", "by theorem" or "none". `depends_on_rank`: the rewritten call does. `constant`: no
-    output depends on an input, so that little is proved."""
+    """The result of checking one choice.
+
+    gradients        "computed", "by theorem" or "none"
+    depends_on_rank  the rewritten call does
+    constant         no output depends on an input, so that little is proved
+    """
 
     proved: bool
     reason: str = ""
@@ -36,7 +40,7 @@ class Outcome:
 
 
 def check(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work) -> Outcome:
-    """Raises Unsupported, `op_registry.spec.Refusal`, and whatever the operator raises on a shard."""
+    """Check one choice. Raises Unsupported, `op_registry.spec.Refusal`, and whatever the operator raises on a shard."""
     problem = make_problem(traced, choice, parts)
     terms = Terms(work)
     found = claims(problem, terms, terms.symbol)
@@ -59,7 +63,7 @@ def check(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work
 
 
 def _refused(problem: Problem, what: str, verdict: Verdict) -> Outcome:
-    """Where the solver does not know, random values may."""
+    """Search for a counter-example at random where the solver does not know."""
     example = confirm(problem, verdict.model or {})
     if example is not None:
         return Outcome(False, f"{what}: differs", example)
@@ -69,7 +73,10 @@ def _refused(problem: Problem, what: str, verdict: Verdict) -> Outcome:
 
 
 def confirm(problem: Problem, model: Mapping[str, Element]) -> Mapping[str, str] | None:
-    """Values on which the shards really do not make up the whole: the solver's, or random ones. None if none do."""
+    """Return values on which the shards really do not make up the whole: the solver's, or random ones.
+
+    None if none do.
+    """
     for draw in range(-1, DRAWS):
         symbol = _chosen(model) if draw < 0 else _drawn(random.Random(draw), problem, positive=draw % 2 == 1)
         try:
@@ -84,7 +91,7 @@ def confirm(problem: Problem, model: Mapping[str, Element]) -> Mapping[str, str]
 
 
 def _chosen(model: Mapping[str, Element]) -> Symbol:
-    """The solver's values; whatever it leaves open is 0."""
+    """Return the solver's values; whatever it leaves open is 0."""
 
     def symbol(name: str, kind: Kind) -> Element:
         return Numbers().cast(model.get(name, 0), kind)
@@ -93,8 +100,10 @@ def _chosen(model: Mapping[str, Element]) -> Symbol:
 
 
 def _drawn(generator: random.Random, problem: Problem, positive: bool) -> Symbol:
-    """Small numbers; an element's value is drawn when it is first asked for. `positive`: between 0 and 1, where
-    logarithms are defined."""
+    """Draw small numbers, each when it is first asked for.
+
+    `positive`: between 0 and 1, where logarithms are defined.
+    """
     largest = max((size for p in problem.traced.trace.inputs for size in p.shape), default=2)
     draw: dict[Kind, Callable[[], Element]] = {
         "bool": lambda: generator.random() < 0.5,
@@ -121,7 +130,7 @@ def _difference(found: Claims) -> Mapping[str, str] | None:
 
 
 def _shown(problem: Problem, symbol: Symbol) -> dict[str, str]:
-    """The inputs of the whole operator."""
+    """Return the inputs of the whole operator."""
     shown: dict[str, str] = {}
     for i, (place, state) in enumerate(zip(problem.traced.trace.inputs, problem.states_in, strict=True)):
         kind = kind_of_dtype(place.dtype)

@@ -1,4 +1,4 @@
-"""What has to be equal for one choice in so many parts: built once on symbols to be proved, and again on numbers to
+"""Build the equations that a choice requires in a number of parts: on symbols, to prove them, and on numbers, to
 confirm a counter-example."""
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ class Problem:
 
 @dataclass
 class Claims:
-    """`equal`: (what it is, pairs that must be equal). `assumed` of the whole, `required` of the shards: conditions.
+    """The equations of one choice.
 
-    `gradients`: "computed", "by theorem" or "none".
+    equal      (description, pairs of elements that must be equal)
+    assumed    conditions under which the whole runs
+    required   conditions under which the shards run
+    gradients  "computed", "by theorem" or "none"
     """
 
     equal: list[tuple[str, Pairs]] = field(default_factory=list)
@@ -56,7 +59,7 @@ class ShardRaises(Exception):
 
 
 def make_problem(traced: Traced, choice: Choice, parts: int) -> Problem:
-    """Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises on a shard."""
+    """Make the problem. Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises on a shard."""
     states_in = input_states(traced.signature, choice)
     states_out = output_states(traced.signature, choice, len(traced.call.outputs))
     ranks, dependent = trace_ranks(traced, choice, parts, states_in, states_out)
@@ -66,7 +69,7 @@ def make_problem(traced: Traced, choice: Choice, parts: int) -> Problem:
 
 
 def claims(problem: Problem, algebra: Numbers, symbol: Symbol) -> Claims:
-    """Raises Unsupported; on numbers also Unmet for those on which the whole raises, and ShardRaises."""
+    """Build the equations. Raises Unsupported; on numbers also Unmet where the whole raises, and ShardRaises."""
     trace, parts = problem.traced.trace, len(problem.ranks)
     inputs = [
         spread(algebra, symbol, f"input {i}", kind_of_dtype(p.dtype), p.shape, s, parts)
@@ -138,7 +141,7 @@ def _claim(
     local: Problem | None = None,
     at: int = 0,
 ) -> None:
-    """Adds the equations of one tensor. A gradient that is not there is zero."""
+    """Add the equations of one tensor. A gradient that is not there is zero."""
     if whole is None and all(r is None for r in ranks):
         return
     if place is None or (local is None and any(r is None for r in ranks)):
@@ -153,7 +156,7 @@ def _claim(
 
 
 def _refuse_theorem(problem: Problem, reason: str) -> None:
-    """Raises Unsupported where equal forward passes need not have equal gradients."""
+    """Raise Unsupported where equal forward passes need not have equal gradients."""
     for trace in (problem.traced.trace, *problem.ranks):
         if trace.untrue:
             raise Unsupported(f"{trace.untrue}, and in the backward pass {reason}")

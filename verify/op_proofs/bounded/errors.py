@@ -1,4 +1,4 @@
-"""Why something is not proved."""
+"""Exceptions that say why something is not proved."""
 
 from __future__ import annotations
 

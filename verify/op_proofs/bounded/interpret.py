@@ -1,4 +1,4 @@
-"""Running a trace on elements instead of tensors.
+"""Run a trace on elements instead of tensors.
 
 Every storage is a list of elements, and every tensor a way of looking at one: views and writes through views come out
 right by construction, and only what makes new values needs semantics (`semantics.py`).
@@ -24,7 +24,12 @@ from verify.op_proofs.bounded.trace import Place, Step, Trace
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What a trace computed; None where there is no tensor. `unexpressed`: why gradients are missing, or empty."""
+    """The results of a trace.
+
+    outputs      one per output; None where there is no tensor
+    gradients    one per input; None where there is none
+    unexpressed  why gradients are missing; empty if they are not
+    """
 
     outputs: tuple[Array | None, ...]
     gradients: tuple[Array | None, ...]
@@ -38,7 +43,7 @@ def interpret(
     cotangents: Sequence[Array | None] = (),
     backward: bool = True,
 ) -> Values:
-    """The outputs and, if `backward`, every input's gradient. `inputs` and `cotangents` have the places' shapes.
+    """Return the outputs and, if `backward`, every input's gradient. `inputs` and `cotangents` have the places' shapes.
 
     Raises Unsupported for an operator of the forward pass that has no semantics; for one of the backward pass it says
     so in the result.
@@ -85,7 +90,7 @@ class _Memory:
         return self._storage(place.storage)[at.reshape(-1)].reshape(place.shape)
 
     def write(self, place: Place, array: Array) -> None:
-        """Raises Unsupported if the array's shape is not the tensor's."""
+        """Write an array to a tensor. Raises Unsupported if the array's shape is not the tensor's."""
         if array.shape != place.shape:
             raise Unsupported(f"its semantics here give shape {array.shape}, torch {place.shape}")
         kind = kind_of_dtype(place.dtype)
@@ -97,7 +102,7 @@ class _Memory:
 
 @lru_cache(maxsize=4096)
 def positions(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> NDArray[np.int64]:
-    """Where in its storage each element of a tensor lies."""
+    """Return the place in its storage of each element of a tensor."""
     if not prod(shape):
         return np.zeros(shape, dtype=np.int64)
     found = np.full(shape, offset, dtype=np.int64)
@@ -128,7 +133,7 @@ def _run(step: Step, memory: _Memory, algebra: Numbers) -> None:
 
 
 def functional_name(operator: str) -> str:
-    """`aten.add.Tensor` of `aten.add_.Tensor`."""
+    """Return `aten.add.Tensor` for `aten.add_.Tensor`."""
     namespace, name, overload = operator.split(".")
     return f"{namespace}.{name.removesuffix('_')}.{overload}"
 

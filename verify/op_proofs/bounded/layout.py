@@ -33,7 +33,7 @@ class Spread:
 
 
 def held(state: State, parts: int, shape: Sequence[int]) -> list[Array] | None:
-    """For each rank, the places (row-major) of a whole tensor that it holds; None if it holds all of them."""
+    """Return for each rank, the places (row-major) of a whole tensor that it holds; None if it holds all of them."""
     if not isinstance(state, Sharded):
         return None
     (cut,) = lay_of([state], [parts]).held
@@ -43,7 +43,7 @@ def held(state: State, parts: int, shape: Sequence[int]) -> list[Array] | None:
 
 
 def local_shape(state: State, parts: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what a rank holds."""
+    """Return the shape of what a rank holds."""
     places = held(state, parts, shape)
     return tuple(shape) if places is None else tuple(places[0].shape)
 
@@ -51,7 +51,7 @@ def local_shape(state: State, parts: int, shape: Sequence[int]) -> tuple[int, ..
 def spread(
     algebra: Numbers, symbol: Symbol, name: str, kind: Kind, shape: Sequence[int], state: State, parts: int
 ) -> Spread:
-    """Values of a tensor that lies like this. A partial sum has values of its own on every rank."""
+    """Make values of a tensor in this state. A partial sum has values of its own on every rank."""
 
     def symbols(prefix: str) -> Array:
         return array([symbol(f"{prefix}[{i}]", kind) for i in range(prod(shape))], shape)
@@ -64,7 +64,7 @@ def spread(
 
 
 def cut(whole: Array, state: State, parts: int) -> list[Array]:
-    """What each rank holds of a value that is no partial sum."""
+    """Return the piece of each rank of a value that is not a partial sum."""
     places = held(state, parts, whole.shape)
     if places is None:
         return [whole] * parts
@@ -72,13 +72,13 @@ def cut(whole: Array, state: State, parts: int) -> list[Array]:
 
 
 def added(algebra: Numbers, arrays: Sequence[Array]) -> Array:
-    """The sum of arrays of one shape."""
+    """Return the sum of arrays of one shape."""
     columns = zip(*(a.reshape(-1) for a in arrays), strict=True)
     return array([algebra.sum(column) for column in columns], arrays[0].shape)
 
 
 def equations(algebra: Numbers, whole: Array, ranks: Sequence[Array], state: State) -> Pairs | None:
-    """Pairs that must be equal for the ranks to make up the whole; None where a shape is wrong."""
+    """Return the pairs that must be equal for the ranks to make up the whole; None where a shape is wrong."""
     shape = local_shape(state, len(ranks), whole.shape)
     if any(r.shape != shape for r in ranks):
         return None
@@ -96,12 +96,12 @@ def _pairs(a: Array, b: Array) -> Pairs:
 
 
 def gradient_state(state: State) -> State:
-    """How a tensor's gradient lies, from how its value lies."""
+    """Return the state of a tensor's gradient, from the state of its value."""
     if isinstance(state, Replicated):
         return Partial()
     return Replicated() if isinstance(state, Partial) else state
 
 
 def zeros(shape: Sequence[int]) -> Array:
-    """A gradient that is not there."""
+    """Return a gradient that is not there."""
     return np.full(tuple(shape), 0, dtype=object)

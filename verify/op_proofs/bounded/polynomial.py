@@ -41,14 +41,14 @@ class Polynomial:
 
 
 def tidy(value: Coefficient) -> Coefficient:
-    """Whole fractions as ints: faster, and one way to write each number."""
+    """Write whole fractions as ints: faster, and one way to write each number."""
     if isinstance(value, Fraction) and value.denominator == 1:
         return value.numerator
     return value
 
 
 def added(terms: Sequence[Polynomial], real: bool) -> Polynomial:
-    """The sum."""
+    """Return the sum."""
     items = dict(terms[0].items)
     for term in terms[1:]:
         for monomial, coefficient in term.items.items():
@@ -61,13 +61,13 @@ def added(terms: Sequence[Polynomial], real: bool) -> Polynomial:
 
 
 def scaled(term: Polynomial, factor: Coefficient, real: bool) -> Polynomial:
-    """A number that is not zero times a polynomial."""
+    """Return a number that is not zero times a polynomial."""
     factor = tidy(factor)
     return Polynomial({m: tidy(c * factor) for m, c in term.items.items()}, real)
 
 
 def multiplied(a: Polynomial, b: Polynomial, real: bool, indicators: AbstractSet[int]) -> Polynomial:
-    """The product; an indicator stands in a monomial once."""
+    """Return the product; an indicator stands in a monomial once."""
     items: dict[Monomial, Coefficient] = {}
     for left, x in a.items.items():
         for right, y in b.items.items():

@@ -38,10 +38,13 @@ CONTIGUOUS = 6  # the size of a split identifier: 3 shards of 2, and 2 shards of
 
 @dataclass(frozen=True, slots=True)
 class BoundedProof:
-    """`reason`: why it is not proved. `sizes`: of the identifiers in the last call that was looked at.
+    """The result of a bounded proof.
 
-    `counter_example`: a place, the values of the inputs there, and what came out, confirmed by exact arithmetic.
-    `gradients`: "computed", "by theorem" or "none".
+    reason           why it is not proved
+    sizes            of the identifiers in the last call that was examined
+    seconds          of processor time
+    counter_example  a place, the values of the inputs there, and what came out, confirmed by exact arithmetic
+    gradients        "computed", "by theorem" or "none"
     """
 
     proved: bool
@@ -60,10 +63,9 @@ def prove_bounded(
     limits: Limits | None = None,
     steps: float = STEPS,
 ) -> dict[Target, BoundedProof]:
-    """For each identifier (of `signature.bound`) and each linear set: whether splitting it is right for all values.
+    """Prove, for each identifier (of `signature.bound`) and each linear set, that splitting it is right for all values.
 
-    `concrete` is the call that `signature` was bound to. `steps`: for each target. Never raises: what
-    goes wrong is a reason.
+    `concrete` is the call that `signature` was bound to. `steps`: for each target. Never raises: a failure is a reason.
     """
     found: dict[Target, BoundedProof] = {}
     prover = _OperatorProver(spec, signature, concrete, limits or Limits())
@@ -116,8 +118,10 @@ class _OperatorProver:
     def _one(
         self, choice: Choice, parts: tuple[int, ...], sizes: dict[str, int], work: Work
     ) -> tuple[BoundedProof, bool]:
-        """One choice in all these numbers of parts, on the first small call that it can be made on; and whether the
-        rewritten call depends on the rank."""
+        """Prove one choice in all these numbers of parts, on the first small call that it can be made on.
+
+        Returns also whether the rewritten call depends on the rank.
+        """
         reason, weak = "", None
         for call in variants(self.spec, self.signature, sizes):
             traced = self._trace(call)
@@ -143,7 +147,7 @@ class _OperatorProver:
     def _all_parts(
         self, traced: Traced, choice: Choice, parts: Sequence[int], work: Work
     ) -> tuple[BoundedProof, Outcome]:
-        """The weakest outcome of all numbers of parts."""
+        """Return the weakest outcome of all numbers of parts."""
         bound = traced.signature.bound
         assert bound is not None
         found: list[Outcome] = []
@@ -159,7 +163,8 @@ class _OperatorProver:
         return BoundedProof(last.proved, last.reason, dict(bound.sizes), 0.0, last.counter_example, shown), last
 
     def _trace(self, call: Call) -> Traced | Exception:
-        """The whole operator on this call, and its annotation bound again; or why it is no call of the same kind."""
+        """Return the whole operator on this call, and its annotation bound again; or why it is no call of the same
+        kind."""
         for known, result in self.traced:
             if known == call:
                 return result
@@ -184,7 +189,7 @@ class _OperatorProver:
 
 
 def _checked(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work) -> Outcome:
-    """`check`, with the reason where it raises. Raises NoCall."""
+    """Run `check`; an exception becomes the reason. Raises NoCall."""
     try:
         return check(traced, choice, parts, limits, work)
     except NoCall:
@@ -200,7 +205,7 @@ def _emptied(old: TensorArgument | None, new: TensorArgument | None) -> bool:
 
 
 def _two_each(signature: Signature, choice: Choice, parts: Sequence[int]) -> bool:
-    """Whether every shard has two elements or more of what is split."""
+    """Return whether every shard has at least two elements of the split identifiers."""
     bound = signature.bound
     if not isinstance(choice, Split) or bound is None:
         return True

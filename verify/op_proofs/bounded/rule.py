@@ -1,4 +1,4 @@
-"""What the semantics of an operator are written with: object arrays of elements, and the arguments of one call."""
+"""Building blocks for the semantics of operators: object arrays of elements, and the arguments of one call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Given:
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where the operator has none of that name or it is None."""
+        """Return the argument, or `default` where the operator has none of that name or it is None."""
         value = self.arguments.get(name)
         return default if value is None else value
 
@@ -44,28 +44,28 @@ Rule = Callable[[Numbers, Given], Result]
 
 
 def array(items: Sequence[Element], shape: Sequence[int]) -> Array:
-    """An array of these elements, row-major."""
+    """Return an array of these elements, row-major."""
     flat = np.empty(len(items), dtype=object)
     flat[:] = list(items)
     return flat.reshape(tuple(shape))
 
 
 def filled(shape: Sequence[int], element: Element) -> Array:
-    """An array that is the same everywhere."""
+    """Return an array that is the same everywhere."""
     found = np.empty(tuple(shape), dtype=object)
     found.fill(element)
     return found
 
 
 def each(function: Callable[..., Element], *arrays: Any) -> Array:
-    """`function` of the elements, after broadcasting; numbers count as scalars."""
+    """Apply `function` to the elements, after broadcasting; numbers count as scalars."""
     full = np.broadcast_arrays(*(a if isinstance(a, np.ndarray) else filled((), a) for a in arrays))
     rows = zip(*(f.reshape(-1) for f in full), strict=True)
     return array([function(*row) for row in rows], full[0].shape)
 
 
 def lanes(x: Array, dims: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
-    """`x` with `dims` moved to the end and made one, and the shape of what is left."""
+    """Return `x` with `dims` moved to the end and made one, and the shape of what is left."""
     rest = [d for d in range(x.ndim) if d not in dims]
     moved = x.transpose([*rest, *sorted(dims)])
     left = tuple(x.shape[d] for d in rest)
@@ -73,12 +73,12 @@ def lanes(x: Array, dims: Sequence[int]) -> tuple[Array, tuple[int, ...]]:
 
 
 def whole(dim: int, ndim: int) -> int:
-    """`dim` counted from the front; a scalar counts as having one dim."""
+    """Return `dim` counted from the front; a scalar counts as having one dim."""
     return dim % max(ndim, 1)
 
 
 def whole_dims(dims: Any, ndim: int) -> tuple[int, ...]:
-    """The dims that a reduction runs over; None and an empty list mean all."""
+    """Return the dims that a reduction runs over; None and an empty list mean all."""
     if dims is None or (isinstance(dims, list) and not dims):
         return tuple(range(ndim))
     given = dims if isinstance(dims, list) else [dims]

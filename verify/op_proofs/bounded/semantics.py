@@ -33,5 +33,5 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def rule_of(operator: str) -> Rule | None:
-    """The semantics of `aten.add.Tensor`; None if there are none."""
+    """Return the semantics of `aten.add.Tensor`; None if there are none."""
     return RULES.get(operator)

@@ -19,7 +19,10 @@ from verify.op_proofs.bounded.rule import Array, Given, Rule, array, each, fille
 
 
 def cases(al: Numbers, index: Element, size: int, wraps: bool = False) -> list[Element]:
-    """For each entry of a dim of `size`, whether `index` means it. With `wraps`, -1 is the last one."""
+    """Return, for each entry of a dim of `size`, the condition that `index` means it.
+
+    With `wraps`, -1 is the last one.
+    """
     if size == 0:
         raise Unsupported("an index into a dim of size 0")
     low = -size if wraps else 0
@@ -30,7 +33,7 @@ def cases(al: Numbers, index: Element, size: int, wraps: bool = False) -> list[E
 
 
 def pick(al: Numbers, chosen: Sequence[Element], rows: Array) -> Array:
-    """The row (along the first dim) whose case holds; at most one does, and if none does it is the last one.
+    """Return the row (along the first dim) whose case holds; at most one does, and if none does it is the last one.
 
     Written as a sum of differences to the last row, which has one term per case.
     """
@@ -95,7 +98,7 @@ def _index_add(al: Numbers, given: Given) -> Array:
 
 
 def _put(rows: Array, at: int | tuple[int, ...], new: Array) -> None:
-    """`rows[at] = new`, where numpy would make an array without dims an element."""
+    """Assign `rows[at] = new`, where numpy would make an array without dims an element."""
     rows[at] = new if new.ndim else new[()]
 
 
@@ -142,7 +145,7 @@ def _gather(al: Numbers, given: Given) -> Array:
 
 
 def _along(at: tuple[int, ...], dim: int) -> tuple[int | slice, ...]:
-    """All entries along `dim` at a position of the other dims."""
+    """Return all entries along `dim` at a position of the other dims."""
     return (*at[:dim], slice(None), *at[dim + 1 :])
 
 
@@ -193,11 +196,11 @@ class _Indexed:
         self.first = self.at[0] if adjacent else 0
 
     def chosen(self, al: Numbers, at: tuple[int, ...]) -> list[list[Element]]:
-        """For each indexed dim, which entry is meant at one position of the common shape."""
+        """Return, for each indexed dim, which entry is meant at one position of the common shape."""
         return [cases(al, i[at], size, wraps=True) for i, size in zip(self.full, self.rows.shape, strict=False)]
 
     def placed(self, x: Array) -> Array:
-        """Common dims, which lead, moved to where the result has them."""
+        """Move the common dims, which lead, to where the result has them."""
         lead = list(range(len(self.common)))
         return np.moveaxis(x, lead, [self.first + d for d in lead])
 
@@ -238,7 +241,7 @@ def _index_put(al: Numbers, given: Given) -> Array:
 
 
 def _require_distinct_places(al: Numbers, indexed: _Indexed) -> None:
-    """That no two positions of the common shape mean the same entry."""
+    """Require that no two positions of the common shape mean the same entry."""
     wrapped = [
         each(lambda i, n=size: al.where(al.less(i, 0), al.add(i, n), i), full)
         for full, size in zip(indexed.full, indexed.rows.shape, strict=False)

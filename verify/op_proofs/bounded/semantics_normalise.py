@@ -17,7 +17,7 @@ Row = list[Element]
 
 
 def _along(x: Array, dim: int, function: Callable[..., Row], *others: Array) -> Array:
-    """`function` of every row along `dim`, of `x` and of the others, which have its shape."""
+    """Apply `function` to every row along `dim`, of `x` and of the others, which have its shape."""
     if x.ndim == 0:
         return array(function([x[()]], *([o[()]] for o in others)), ())
     moved = [np.moveaxis(t, whole(dim, x.ndim), -1) for t in (x, *others)]
@@ -60,7 +60,7 @@ def _log_softmax_backward(al: Numbers, given: Given) -> Array:
 
 
 def _statistics(al: Numbers, row: Row, eps: Element) -> tuple[Element, Element]:
-    """The mean, and one over the standard deviation."""
+    """Return the mean, and one over the standard deviation."""
     spread = al.add(variance_of(al, row, 0), eps)
     return al.named(mean_of(al, row)), al.reciprocal(al.function("sqrt", al.named(spread)))
 
@@ -86,7 +86,7 @@ def _scaled(al: Numbers, x: Array, weight: Array | None, bias: Array | None) -> 
 
 
 def _row_gradient(al: Numbers, grad: Row, standard: Row, scale: Element) -> Row:
-    """The gradient of a row from that of its standardised values."""
+    """Return the gradient of a row from that of its standardised values."""
     shared, along = al.named(mean_of(al, grad)), al.multiply(Fraction(1, len(grad)), al.dot(grad, standard))
     along = al.named(along)
     return [
@@ -110,7 +110,7 @@ def _layer_norm_backward(al: Numbers, given: Given) -> tuple[Array | None, ...]:
 
 
 def _parameter_gradients(al: Numbers, grad: Array, standard: Sequence[Row]) -> tuple[Row, Row]:
-    """Of a weight and a bias with one entry per column."""
+    """Return the gradients of a weight and a bias with one entry per column."""
     columns = range(grad.shape[1])
     by_weight = [al.dot(list(grad[:, j]), [row[j] for row in standard]) for j in columns]
     return by_weight, [al.sum(list(grad[:, j])) for j in columns]

@@ -15,7 +15,7 @@ from verify.op_proofs.bounded.rule import Array, Given, Rule, array, each, fille
 
 
 def over(x: Array, dims: Sequence[int], function: Callable[[list[Element]], Element], shape: Sequence[int]) -> Array:
-    """One element for all entries of `x` along `dims`; `shape` is the result's, with or without them."""
+    """Return one element for all entries of `x` along `dims`; `shape` is the result's, with or without them."""
     rows, left = lanes(x, dims)
     return array([function(list(row)) for row in rows.reshape(-1, rows.shape[-1])], left).reshape(tuple(shape))
 
@@ -31,12 +31,12 @@ def _mean(al: Numbers, given: Given) -> Array:
 
 
 def mean_of(al: Numbers, items: Sequence[Element]) -> Element:
-    """The arithmetic mean of at least one element."""
+    """Return the arithmetic mean of at least one element."""
     return al.multiply(Fraction(1, len(items)), al.sum(items))
 
 
 def variance_of(al: Numbers, items: Sequence[Element], correction: Element) -> Element:
-    """The sum of squared distances to the mean, over the number of items less `correction`."""
+    """Return the sum of squared distances to the mean, over the number of items less `correction`."""
     mean = al.named(mean_of(al, items))
     distances = [al.subtract(item, mean) for item in items]
     return al.divide(al.dot(distances, distances), len(items) - correction)
@@ -108,7 +108,7 @@ def _scan(function: Callable[[Numbers], Callable[[Element, Element], Element]]) 
 
 
 def product(al: Numbers, a: Array, b: Array) -> Array:
-    """[..., m, k] by [..., k, n], with the same leading dims."""
+    """Multiply [..., m, k] by [..., k, n], with the same leading dims."""
     lead, m, n = a.shape[:-2], a.shape[-2], b.shape[-1]
     left, right = a.reshape(-1, m, a.shape[-1]), b.reshape(-1, b.shape[-2], n)
     items = [al.dot(list(row), list(right[i, :, j])) for i in range(len(left)) for row in left[i] for j in range(n)]

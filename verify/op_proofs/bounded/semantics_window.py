@@ -30,7 +30,7 @@ class Window:
     dilation: At
 
     def links(self, small: Sequence[int], large: Sequence[int]) -> Iterator[tuple[At, At, At]]:
-        """Every (s, k, l) with l inside the large side."""
+        """Yield every (s, k, l) with l inside the large side."""
         for s in product(*map(range, small)):
             for k in product(*map(range, self.kernel)):
                 steps = zip(s, k, self.stride, self.padding, self.dilation, strict=True)
@@ -73,7 +73,7 @@ class Convolution:
         return self._summed(terms, (len(small), channels, *large))
 
     def to_weight(self, small: Array, large: Array, weight: Array) -> Array:
-        """The gradient of the weight."""
+        """Return the gradient of the weight."""
         links = list(self.window.links(small.shape[2:], large.shape[2:]))
         terms: dict[At, list[Element]] = {at: [] for at in np.ndindex(weight.shape)}
         for c, inner, outer in self._channels(weight):
@@ -105,7 +105,7 @@ def _convolution_of(al: Numbers, given: Given) -> Convolution:
 
 
 def _per_dim(value: Sequence[int], spatial: int) -> At:
-    """One number may stand for all dims."""
+    """Expand one number to all dims."""
     return tuple(value) * spatial if len(value) == 1 else tuple(value)
 
 
@@ -138,13 +138,13 @@ def _unfold_window(given: Given) -> Window:
 
 
 def _columns(window: Window, size: Sequence[int]) -> At:
-    """How often the window fits, in each dim."""
+    """Return the number of positions of the window in each dim."""
     every = zip(size, window.kernel, window.stride, window.padding, window.dilation, strict=True)
     return tuple((n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in every)
 
 
 def _last(*places: At) -> Any:
-    """An index into the last dims."""
+    """Return an index into the last dims."""
     return (..., *(i for place in places for i in place))
 
 
@@ -159,7 +159,7 @@ def _im2col(_al: Numbers, given: Given) -> Array:
 
 
 def _col2im(al: Numbers, given: Given) -> Array:
-    """The sum of overlapping windows: [*, c kh kw, windows] -> [*, c, h, w]."""
+    """Return the sum of overlapping windows: [*, c kh kw, windows] -> [*, c, h, w]."""
     window, size = _unfold_window(given), tuple(given["output_size"])
     steps = _columns(window, size)
     x = given["self"].reshape(*given.shape[:-2], *window.kernel, *steps)

@@ -22,7 +22,7 @@ OTHERS = (2, 3, 4, 5, 7)  # sizes of identifiers that are not split
 
 
 def variants(spec: OperatorSpec, signature: Signature, wanted: Mapping[str, int]) -> Iterator[Call]:
-    """Calls to try, the smallest first, the given one last. `wanted`: sizes of identifiers that are split.
+    """Yield calls to try, the smallest first, the given one last. `wanted`: sizes of identifiers that are split.
 
     The last ones need not have the wanted sizes: whoever tries them looks whether they divide.
     """
@@ -40,7 +40,7 @@ def variants(spec: OperatorSpec, signature: Signature, wanted: Mapping[str, int]
 
 
 def _tables(bound: BoundAnnotation, wanted: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes by identifier: all small; frozen ones less small, then as they are; only the split ones changed."""
+    """Yield sizes by identifier: all small; frozen ones less small, then as they are; only the split ones changed."""
     for frozen, keep_free in ((_tiny, False), (_small, False), (_unchanged, False), (_unchanged, True)):
         sizes: dict[str, int] = {}
         others = iter(size for size in OTHERS * len(bound.sizes) if size not in wanted.values())
@@ -68,7 +68,7 @@ def _unchanged(size: int) -> int:
 
 
 def _in_order(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
-    """The parts of a concatenation stay unequal where they were, and equal where they were."""
+    """Keep the parts of a concatenation unequal where they were, and equal where they were."""
     for operand in (*bound.inputs, *bound.outputs):
         for dim in operand.dims if operand is not None else ():
             if not dim.concat:
@@ -85,8 +85,11 @@ def _in_order(bound: BoundAnnotation, sizes: dict[str, int]) -> dict[str, int]:
 def _resized(
     spec: OperatorSpec, call: Call, bound: BoundAnnotation, sizes: Mapping[str, int], follow: str
 ) -> Call | None:
-    """The call with tensors of these sizes. `follow`: which integers that were sizes become the new ones: all, or
-    only those that stand alone ("numbers"); and which identifier a size is taken for that several have."""
+    """Return the call with tensors of these sizes.
+
+    `follow`: which integers that were sizes become the new ones: all, or only those that stand alone ("numbers"); and
+    which identifier a size is taken for that several have.
+    """
     shapes: list[tuple[int, ...]] = []
     for tensor, operand in zip(call.tensors(), bound.inputs, strict=True):
         if operand is None:
@@ -120,8 +123,8 @@ def _resized(
 def _sizes_of_result(
     value: Sequence[Any], results: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[int] | None:
-    """The new sizes for a list that has the sizes of neighbouring dims of a result (-1 for one that is inferred), or of
-    the parts of a concatenation."""
+    """Return the new sizes for a list that has the sizes of neighbouring dims of a result (-1 for one that is
+    inferred), or of the parts of a concatenation."""
     if len(value) < 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
         return None
     for old, new in results:
@@ -133,7 +136,7 @@ def _sizes_of_result(
 
 
 def _parts(bound: BoundAnnotation, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Old and new sizes of what is concatenated."""
+    """Yield old and new sizes of what is concatenated."""
     for operand in (*bound.inputs, *bound.outputs):
         for dim in operand.dims if operand is not None else ():
             if dim.concat:
@@ -151,7 +154,8 @@ def _size(dim: BoundDim, sizes: Mapping[str, int]) -> int:
 
 
 def _new_sizes(bound: BoundAnnotation, sizes: Mapping[str, int], last: bool) -> dict[int, int]:
-    """Old size -> new size, of whole dims and of their factors; of several that were equal the first or the last."""
+    """Return old size -> new size, of whole dims and of their factors; of several that were equal the first or the
+    last."""
     found: dict[int, int] = {}
     for operand in (*bound.inputs, *bound.outputs):
         for dim in operand.dims if operand is not None else ():
@@ -167,7 +171,7 @@ def _without_outputs(call: Call) -> Call:
 
 
 def same_kind(old: BoundAnnotation, new: BoundAnnotation) -> bool:
-    """Whether two bindings have the same identifiers at the same places, with the same marks."""
+    """Return whether two bindings have the same identifiers at the same places, with the same marks."""
     return bool(_skeleton(old) == _skeleton(new))
 
 

@@ -1,8 +1,9 @@
-"""Whether pairs of terms are equal for all values, cheapest first; and if not, values for which they differ.
+"""Decide whether pairs of terms are equal for all values, cheapest method first; if not, find values that differ.
 
-First the same polynomial, which needs no solver at all; then the same with everything multiplied out; then value by
-value, the cases in which it counts; then all at once. Z3's solver has a limit of resources, which it counts itself, so
-that the same question has the same answer on every machine: what it does not know is not proved.
+First by normal form: equal polynomials need no solver. Then by normal form after multiplying everything out; then value
+by value, comparing the conditions under which each value counts; then by Z3, all at once. Z3 runs under a resource
+limit, which it counts itself, so that a question has the same answer on every machine. Where Z3 answers "unknown",
+nothing is proved.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`proved`, or why not. `model`: values of the symbols by name where the two sides differ, if the solver found
-    some; functions such as exp may be anything in it. `place`: the number of the pair."""
+    """The solver's answer.
+
+    reason  why it is not proved
+    model   name -> value, where the two sides differ, if the solver found such values; functions such as exp are
+            uninterpreted in it
+    place   the number of the pair
+    """
 
     proved: bool
     reason: str = ""
@@ -58,7 +64,7 @@ class Prover:
         self._cancelling: dict[frozenset[tuple[Monomial, Coefficient]], bool] = {}
 
     def consistent(self) -> Verdict:
-        """Whether the assumptions hold for some values: of nothing, anything can be proved."""
+        """Return whether some values satisfy the assumptions: from contradictory ones, everything would follow."""
         if self.impossible:
             return Verdict(False, "the whole operator raises on all values")
         if not self.assumptions or self._check(True) == z3.sat:
@@ -66,7 +72,7 @@ class Prover:
         return Verdict(False, "no values are known on which the whole operator runs")
 
     def equal(self, pairs: Sequence[tuple[Element, Element]]) -> Verdict:
-        """Whether each pair is equal."""
+        """Prove that both terms of each pair are equal; stop at the first pair that is not proved."""
         for place, (a, b) in enumerate(pairs):
             if a is None or b is None:
                 raise Unsupported("an output holds memory that was never written")
@@ -78,7 +84,7 @@ class Prover:
         return Verdict(True)
 
     def _equal_written_out(self, a: Element, b: Element) -> bool:
-        """Whether they are one sum of monomials once large products are multiplied out, too."""
+        """Return whether two terms have the same sum of monomials after large products are multiplied out."""
         if self.terms.kind(a) == "bool" or self.terms.kind(b) == "bool":
             return False
         term = self.translator.polynomial(self.terms.difference(a, b))
@@ -88,9 +94,9 @@ class Prover:
         return bool(z3.is_rational_value(simple)) and simple.as_fraction() == 0
 
     def _equal_by_cases(self, a: Element, b: Element) -> bool:
-        """Whether, for each product of values in the difference, the cases in which it counts cancel.
+        """Return whether, for each product of values in the difference, the conditions under which it counts cancel.
 
-        Sufficient, not necessary: conditions and values are looked at as if they had nothing to do with each other.
+        Sufficient, not necessary: conditions and values are treated as if they were independent.
         """
         if self.terms.kind(a) == "bool" or self.terms.kind(b) == "bool":
             return False
@@ -112,7 +118,7 @@ class Prover:
         return self._cancelling[counted.key]
 
     def holds(self, conditions: Sequence[Element]) -> Verdict:
-        """Whether each condition follows from the assumptions."""
+        """Prove that each condition follows from the assumptions."""
         known = set(self.assumptions)
         for place, condition in enumerate(conditions):
             if self.terms.symbolic(condition) and condition in known:
@@ -126,7 +132,8 @@ class Prover:
         return Verdict(True)
 
     def _decide(self, wrong: Element, place: int, quick: bool = False) -> Verdict:
-        """Whether `wrong`, a boolean, is impossible. `quick`: by the solver that is kept, for many small questions."""
+        """Decide whether `wrong`, a boolean, is unsatisfiable. `quick`: by the solver that is kept for many small
+        questions."""
         if not self.terms.symbolic(wrong):
             return Verdict(False, "differs", {}, place) if wrong else Verdict(True)
         found = self._check(wrong, quick)
@@ -137,7 +144,7 @@ class Prover:
         return Verdict(False, f"the solver does not know ({self._solver.reason_unknown()})", None, place)
 
     def _check(self, wrong: Element, quick: bool = False) -> Any:
-        """Raises Unsupported where the steps of the proof are used up."""
+        """Ask Z3. Raises Unsupported where the steps of the proof are used up."""
         self.terms.work.spend(QUESTION)
         term = self.translator.formula(wrong) if self.terms.symbolic(wrong) else z3.BoolVal(True, self._context)
         self._solver = self._kept() if quick else self._fresh()

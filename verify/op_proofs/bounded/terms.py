@@ -46,7 +46,7 @@ class Atom:
 
 @dataclass
 class Work:
-    """What a proof may still do, in steps. They are counted and not timed: no machine is too slow for a proof."""
+    """The steps left to a proof. They are counted, not timed, so that no machine is too slow for a proof."""
 
     left: float = math.inf
 
@@ -76,7 +76,7 @@ class Terms(Numbers):
         self._made = 0
 
     def symbol(self, name: str, kind: Kind) -> Element:
-        """A value that can be anything."""
+        """Return a value that can be anything."""
         if kind == "bool":
             return self._formula(("symbol", name), ("symbol", name))
         return self._atom(Atom("symbol", (name,), kind == "float"), name)
@@ -217,7 +217,7 @@ class Terms(Numbers):
         return self._atom(Atom("cases", (condition, x, y), difference.real), (condition, x.key, y.key))
 
     def indicator(self, condition: Formula) -> Polynomial:
-        """1 where the condition holds, 0 elsewhere: of "not" it is one minus that of what is negated."""
+        """Return 1 where the condition holds, 0 elsewhere: that of "not" is one minus that of what is negated."""
         known = self.formulas[condition.number]
         if known[0] == "not":
             inner = self.indicator(known[1])
@@ -233,7 +233,7 @@ class Terms(Numbers):
     # Kinds
 
     def kind(self, a: Element) -> Kind:
-        """The kind of an element."""
+        """Return the kind of an element."""
         if isinstance(a, Formula):
             return "bool"
         if isinstance(a, Polynomial):
@@ -262,18 +262,18 @@ class Terms(Numbers):
         return super().same(a, b)
 
     def _polynomial(self, a: Element) -> Polynomial:
-        """A number or a boolean as a polynomial."""
+        """Return a number or a boolean as a polynomial."""
         if isinstance(a, Polynomial):
             return a
         return self.indicator(a) if isinstance(a, Formula) else _constant(number(a))
 
     def parted(self, monomial: Monomial) -> tuple[Monomial, Monomial]:
-        """The indicators of a monomial, and the rest."""
+        """Return the indicators of a monomial, and the rest."""
         conditions = tuple(a for a in monomial if a in self._indicators)
         return conditions, tuple(a for a in monomial if a not in self._indicators)
 
     def difference(self, a: Element, b: Element) -> Polynomial:
-        """Of two numbers."""
+        """Return the difference of two numbers."""
         x, y = self._polynomial(a), self._polynomial(b)
         return self._counted(added((x, scaled(y, -1, y.real)), x.real or y.real))
 

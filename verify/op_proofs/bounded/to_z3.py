@@ -24,13 +24,13 @@ class Translator:
         self._formulas: dict[int, Any] = {}
 
     def formula(self, formula: Formula) -> Any:
-        """A boolean term."""
+        """Translate to a boolean term."""
         if formula.number not in self._formulas:
             self._formulas[formula.number] = self._make_formula(self.terms.formulas[formula.number])
         return self._formulas[formula.number]
 
     def polynomial(self, polynomial: Polynomial) -> Any:
-        """A real or an integer term."""
+        """Translate to a real or an integer term."""
         parts = [self._monomial(m, c, polynomial.real) for m, c in polynomial.items.items()]
         if not parts:
             return self._number(0, polynomial.real)
@@ -40,7 +40,8 @@ class Translator:
         return z3.RealVal(value, self.context) if real else z3.IntVal(value, self.context)
 
     def _monomial(self, monomial: Monomial, coefficient: int | Fraction, real: bool) -> Any:
-        """Indicators as cases: the product of the rest where all conditions hold, 0 elsewhere."""
+        """Translate a monomial: indicators become cases, the product of the rest where all conditions hold, 0
+        elsewhere."""
         conditions = [a for a in monomial if self.terms.atoms[a].what == "indicator"]
         rest = [self._as(self._atom(a), real) for a in monomial if a not in conditions]
         factors = rest if coefficient == 1 and rest else [self._number(coefficient, real), *rest]

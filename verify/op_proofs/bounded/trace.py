@@ -1,4 +1,4 @@
-"""What an operator does, as a flat list of ATen operators: forward, and backward under given cotangents.
+"""Trace an operator into a flat list of ATen operators: forward, and backward under given cotangents.
 
 It runs on fake tensors, which hold no data: whatever depends on values raises. A tensor is named by its storage,
 offset and strides, so that views need no rules of their own, and a write through a view is seen by all others.
@@ -38,8 +38,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of an ATen operator: its arguments by the schema's names (defaults filled in), with a `Place` for each
-    tensor. `written` is the name of the argument that it writes to, or empty."""
+    """One call of an ATen operator.
+
+    arguments  by the schema's names, defaults filled in, with a `Place` for each tensor
+    outputs    one `Place` per output
+    written    name of the argument that it writes to, or empty
+    """
 
     operator: str
     arguments: Mapping[str, Any]
@@ -49,10 +53,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """`steps[:forward]` are the forward pass. `sizes`: elements of each storage; `constants`: what captured tensors'
-    storages hold. `cotangents` and `gradients` have None where there is none. `plain`: outputs that are no tensors.
+    """The flat record of an operator's run.
 
-    `untrue`: why the gradient need not be the derivative of the forward pass; empty if there is no reason.
+    steps       forward pass first: `steps[:forward]`
+    sizes       storage -> number of its elements
+    constants   storage of a captured tensor -> its contents
+    cotangents  one per output; None where there is none
+    gradients   one per input; None where there is none
+    plain       outputs that are no tensors
+    untrue      why the gradient need not be the derivative of the forward pass; empty if there is no reason
     """
 
     steps: tuple[Step, ...]
@@ -84,7 +93,7 @@ Prepare = Callable[[Sequence[Tensor]], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepare) -> Trace:
-    """Runs `function` on fake tensors, with the arguments that `prepare` puts them into.
+    """Run `function` on fake tensors, with the arguments that `prepare` puts them into.
 
     Raises Unsupported where the trace would not be the whole story, and whatever the function raises.
     """
@@ -121,7 +130,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of what raises on fake tensors: it is an answer here, not an accident."""
+    """Silence torch's log of what raises on fake tensors: it is an answer here, not an accident."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -143,7 +152,7 @@ def _gradients(
 
 
 def _custom_function(outputs: Sequence[Tensor | None]) -> str:
-    """The name of a hand-written autograd.Function on the way back from the outputs; empty if there is none."""
+    """Return the name of a hand-written autograd.Function on the way back from the outputs; empty if there is none."""
     pending = [t.grad_fn for t in outputs if t is not None and t.grad_fn is not None]
     seen = set(pending)
     while pending:
@@ -226,8 +235,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def place(self, tensor: Tensor) -> Place:
-        """Where the tensor lies. Raises Unsupported for a layout without strides, for complex numbers and for integers
-        that are so short that they overflow."""
+        """Return the storage, offset and strides of the tensor.
+
+        Raises Unsupported for a layout without strides, for complex numbers and for integers that are so short that
+        they overflow.
+        """
         if tensor.layout is not torch.strided or dtype_name(tensor.dtype) not in _DTYPES:
             raise Unsupported(f"a tensor of {dtype_name(tensor.dtype)}, {str(tensor.layout).removeprefix('torch.')}")
         if tensor.is_neg():
@@ -245,7 +257,7 @@ class _Recorder(TorchDispatchMode):
         return Place(number, int(tensor.storage_offset()), shape, stride, dtype_name(tensor.dtype))
 
     def constants(self) -> dict[int, tuple[Any, ...]]:
-        """What captured tensors hold; read when nothing is recorded any more."""
+        """Return the contents of captured tensors. Call it once nothing more is recorded."""
         found: dict[int, tuple[Any, ...]] = {}
         for number, tensor in self._real.items():
             flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
@@ -272,7 +284,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _check_view(self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[Place | None]) -> None:
-        """A result on a known storage is a view of an argument, in the argument's dtype."""
+        """Check that a result on a known storage is a view of an argument, in the argument's dtype."""
         if func.namespace != "aten":
             raise Unsupported(f"{func} is not an ATen operator")
         given = [p for value in arguments.values() for p in (value if isinstance(value, list) else [value])]
@@ -286,7 +298,7 @@ def _identity(tensor: Tensor) -> int:
 
 
 def _written(func: Any) -> str:
-    """The argument that an operator writes to. Raises Unsupported if there are several, or an `out`."""
+    """Return the argument that an operator writes to. Raises Unsupported if there are several, or an `out`."""
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if not names:
         return ""

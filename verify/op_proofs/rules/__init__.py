@@ -68,7 +68,7 @@ SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def rule_of(overload: Any) -> Rule | None:
-    """The rule of an operator; that of pointwise ones where torch says that it is one."""
+    """Return the rule of an operator; that of pointwise ones where torch says that it is one."""
     found = RULES.get(str(overload))
     if found is None and torch.Tag.pointwise in overload.tags and not overload._schema.is_mutable:
         return pointwise.TAGGED
@@ -76,7 +76,7 @@ def rule_of(overload: Any) -> Rule | None:
 
 
 def conclude(call: RuleCall) -> tuple[State, ...]:
-    """The states of the outputs: never more than is true, whatever the rule says. Does not raise."""
+    """Return the states of the outputs: never more than is true, whatever the rule says. Does not raise."""
     overload = call.overload
     if overload.namespace not in _NAMESPACES:
         return unknown(call, "not an ATen operator")
@@ -114,7 +114,7 @@ _UNDEFINED = frozenset({"aten.empty_like.default", "aten.new_empty.default", "at
 
 
 def _checked(call: RuleCall, state: State, out: Operand | None) -> State:
-    """What the rule says, where a tensor of these sizes can be in that state. One without entries is zero."""
+    """Return the rule's state if a tensor of these sizes can have it. An empty tensor is zero."""
     if out is None:
         return state
     empty = any(isinstance(size, int) and size == 0 for size in out.sizes)

@@ -40,7 +40,7 @@ def _labels(call: RuleCall) -> dict[str, Labels]:
 
 
 def _splits_groups(call: RuleCall) -> bool:
-    """Whether query heads `(h g)` are split by `g`: those that share a head of keys and values."""
+    """Return whether query heads `(h g)` are split by `g`: the heads that share one head of keys and values."""
     query, key = call.tensor("query"), call.tensor("key")
     if not call["enable_gqa"] or query.ndim < 3 or key.ndim < 3 or call.is_split(key.sizes[-3]):
         return False

@@ -1,4 +1,4 @@
-"""What a transfer rule is given: one ATen operator's call, with sizes and states where tensors stand."""
+"""The input of a transfer rule: one call of an ATen operator, with sizes and states in place of tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Operand:
         return len(self.sizes)
 
     def shard(self, split: Symbols) -> Shard | None:
-        """How it is sharded; a constant of a size that is split is a shard too, unless its size is no product (k + 2
-        entries of k: what ranks hold is more than the whole). None for others."""
+        """Return how it is sharded; a constant of a size that is split is a shard too, unless its size is no product (k
+        + 2 entries of k: what ranks hold is more than the whole). None for others."""
         if isinstance(self.state, Shard):
             return self.state
         dims = split_dims(self.sizes, split)
@@ -41,9 +41,13 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class RuleCall:
-    """`arguments`: every argument of the schema by name, defaults filled in; an `Operand` where a tensor stands, also
-    in lists. `outputs`: one per output, lists opened; None for what is no tensor; their states mean nothing.
-    `split`: the symbols that are split."""
+    """The input of a transfer rule.
+
+    overload   the ATen operator
+    arguments  every argument of the schema by name, defaults filled in; an `Operand` for each tensor, also in lists
+    outputs    one per output, lists flattened, None for what is no tensor; their states mean nothing
+    split      the symbols that are split
+    """
 
     overload: Any
     arguments: Mapping[str, Any]
@@ -54,18 +58,18 @@ class RuleCall:
         return self.arguments[name]
 
     def operand(self, name: str) -> Operand | None:
-        """The tensor argument of that name; None where it is not given."""
+        """Return the tensor argument of that name; None where it is not given."""
         value = self.arguments.get(name)
         return value if isinstance(value, Operand) else None
 
     def tensor(self, name: str) -> Operand:
-        """The tensor argument of that name, which must be given."""
+        """Return the tensor argument of that name, which must be given."""
         value = self.operand(name)
         assert value is not None, name
         return value
 
     def operands(self) -> tuple[Operand, ...]:
-        """All tensors, in the order of the schema."""
+        """Return all tensors, in the order of the schema."""
         return tuple(o for value in self.arguments.values() for o in operands_in(value))
 
     @property
@@ -76,11 +80,11 @@ class RuleCall:
         return first
 
     def is_split(self, value: Any) -> bool:
-        """Whether a size (or any number, or a list) depends on what is split."""
+        """Return whether a size (or any number, or a list) depends on the split."""
         return mentions(value, self.split)
 
     def split_numbers(self) -> Iterator[str]:
-        """The arguments that are numbers, or lists of them, that depend on what is split."""
+        """Yield the arguments that are numbers, or lists of them, that depend on what is split."""
         for name, value in self.arguments.items():
             if not isinstance(value, Operand) and not self.split.isdisjoint(symbols_of(value)):
                 yield name
@@ -90,7 +94,7 @@ Rule = Callable[[RuleCall], tuple[State, ...]]
 
 
 def operands_in(value: Any) -> Iterator[Operand]:
-    """The tensors of an argument, left to right."""
+    """Yield the tensors of an argument, left to right."""
     if isinstance(value, Operand):
         yield value
     elif isinstance(value, list | tuple):
@@ -115,5 +119,5 @@ def unknown(call: RuleCall, reason: str) -> tuple[State, ...]:
 
 
 def everywhere(call: RuleCall, state: State = SAME) -> tuple[State, ...]:
-    """All outputs in one state."""
+    """Return all outputs in one state."""
     return (state,) * len(call.outputs)

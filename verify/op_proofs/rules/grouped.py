@@ -12,7 +12,7 @@ class Straddles(Exception):
 
 
 def grouped(operand: Operand, dim: int, groups: Size, call: RuleCall) -> Operand:
-    """The operand with its channels seen as two dims, (groups, channels of one)."""
+    """Return the operand with its channels seen as two dims, (groups, channels of one)."""
     size = operand.sizes[dim]
     inner = quotient(size, groups)
     if inner is None:
@@ -35,8 +35,10 @@ def grouped(operand: Operand, dim: int, groups: Size, call: RuleCall) -> Operand
 
 
 def regrouped(state: State, dim: int, groups: Size) -> State:
-    """The state of a tensor whose dims `dim` and `dim + 1` become one again. What is equal along one of them is not
-    equal along both: None is then a shard with the least outer."""
+    """Return the state of a tensor whose dims `dim` and `dim + 1` become one again.
+
+    What is equal along one of them is not equal along both: None is then a shard with the least outer.
+    """
     if not isinstance(state, Shard) or state.dim < dim:
         return state
     if state.dim == dim:

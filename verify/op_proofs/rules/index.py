@@ -54,7 +54,7 @@ def _index(call: RuleCall) -> tuple[State, ...]:
 
 
 def _mask(call: RuleCall) -> tuple[int, Operand] | None:
-    """Where the only index stands, which is a mask, and the mask."""
+    """Return where the only index stands, which is a mask, and the mask."""
     given = [(i, o) for i, o in enumerate(call["indices"]) if isinstance(o, Operand)]
     return given[0] if len(given) == 1 and given[0][1].ndim else None
 
@@ -93,7 +93,7 @@ def _index_put(call: RuleCall) -> tuple[State, ...]:
 
 
 def _spread(call: RuleCall, state: State) -> State:
-    """What is added, which is the same along a dim that the values lack."""
+    """Return the state of the added values, which are constant along a dim that they lack."""
     dims = split_dims(call.output.sizes, call.split)
     return Shard(dims[0], None) if state == SAME and len(dims) == 1 else state
 
@@ -117,7 +117,7 @@ def _put_by_mask(call: RuleCall) -> tuple[State, ...]:
 
 
 def _written_split(call: RuleCall, at: Sequence[int]) -> bool:
-    """Whether indices point into a dim of `self` that is split: they are out of range on a shard, whatever is added."""
+    """Return whether indices point into a split dim of `self`: they are out of range on a shard, whatever is added."""
     return any(call.is_split(size) for i, size in enumerate(call.tensor("self").sizes) if i in at)
 
 

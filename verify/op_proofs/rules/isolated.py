@@ -31,7 +31,7 @@ def conclude_on(
     size: int,
     dims: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[State, ...]:
-    """The states of the outputs of `overload(*args, **kwargs)`.
+    """Return the states of the outputs of `overload(*args, **kwargs)`.
 
     Tensors stand among the arguments, also in lists; `states` has one for each, left to right. `size`: what is split.
     `dims`: (dim, outer) of tensors that have a dim that is split and are no shards, by number. Raises what the

@@ -31,8 +31,13 @@ Labels = Sequence[str | None]
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """`inputs`: labels by argument (`indices.0` in a list). An argument that is not named has no labels. `outputs`:
-    one list per output. `sums`: labels that outputs without them sum over."""
+    """An operator described by labels of its dims, as in einsum.
+
+    inputs   argument (`indices.0` in a list) -> labels; an argument that is not named has none
+    outputs  one list of labels per output
+    sums     labels over which outputs without them sum
+    linear   sets of arguments in which the operator is jointly linear
+    """
 
     inputs: Mapping[str, Labels]
     outputs: Sequence[Labels]
@@ -41,12 +46,12 @@ class Labelled:
 
 
 def letters(ndim: int, whole: Collection[int] = (), prefix: str = "d") -> list[str | None]:
-    """A label for each dim, None for dims that are read whole."""
+    """Return a label for each dim, None for dims that are read whole."""
     return [None if i in whole else f"{prefix}{i}" for i in range(ndim)]
 
 
 def named_operands(call: RuleCall) -> dict[str, Operand]:
-    """Every tensor by the name of its argument, `name.i` in lists."""
+    """Return every tensor by the name of its argument, `name.i` in lists."""
     found: dict[str, Operand] = {}
     for name, value in call.arguments.items():
         if isinstance(value, Operand):
@@ -57,7 +62,7 @@ def named_operands(call: RuleCall) -> dict[str, Operand]:
 
 
 def labelled(call: RuleCall, how: Labelled) -> tuple[State, ...]:
-    """The states of the outputs."""
+    """Return the states of the outputs."""
     operands = named_operands(call)
     for operand in operands.values():
         if isinstance(operand.state, Unknown):
@@ -96,7 +101,7 @@ def of_terms(
 
 
 def _adds_nothing(call: RuleCall, operands: Mapping[str, Operand], name: str) -> bool:
-    """Whether this argument of a linear set is zero, or not there."""
+    """Return whether this argument of a linear set is zero or absent."""
     if name in operands:
         return isinstance(operands[name].state, Zero)
     value = call.arguments.get(name)
@@ -104,7 +109,7 @@ def _adds_nothing(call: RuleCall, operands: Mapping[str, Operand], name: str) ->
 
 
 def _split_label(call: RuleCall, operands: Mapping[str, Operand], how: Labelled) -> tuple[str, Shard] | str | None:
-    """The label that is split and how; None where nothing is; text where no label is."""
+    """Return the label that is split and how; None where nothing is; text where no label is."""
     label: str | None = None
     shard: Shard | None = None
     for name, operand in operands.items():

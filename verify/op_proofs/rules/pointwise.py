@@ -15,8 +15,10 @@ Linear = tuple[tuple[str, ...], ...]
 
 
 def pointwise(call: RuleCall, linear: Linear = ()) -> tuple[State, ...]:
-    """Entry i of every output depends on the entries of inputs that broadcast to i. `linear`: sets of arguments in
-    which it is jointly linear; a number among them counts unless it is zero."""
+    """Entry i of every output depends on the entries of inputs that broadcast to i.
+
+    `linear`: sets of arguments in which it is jointly linear; a number among them counts unless it is zero.
+    """
     operands = named_operands(call)
     for operand in operands.values():
         if isinstance(operand.state, Unknown):
@@ -32,7 +34,7 @@ def pointwise(call: RuleCall, linear: Linear = ()) -> tuple[State, ...]:
 
 
 def broadcast(call: RuleCall, operands: list[Operand]) -> tuple[State, ...]:
-    """The state of a result whose entries depend on those that broadcast to them."""
+    """Return the state of a result whose entries depend on those that broadcast to them."""
     out = call.output
     dims = split_dims(out.sizes, call.split)
     if len(dims) > 1:
@@ -69,7 +71,7 @@ def _cast(call: RuleCall) -> tuple[State, ...]:
 
 
 def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast is exact, or drops an imaginary part."""
+    """Return whether a cast is exact, or only drops an imaginary part."""
     if source == target:
         return True
     if torch.bool in (source, target) or not (target.is_floating_point or target.is_complex):

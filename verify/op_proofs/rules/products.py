@@ -20,7 +20,7 @@ def _product(first: str, second: str, out: str, names: tuple[str, str] = ("self"
 
 
 def plus(call: RuleCall, term: Operand | None, state: State) -> tuple[State, ...]:
-    """The state of `term`, which broadcasts, plus a tensor of the output's sizes in `state`."""
+    """Return the state of `term`, which broadcasts, plus a tensor of the output's sizes in `state`."""
     state = checked(state, call.output.sizes, call.split)
     if term is None or isinstance(state, Unknown):
         return (state,)

@@ -24,19 +24,19 @@ Dims = Callable[[RuleCall, int], Sequence[int]]
 
 
 def given_dims(call: RuleCall, ndim: int) -> list[int]:
-    """The dims that a reduction runs over; all of them without `dim`, and with an empty list."""
+    """Return the dims that a reduction runs over; all of them without `dim`, and with an empty list."""
     dim = call.arguments.get("dim")
     named = [dim] if isinstance(dim, int) else list(dim or ())
     return sorted({d % max(ndim, 1) for d in named} & set(range(ndim))) if named else list(range(ndim))
 
 
 def all_dims(_: RuleCall, ndim: int) -> list[int]:
-    """Every dim."""
+    """Return every dim."""
     return list(range(ndim))
 
 
 def reduced(call: RuleCall, dims: Collection[int], sums: bool, linear: bool) -> Labelled:
-    """The labels of `self` and of the outputs, whose `dims` have gone, or are 1 with `keepdim`."""
+    """Return the labels of `self` and of the outputs, whose `dims` have gone, or are 1 with `keepdim`."""
     x = call.tensor("self")
     names = letters(x.ndim, () if sums else dims)
     keep = any(o is not None and o.ndim == x.ndim for o in call.outputs)

@@ -34,7 +34,7 @@ def _viewed(call: RuleCall) -> tuple[State, ...]:
 
 
 def _stays_uniform(x: Operand, out: Operand, dim: int) -> bool:
-    """Whether the dim of the result lies within the dim of `x` along which all entries are equal."""
+    """Return whether the result's dim lies within the dim of `x` along which all entries are equal."""
     assert isinstance(x.state, Shard)
     start, ahead = product(x.sizes[: x.state.dim]), product(out.sizes[:dim])
     end, after = start * x.sizes[x.state.dim], ahead * out.sizes[dim]

@@ -26,7 +26,7 @@ _ORDER = list(Verdict)
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
-    """The page."""
+    """Return the page."""
     found = totals(reports, seconds)
     single = reports[0] if len(reports) == 1 else None
     subject = single.subject if single is not None else count(len(reports), found.noun.rstrip("s"))
@@ -53,7 +53,7 @@ def _banner(found: Totals, subject: str, single: Report | None) -> str:
 
 
 def _report(report: Report) -> str:
-    """All parts of one report."""
+    """Return all parts of one report."""
     more = report.attachments
     profile = more.get("communication_profile") or more.get("communication")
     return "".join(

@@ -16,7 +16,7 @@ _PLACES = ("stage", "role", "ranks", "total", "rank")
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one row of the profile moves in a step. `volume`: bytes, or elements where bytes are not known."""
+    """The traffic of one row of the profile in a step. `volume`: bytes, or elements where bytes are not known."""
 
     axis: str
     kind: str
@@ -26,7 +26,7 @@ class Traffic:
 
 
 def communication_panel(profile: Any) -> str:
-    """Two charts and all rows; nothing where nothing is communicated."""
+    """Return two charts and all rows; nothing where nothing is communicated."""
     rows = [row for row in _rows(profile) if isinstance(row, Mapping) and ("collective" in row or "kind" in row)]
     in_bytes = all("bytes" in row for row in rows)
     traffic = [_traffic(row, in_bytes) for row in rows]
@@ -44,7 +44,7 @@ def communication_panel(profile: Any) -> str:
 
 
 def _every(profile: Any, totals: list[Mapping[str, Any]]) -> str:
-    """The profile's classes of calls where it has them, else its totals; folded."""
+    """Return the profile's classes of calls where it has them, else its totals; folded."""
     classes = profile.get("classes") if isinstance(profile, Mapping) else None
     rows = [row for row in classes if isinstance(row, Mapping)] if isinstance(classes, list | tuple) else []
     noun = "classes of equal calls" if rows else "rows"
@@ -71,7 +71,7 @@ def _traffic(row: Mapping[str, Any], in_bytes: bool) -> Traffic:
 
 
 def _sums(traffic: Iterable[Traffic], key: str) -> dict[str, tuple[float, float]]:
-    """name -> (volume, calls), the largest first."""
+    """Return name -> (volume, calls), the largest first."""
     sums: dict[str, tuple[float, float]] = {}
     for row in traffic:
         name = {"axis": row.axis, "kind": row.kind, "direction": row.direction}[key]
@@ -97,7 +97,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def memory_panel(memory: Any) -> str:
-    """A stacked bar per role; roles that need the same are one bar."""
+    """Return a stacked bar per role; roles that need the same are one bar."""
     rows = [row for row in memory if isinstance(row, Mapping)] if isinstance(memory, list | tuple) else []
     parts = _parts(rows)
     totals = [max(amount(row.get("total")), sum(amount(row.get(part)) for part in parts)) for row in rows]

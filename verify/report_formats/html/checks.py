@@ -15,7 +15,7 @@ _ORDER = list(Verdict)
 
 
 def checks_panel(checks: Sequence[Check]) -> str:
-    """Every check with its counts."""
+    """Return every check with its counts."""
     if not checks:
         return ""
     ordered = list(checks) if len(checks) <= SHOWN else sorted(checks, key=lambda c: -_ORDER.index(c.verdict))

@@ -51,7 +51,7 @@ class Axis:
 
 
 def errors_panel(rows: Any) -> str:
-    """A strip for each kind of tensor; nothing where no row says what was compared."""
+    """Return a strip for each kind of tensor; nothing where no row says what was compared."""
     kinds: dict[str, list[Dot]] = {}
     for row in rows if isinstance(rows, list | tuple) else ():
         dot = _dot(row) if isinstance(row, Mapping) else None
@@ -67,7 +67,7 @@ def errors_panel(rows: Any) -> str:
 
 
 def axis_of(ratios: Iterable[float]) -> Axis:
-    """Whole decades around all ratios, 1 always among them."""
+    """Return an axis of whole decades around all ratios, 1 always among them."""
     logs = [math.log10(ratio) for ratio in ratios if ratio > 0 and math.isfinite(ratio)]
     low, high = math.floor(min([*logs, -1.0])), math.ceil(max([*logs, 1.0]))
     return Axis(max(low, -18), min(high, 30))
@@ -129,7 +129,7 @@ def _dots(dots: Sequence[Dot], worst: Dot, axis: Axis) -> str:
 
 
 def _tag(worst: Dot, axis: Axis) -> str:
-    """The name of the worst, on the side that has room."""
+    """Return the name of the worst, on the side that has room."""
     place = axis.place(worst.ratio)
     anchor, shift = ("end", -9) if place > 0.5 else ("start", 9)
     name = worst.name if len(worst.name) <= 34 else "..." + worst.name[-31:]
@@ -137,7 +137,7 @@ def _tag(worst: Dot, axis: Axis) -> str:
 
 
 def _powers(axis: Axis) -> list[int]:
-    """At most nine decades, 0 among them."""
+    """Return at most nine decades, 0 among them."""
     step = max(1, math.ceil((axis.high - axis.low) / 8))
     return [power for power in range(axis.low, axis.high + 1) if power % step == 0]
 

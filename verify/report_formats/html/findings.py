@@ -20,7 +20,7 @@ LISTED = 20  # messages that are listed from the start
 
 
 def findings_panel(report: Report) -> str:
-    """The findings of a report; nothing where there are none."""
+    """Return the findings of a report; nothing where there are none."""
     found = findings_of(report)
     if not found:
         return ""
@@ -37,7 +37,7 @@ def findings_panel(report: Report) -> str:
 
 
 def _shared(found: Sequence[Finding]) -> str | None:
-    """The line that reproduces every finding, where there are several and they have one."""
+    """Return the line that reproduces every finding, where there are several and they have one."""
     lines = {finding.reproduce for finding in found}
     return next(iter(lines)) if len(lines) == 1 < len(found) else None
 
@@ -65,7 +65,7 @@ def _finding(finding: Finding, undecided: bool) -> str:
 
 
 def _annotated(finding: Finding, told: Mapping[str, str]) -> str:
-    """The place, its line, and the annotation with carets below its wrong identifiers."""
+    """Return the place, its line, and the annotation with carets below its wrong identifiers."""
     parts = [_place("", finding.where)] if finding.where is not None else []
     annotation = told.get("annotation", "")
     carets = caret_line(annotation, told.get("identifier", "")) if annotation else None

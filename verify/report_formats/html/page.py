@@ -7,7 +7,7 @@ from verify.report_formats.html.text import escape
 
 
 def page(title: str, body: str) -> str:
-    """A whole document. `body`: HTML."""
+    """Return a whole document. `body`: HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -1,4 +1,4 @@
-"""What a static proof stands on: its lemmas, and the certificate that nothing waits for ever."""
+"""The basis of a static proof: its lemmas, and the certificate that the schedule has no deadlock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHOWN = 40  # lemmas that are shown; the others are folded
 
 
 def lemmas_panel(lemmas: Any) -> str:
-    """A table of rows, with the columns that they have."""
+    """Return a table of rows, with the columns that they have."""
     rows = [row for row in lemmas if isinstance(row, Mapping)] if isinstance(lemmas, list | tuple) else []
     if not rows:
         return ""
@@ -24,7 +24,7 @@ def lemmas_panel(lemmas: Any) -> str:
 
 
 def certificate_panel(certificate: Any) -> str:
-    """Whatever form it has: names with values, or a text."""
+    """Render the certificate, whatever form it has: names with values, or a text."""
     if not certificate:
         return ""
     if isinstance(certificate, Mapping):

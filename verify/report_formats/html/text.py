@@ -21,12 +21,12 @@ def escape(text: object) -> str:
 
 
 def code(text: object) -> str:
-    """Text in the typeface of code."""
+    """Set a text in the typeface of code."""
     return f"<code>{escape(text)}</code>"
 
 
 def prose(text: str) -> str:
-    """Text whose words between backquotes are code."""
+    """Set words between backquotes in the typeface of code."""
     pieces = text.split("`")
     if len(pieces) % 2 == 0:
         return escape(text)
@@ -34,13 +34,14 @@ def prose(text: str) -> str:
 
 
 def badge(verdict: Verdict) -> str:
-    """PASS, FAIL or OPEN in its colour."""
+    """Render PASS, FAIL or OPEN in its colour."""
     style = style_of(verdict)
     return f'<span class="badge {style}">{WORDS[style]}</span>'
 
 
 def number(value: Any) -> float | None:
-    """The number that a JSON value stands for, infinity and NaN written as text among them; None for anything else."""
+    """Return the number that a JSON value stands for, infinity and NaN written as text among them; None for anything
+    else."""
     if isinstance(value, bool) or value is None:
         return None
     try:
@@ -50,7 +51,7 @@ def number(value: Any) -> float | None:
 
 
 def amount(value: Any) -> float:
-    """A finite number that is not negative; 0 for anything else."""
+    """Return a finite number that is not negative; 0 for anything else."""
     found = number(value)
     return found if found is not None and math.isfinite(found) and found > 0 else 0.0
 
@@ -75,12 +76,13 @@ def count(value: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share from 0 to 1 as a length in CSS and SVG."""
+    """Return a share from 0 to 1 as a length in CSS and SVG."""
     return f"{100 * share:.3f}".rstrip("0").rstrip(".") + "%"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """A table of cells that are HTML already; on narrow screens each row is a block, its cells named by the head."""
+    """Return a table of cells that are HTML already; on narrow screens each row is a block, its cells named by the
+    head."""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     body = "".join(
         "<tr>"
@@ -92,13 +94,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") ->
 
 
 def facts(items: Mapping[str, Any]) -> str:
-    """Names and values, one below the other."""
+    """Render names and values, one below the other."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{value_html(value)}</dd>" for name, value in items.items())
     return f"<dl>{rows}</dl>"
 
 
 def value_html(value: Any) -> str:
-    """Any JSON value, readable."""
+    """Render any JSON value readably."""
     if isinstance(value, Mapping):
         return facts(value)
     if isinstance(value, list | tuple):
@@ -108,11 +110,11 @@ def value_html(value: Any) -> str:
 
 
 def folded(summary: str, body: str, kind: str = "", is_open: bool = False) -> str:
-    """What is shown when its summary is clicked, and in print."""
+    """Return a section that is folded under its summary; it is always open in print."""
     return f'<details class="{kind}"{" open" if is_open else ""}><summary>{summary}</summary>{body}</details>'
 
 
 def panel(title: str, body: str, remark: str = "", kind: str = "") -> str:
-    """A part of the page with its heading."""
+    """Return a part of the page with its heading."""
     after = f'<p class="remark">{remark}</p>' if remark else ""
     return f'<section class="panel {kind}"><h2>{escape(title)}</h2>{after}{body}</section>\n'

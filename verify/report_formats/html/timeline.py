@@ -32,7 +32,7 @@ class Lane:
 
 
 def timeline_panel(timeline: Any) -> str:
-    """The lanes; nothing where there are no bars."""
+    """Return the lanes; nothing where there are no bars."""
     lanes = lanes_of(timeline)
     end = max((bar.end for lane in lanes for bar in lane.bars), default=0.0)
     if not end:
@@ -52,12 +52,12 @@ def timeline_panel(timeline: Any) -> str:
 
 
 def hue(index: int) -> int:
-    """A hue that stands apart from its neighbours."""
+    """Return a hue that stands apart from its neighbours."""
     return HUES[index] if index < len(HUES) else round(index * 137.508) % 360
 
 
 def lanes_of(timeline: Any) -> list[Lane]:
-    """Rows of the timeline; those with the same bars are one lane."""
+    """Return the rows of the timeline; those with the same bars are one lane."""
     rows = timeline.get("rows", ()) if isinstance(timeline, Mapping) else ()
     lanes: dict[tuple[Bar, ...], list[str]] = {}
     for row in rows:

@@ -33,8 +33,10 @@ Text = Callable[[], dict[str, str] | None]
 
 
 def mutants_of(base: Base, seed: int, each: int) -> Iterator[Mutant]:
-    """All mutants of one program: of its text, of the graph it is generated from, and of annotations. At most `each`
-    of every kind, at places that the seed chooses."""
+    """Yield all mutants of one program: of its text, of the graph it is generated from, and of annotations.
+
+    At most `each` of every kind, at places that the seed chooses.
+    """
     yield from text_mutants(base.subject, seed, each)
     made = generation_of(base)
     for family, kind, places in graph_changes(made):
@@ -70,7 +72,7 @@ def text_mutants(
 def _generated(
     subject: Subject, family: str, kind: str, places: Sequence[Text], seed: int, each: int
 ) -> Iterator[Mutant]:
-    """Mutants whose text the compiler writes. Places where it refuses, or writes the same, are passed over."""
+    """Yield mutants whose text the compiler writes. Places where it refuses, or writes the same, are passed over."""
     count = 0
     for place in _chance(subject, kind, seed).sample(places, len(places)):
         if count == each:

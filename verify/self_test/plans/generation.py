@@ -23,7 +23,7 @@ from verify.self_test.plans.subjects import Base
 
 @dataclass(frozen=True)
 class Generation:
-    """What lies between the plan and the text of one program."""
+    """The intermediate results between the plan and the text of one program."""
 
     plan: Plan
     title: str
@@ -34,13 +34,13 @@ class Generation:
     origins: Mapping[str, Origin]
 
     def text(self, communicated: CommunicatedGraph) -> dict[str, str]:
-        """The role programs of a communicated graph."""
+        """Return the role programs of a communicated graph."""
         return generate(communicated, self.order, self.plan, self.title, self.origins)
 
     def text_of_placements(
         self, partitioned: PartitionedGraph, known: Mapping[str, Signature] | None = None
     ) -> dict[str, str] | None:
-        """The role programs of a partitioned graph; None where the compiler refuses it."""
+        """Return the role programs of a partitioned graph; None where the compiler refuses it."""
         try:
             return self.text(materialise(partitioned, self.known if known is None else known))
         except (NnscalerError, AssertionError, KeyError, IndexError, ValueError, StopIteration):
@@ -48,7 +48,7 @@ class Generation:
 
 
 def generation_of(base: Base) -> Generation:
-    """Compiles the program again, keeping every stage. Its text is the program's, bit for bit."""
+    """Compile the program again, keeping every stage. Its text is the program's, bit for bit."""
     program = base.subject.program
     plan, graph = program.plan, program.graph
     known = dict(signatures(graph, default_registry()))

@@ -254,7 +254,7 @@ def _over_lines(_: Subject, statement: Statement) -> Iterator[str]:
 
 
 def _in_place_of_its_name(role: Role) -> str:
-    """What is read once, on the next line, stands there itself."""
+    """Inline variables that are read once, on the next line."""
     lines = list(role.lines)
     for first, second in zip(role.statements, role.statements[1:], strict=False):
         name = first.targets[0]

@@ -1,4 +1,4 @@
-"""What the levels of verification say of one mutant."""
+"""Judge one mutant at each level of verification."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ Fault = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one level says. `codes`: of its findings, the first one being the most telling; `said`: that one's text
-    and cause."""
+    """The answer of one level.
+
+    codes  of its findings, the most telling first
+    said   message and cause of the first findings
+    """
 
     refuted: bool
     codes: tuple[str, ...] = ()
@@ -68,7 +71,7 @@ def read_statically(sources: Mapping[str, str], graph: Graph) -> Answer:
 
 
 def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
-    """What the outcomes of checks come to."""
+    """Summarise the outcomes of checks as one answer."""
     verdicts = [o.check.verdict for o in outcomes]
     refuted = [o for o in outcomes if o.check.verdict is Verdict.REFUTED]
     findings = [f for o in (refuted or outcomes) for f in o.findings]
@@ -103,7 +106,7 @@ class Execution:
         self.task = make_task(base.request, base.prepared, self.reference, folder)
 
     def write(self, sources: Mapping[str, str]) -> Path:
-        """The program as files, in a folder of its own."""
+        """Return the program as files, in a folder of its own."""
         path = Path(tempfile.mkdtemp(dir=self.folder))
         for file, text in sources.items():
             (path / file).write_text(text, encoding="utf-8")
@@ -117,9 +120,11 @@ class Execution:
         localised: bool = False,
         state: StateEdit | None = None,
     ) -> Executed:
-        """Level 2: runs the program and compares everything that comes out with the model. `fault`: a bug of the
-        runtime, for the time of the run. `localised`: also look where it goes wrong first. `state`: what is changed in
-        the tensors that the program starts from."""
+        """Level 2: runs the program and compares everything that comes out with the model.
+
+        `fault`: a bug of the runtime, for the time of the run. `localised`: also look where it goes wrong first.
+        `state`: what is changed in the tensors that the program starts from.
+        """
         started = time.perf_counter()
         path = self.write(sources)
         try:

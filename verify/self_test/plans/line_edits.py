@@ -44,7 +44,7 @@ _LITERAL = re.compile(
 
 
 def _visible(draft: Draft, statement: Statement) -> list[str]:
-    """Variables and stored tensors that the line may read."""
+    """Return the variables and stored tensors that the line may read."""
     role = next(r for r in draft.subject.roles if r.file == statement.file)
     made = [t for s in role.statements if s.line < statement.line and s.method == statement.method for t in s.targets]
     held = [e for e in role.entries if e.stage == statement.stage]
@@ -236,8 +236,11 @@ def _other_conversion(draft: Draft, chance: Random) -> Edits | None:
 
 
 def _repaired(draft: Draft, chance: Random) -> Edits | None:
-    """What the reader asks for: an operand is converted to the state that it should have, or the loss to the declared
-    one. It makes any wrong start into a text that the reader can type further."""
+    """Follow a hint of the reader: convert an operand to the state that it should have, or the loss to the declared
+    one.
+
+    It turns any wrong start into a text that the reader can type further.
+    """
     wanted = [(m[1], m[2], m[3]) for m in _LOSS.finditer(draft.said)]
     rows = {(before.__name__, after.__name__): row.function for (before, after), row in ROWS.items()}
     if wanted:

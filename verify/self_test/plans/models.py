@@ -150,7 +150,7 @@ def text() -> Sample:
 
 
 def longer_text() -> Sample:
-    """With the words after the next: one label less in each row."""
+    """Lengthen the text by the words after the next: one label less in each row."""
     found = text()
     later = found["labels"].roll(-1, 1)
     later[:, -1] = IGNORED
@@ -158,7 +158,7 @@ def longer_text() -> Sample:
 
 
 def made(kind: Callable[..., nn.Module], *given: Any) -> nn.Module:
-    """A model with the same random parameters every time."""
+    """Return a model with the same random parameters every time."""
     torch.manual_seed(0)
     return kind(*given)
 

@@ -1,4 +1,4 @@
-"""What a mutant of a program is: a few changed lines, and what was changed to get them."""
+"""Mutants of a program: a few changed lines, and the change that made them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """`line` (from 1) of a role file: `before` is its text, `after` what stands there instead (several lines, or
-    none)."""
+    """One changed line of a role file.
+
+    line    counted from 1
+    before  its text
+    after   the text instead: several lines, or none
+    """
 
     file: str
     line: int
@@ -29,8 +33,12 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StateEdit:
-    """Other tensors in a program's folder. `kind`: a key of `STATE_EDITS`; `other`: a second tensor, where it takes
-    one."""
+    """A change of the tensors in a program's folder.
+
+    kind   a key of `STATE_EDITS`
+    name   of the tensor
+    other  a second tensor, where the edit takes one
+    """
 
     kind: str
     name: str
@@ -40,7 +48,7 @@ class StateEdit:
         return f"state.pt: {self.kind}: " + " and ".join(f"`{n}`" for n in (self.name, self.other) if n)
 
     def apply(self, state: State) -> dict[str, Tensor]:
-        """The tensors with the edit."""
+        """Return the tensors with the edit."""
         return {**state, **STATE_EDITS[self.kind](state, self.name, self.other)}
 
 
@@ -65,9 +73,15 @@ STATE_EDITS: Mapping[str, Callable[[State, str, str], State]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`kind`: the mutation operator's name, `family` its group. `edits`: what differs from the right program's text;
-    `changed` has the whole text of each file that differs. `runtime`: the name of a patch of the runtime, where the
-    text is right and what runs it is wrong. `state`: what is changed in the tensors that the program starts from."""
+    """One mutant of a program.
+
+    family   group of the mutation operator
+    kind     name of the mutation operator
+    edits    lines that differ from the right program
+    changed  file -> its whole text, for each file that differs
+    runtime  name of a patch of the runtime, where the text is right and the runtime is wrong
+    state    change of the tensors that the program starts from
+    """
 
     model: str
     plan: str
@@ -85,16 +99,16 @@ class Mutant:
 
     @property
     def told(self) -> str:
-        """What is changed first."""
+        """Describe the first change."""
         return str(self.edits[0]) if self.edits else self.runtime or str(self.state)
 
     def sources(self, right: Mapping[str, str]) -> dict[str, str]:
-        """The whole program: the right one with the changed files in it."""
+        """Return the whole program: the right one with the changed files in it."""
         return {**right, **self.changed}
 
 
 def apply_edits(sources: Mapping[str, str], edits: Edits) -> dict[str, str]:
-    """The changed files. Raises ValueError where a line is not what the edit says."""
+    """Return the changed files. Raises ValueError where a line is not what the edit says."""
     changed: dict[str, list[str]] = {}
     for edit in edits:
         lines = changed.setdefault(edit.file, sources[edit.file].split("\n"))
@@ -105,7 +119,7 @@ def apply_edits(sources: Mapping[str, str], edits: Edits) -> dict[str, str]:
 
 
 def edits_between(before: Mapping[str, str], after: Mapping[str, str]) -> Edits:
-    """The edits that lead from one program to another, block by block."""
+    """Return the edits that lead from one program to another, block by block."""
     return tuple(edit for file in after for edit in _between(file, before.get(file, ""), after[file]))
 
 

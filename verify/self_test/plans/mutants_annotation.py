@@ -68,7 +68,7 @@ def _of_operation(made: Generation, op: Operation, right: Signature) -> Iterator
 
 
 def _differ(op: Operation, right: Signature, wrong: Signature, split: Split) -> bool:
-    """Whether the two annotations disagree about where this split leaves the operands."""
+    """Return whether the two annotations disagree about the operands' states under this split."""
     assert right.bound is not None
     if split.identifier not in right.bound.sizes or right.bound.marks.get(split.identifier) == "^":
         return True

@@ -71,7 +71,7 @@ def _legal(order: Sequence[str]) -> bool:
 
 
 def _hangs(subject: Subject, changed: Role, order: Sequence[str]) -> bool:
-    """Whether these orders cannot run to their end: stage s reads what s - 1 sends, and sends gradients back."""
+    """Return whether these orders deadlock: stage s waits for activations of s - 1, and for gradients of s + 1."""
     queues = {r.file: list(order if r.file == changed.file else r.order) for r in subject.roles}
     last = subject.program.plan.stages - 1
     done: set[str] = set()

@@ -1,4 +1,4 @@
-"""A mutation operator: a way to make a right program wrong, and where in a program it can be applied."""
+"""A mutation operator (DeMillo, Lipton and Sayward 1978): a way to make a right program wrong, and where it applies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MutationOperator:
     find: Find
 
     def places(self, subject: Subject) -> list[Edits]:
-        """What it can do to a program: a tuple of edits each, none of which changes nothing."""
+        """Return all edits that the operator can make to a program; each changes something."""
         found: list[Edits] = []
         for made in self.find(subject):
             edits = (made,) if isinstance(made, Edit) else made

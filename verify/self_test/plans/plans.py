@@ -29,9 +29,11 @@ def run_plans_self_test(
     each: int = 1,
     processes: int = PROCESSES,
 ) -> PlansSelfTest:
-    """Mutants of every model under every plan: `each` of every kind, and of those every second one. `quick`: one plan
-    a model, and every third; and of the small programs every third. Raises NnscalerError for a model that there is
-    not."""
+    """Return mutants of every model under every plan: `each` of every kind, and of those every second one.
+
+    `quick`: one plan a model, and every third; and of the small programs every third. Raises NnscalerError for a model
+    that there is not.
+    """
     started = time.perf_counter()
     small = tuple(Spec(n, TINY[n].plan, TINY[n].ranks, TINY[n].micro_batches) for n in SMALL if n in models)
     if quick and len(small) == len(SMALL):

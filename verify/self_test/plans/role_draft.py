@@ -20,8 +20,12 @@ FED = ("inputs", "prepare_inputs")
 
 @dataclass(frozen=True)
 class Draft:
-    """A program that is edited. `lines` and `names`: where the reader of the last text found something, empty for a
-    text that it has not seen; `said`: its findings."""
+    """A program while it is edited.
+
+    lines  (file, line) in which the reader of the last text found something; empty for a text that it has not seen
+    names  variables about which it found something
+    said   its findings
+    """
 
     subject: Subject
     sources: Mapping[str, str]
@@ -30,11 +34,14 @@ class Draft:
     said: str = ""
 
     def changed(self, edits: Edits) -> dict[str, str]:
-        """The whole program with the edits. Raises ValueError where two of them change one line."""
+        """Return the whole program with the edits. Raises ValueError where two of them change one line."""
         return {**self.sources, **apply_edits(self.sources, edits)}
 
     def next(self, sources: Mapping[str, str], lines: frozenset[tuple[str, int]], said: str) -> Draft:
-        """The edited program, and what the reader says of it. Raises SyntaxError and ValueError as reading does."""
+        """Return the edited program, and what the reader says of it.
+
+        Raises SyntaxError and ValueError as reading does.
+        """
         known = {role.file: role for role in self.subject.roles}
         roles = tuple(
             known[file] if text == self.sources[file] else read_role_source(file, text)
@@ -45,14 +52,14 @@ class Draft:
         return Draft(replace(self.subject, roles=roles), sources, lines, names, said)
 
     def near(self, place: Statement | Entry) -> bool:
-        """Whether the reader found something there, or in what it makes or holds."""
+        """Return whether the reader found something at this place, or in a variable that it makes or holds."""
         if (place.file, place.line) in self.lines:
             return True
         made = place.targets if isinstance(place, Statement) else (place.name, place.arguments[0].strip("\"'"))
         return not self.names.isdisjoint(made)
 
     def pick(self, chance: Random, places: Sequence[Statement] | Sequence[Entry]) -> Statement | Entry | None:
-        """One of the places."""
+        """Return one of the places."""
         close = [p for p in places if self.near(p)] if self.lines or self.names else []
         chosen = close if close and chance.random() < NEAR else places
         return chance.choice(chosen) if chosen else None
@@ -66,7 +73,7 @@ class Draft:
         return found if isinstance(found, Entry) else None
 
     def everywhere(self, chance: Random, entry: Entry, old: str, new: str) -> Edits:
-        """The entry with a part replaced, mostly also where another stage says the same of the same tensor."""
+        """Return the entry with a part replaced, mostly also where another stage says the same of the same tensor."""
         alike = [
             e
             for e in self.subject.entries(entry.section)

@@ -44,7 +44,7 @@ class Statement:
         return dict(self.keywords).get(name)
 
     def with_keywords(self, **changed: str | None) -> Statement:
-        """With keywords set, or left out (None)."""
+        """Return the statement with keywords set, or left out (None)."""
         merged = {**dict(self.keywords), **changed}
         return replace(self, keywords=tuple((n, v) for n, v in merged.items() if v is not None))
 
@@ -85,11 +85,11 @@ class Entry:
         return dict(self.keywords).get(name, "")
 
     def with_more(self, keyword: str) -> Edit:
-        """With one more keyword."""
+        """Return the edit that adds a keyword."""
         return Edit(self.file, self.line, self.text, f"{self.text.rstrip().removesuffix('),')}, {keyword}),")
 
     def swapped(self, old: str, new: str) -> Edit:
-        """The line with one part of it replaced."""
+        """Return the line with one part of it replaced."""
         return Edit(self.file, self.line, self.text, self.text.replace(old, new, 1))
 
 
@@ -113,8 +113,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Subject:
-    """A right program, taken apart. `axes`: of each stage. `variables`: (stage, variable) to the logical tensor and
-    the text of its layout."""
+    """A right program, taken apart.
+
+    axes       stage -> its axes
+    variables  (stage, variable) -> logical tensor and text of its layout
+    """
 
     model: str
     plan: str
@@ -124,7 +127,7 @@ class Subject:
     variables: Mapping[tuple[int, str], tuple[LogicalTensor, str]]
 
     def statements(self, prefix: str = "") -> Iterator[Statement]:
-        """Every statement that calls something with this prefix."""
+        """Yield every statement that calls something with this prefix."""
         for role in self.roles:
             yield from (s for s in role.statements if s.callee.startswith(prefix))
 
@@ -140,25 +143,25 @@ class Subject:
         return self.variables[stage, variable][1]
 
     def trained(self, statement: Statement) -> bool:
-        """Whether a gradient goes through its (first) result, a floating-point tensor."""
+        """Return whether a gradient flows through the statement's first result, a floating-point tensor."""
         tensor = self.tensor(statement.stage, statement.targets[0])
         return tensor is not None and tensor.needs_grad and not statement.without_gradient
 
     def used_after(self, statement: Statement, variable: str) -> bool:
-        """Whether a later line of the method reads the variable."""
+        """Return whether a later line of the method reads the variable."""
         role = next(r for r in self.roles if r.file == statement.file)
         later = (s for s in role.statements if s.line > statement.line and s.stage == statement.stage)
         return any(variable in names_in(" ".join((*s.arguments, *(v for _, v in s.keywords)))) for s in later)
 
 
 def names_in(source: str) -> frozenset[str]:
-    """The words of a piece of Python."""
+    """Return the words of a piece of Python."""
     word = "".join(c if c.isalnum() or c == "_" else " " for c in source)
     return frozenset(word.split())
 
 
 def take_apart(model: str, plan: str, program: Program) -> Subject:
-    """Reads every role of a program."""
+    """Read every role of a program."""
     roles = tuple(read_role_source(file, text) for file, text in program.sources.items())
     axes: dict[int, Mapping[str, int]] = {}
     for text in program.sources.values():
@@ -189,7 +192,7 @@ def _stages(tree: ast.Module) -> Iterator[ast.ClassDef]:
 
 
 def read_role_source(file: str, text: str) -> Role:
-    """The statements and declarations of one file. Raises SyntaxError, ValueError where it is no role."""
+    """Return the statements and declarations of one file. Raises SyntaxError, ValueError where it is no role."""
     tree = ast.parse(text)
     lines = tuple(text.split("\n"))
     statements: list[Statement] = []
@@ -206,7 +209,7 @@ def read_role_source(file: str, text: str) -> Role:
 
 
 def _source(lines: Sequence[str], node: ast.expr) -> str:
-    """The text of a node that stands on one line."""
+    """Return the text of a node that stands on one line."""
     return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
 
 

@@ -1,4 +1,4 @@
-"""Judges every mutant: the text alone, then execution, then, for what nothing refutes, the third oracle."""
+"""Judge every mutant: by the text alone, then by execution, then, for what nothing refutes, by the third oracle."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Batch:
 
 
 def judge_spec(spec: Spec, seed: int, each: int, levels: Sequence[str] = LEVELS, every: int = 1) -> Batch:
-    """Makes the program and its mutants, and judges them, or (of a small program all) every so many of them."""
+    """Make the program and its mutants, and judge them, or (of a small program all) every so many of them."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-mutants-") as folder:
@@ -130,7 +130,7 @@ def judge_all(
     processes: int = 2,
     every: int = 1,
 ) -> Iterator[Batch]:
-    """Every program, in the order in which they are done. `processes` 1: in this one."""
+    """Judge every program; yield them in the order in which they are done. `processes` 1: in this process."""
     if processes < 2:
         for number, spec in enumerate(specs, 1):
             progress(f"{number} of {len(specs)}: {spec.model} {spec.name}")

@@ -46,7 +46,7 @@ ENDS = (REFUTED, INCONCLUSIVE, PROVED, LEMMAS, UNDECIDED, VIOLATION)
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What the reader says of a text: how many mistakes it finds in how many lines that it can type, and where."""
+    """The reader's view of a text: how many mistakes it finds, in how many lines that it can type, and where."""
 
     proved: bool
     found: int
@@ -97,8 +97,11 @@ class Spent(Exception):
 
 @dataclass
 class Fuzz:
-    """Edits of one program. `fatal`: programs of this task (by number) whose run ended the process; `running` is told
-    the number of each program before it runs."""
+    """A fuzz of one program by edits.
+
+    fatal    numbers of the programs of this task whose run ended the process
+    running  is told the number of each program before it runs
+    """
 
     name: str
     execution: Execution
@@ -117,7 +120,7 @@ class Fuzz:
         return Draft(subject, dict(subject.program.sources))
 
     def work(self) -> Tally:
-        """Tries `count` edited programs."""
+        """Try `count` edited programs."""
         try:
             while True:
                 if self.guided:
@@ -130,7 +133,7 @@ class Fuzz:
     # -- where programs come from -------------------------------------------------------------------------------------
 
     def _blind(self) -> None:
-        """One to four edits at once, none of which sees what the others do."""
+        """Make one to four edits at once, none of which sees what the others do."""
         steps: list[str] = []
         edits: Edits = ()
         for _ in range(self.chance.randint(1, AT_ONCE)):
@@ -156,7 +159,7 @@ class Fuzz:
     def _step(
         self, draft: Draft, steps: tuple[str, ...], before: Read, tries: int
     ) -> tuple[Draft, tuple[str, ...], Read] | None:
-        """The next edit: one after which less is found, and the run still wrong."""
+        """Find the next edit: one after which less is found, and the run is still wrong."""
         for _ in range(tries):
             kind, edits = self._propose(draft, NEXT if steps else FIRST)
             if not edits:
@@ -188,7 +191,7 @@ class Fuzz:
     # -- what becomes of them -----------------------------------------------------------------------------------------
 
     def _judge(self, draft: Draft, edits: Edits, steps: tuple[str, ...]) -> tuple[dict[str, str], Read] | None:
-        """Reads the edited program, and runs it where it is proved; None where the edits change nothing."""
+        """Read the edited program, and run it where it is proved; None where the edits change nothing."""
         sources = draft.changed(edits)
         if sources == self.right.sources:
             return None
@@ -224,7 +227,10 @@ class Fuzz:
         return self._reads[key]
 
     def _agrees(self, sources: Mapping[str, str]) -> tuple[str, str]:
-        """What a proved text comes to. Lemmas are asked where the run disagrees: they only ever take a proof back."""
+        """Classify a proved text by running it.
+
+        Where the run disagrees, the lemmas are checked too: they can take a proof back.
+        """
         answer = self._run(sources)
         if not answer.refuted and not answer.undecided:
             return PROVED, ""

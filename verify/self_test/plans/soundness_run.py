@@ -60,7 +60,7 @@ class Job:
 
 @dataclass
 class Soundness:
-    """What came out. `saved`: a folder for each violation."""
+    """The result of a soundness fuzz. `saved`: a folder for each violation."""
 
     count: int
     seed: int
@@ -85,7 +85,7 @@ def run_soundness(
     processes: int = 2,
     out: Path | None = None,
 ) -> Soundness:
-    """Tries `count` edited programs. `out`: where violations are saved."""
+    """Try `count` edited programs. `out`: where violations are saved."""
     started = time.perf_counter()
     torch.set_num_threads(1)
     found = Soundness(count, seed, by_model={name: Tally() for name in names})
@@ -112,7 +112,7 @@ def _executions(names: Sequence[str], folder: Path, progress: Callable[[str], No
 
 
 def _jobs(names: Sequence[str], count: int) -> list[Job]:
-    """Every model in turn, blind and guided."""
+    """Return every model in turn, blind and guided."""
     turns = [(name, guided) for guided in (False, True) for name in names]
     each = min(EACH, -(-count // len(turns)))
     sizes = [min(each, count - start) for start in range(0, count, each)]
@@ -122,7 +122,10 @@ def _jobs(names: Sequence[str], count: int) -> list[Job]:
 def _work(
     jobs: Sequence[Job], executions: Mapping[str, Execution], seed: int, processes: int
 ) -> Iterator[tuple[Job, Tally]]:
-    """Every job with its counts. A job whose process ends is done again, without the program that ended it."""
+    """Run every job; yield it with its counts.
+
+    A job whose process ends is run again without the program that ended it.
+    """
     waiting = list(jobs)
     while waiting:
         again: list[Job] = []
@@ -142,7 +145,7 @@ def _work(
 
 
 def _without(job: Job, event: Died | TimedOut) -> Job:
-    """The job without the run in which its process ended."""
+    """Return the job without the run in which its process ended."""
     if not event.note.isdigit() or int(event.note) in job.fatal:
         how = event.how if isinstance(event, Died) else "its time was up"
         raise RuntimeError(f"the process of {job} ended outside of a run: {how}\n{event.trace}")
@@ -159,7 +162,7 @@ def _digest(violation: Violation) -> str:
 
 
 def save(violation: Violation, execution: Execution, out: Path) -> Path:
-    """The program of a violation with its model, as files that `verify-plan` takes."""
+    """Return the program of a violation with its model, as files that `verify-plan` takes."""
     path = out / f"{violation.base.replace(', ', '-')}-{_digest(violation)}"
     program = execution.base.subject.program
     replace(program, sources=violation.sources).save(path)
@@ -170,7 +173,7 @@ def save(violation: Violation, execution: Execution, out: Path) -> Path:
 
 
 def soundness_lines(found: Soundness) -> list[Line]:
-    """The counts of every kind of edit and of every model, and where violations lie."""
+    """Return the counts of every kind of edit and of every model, and where violations lie."""
     head = "".join(f"{end:>14}" for end in ("programs", *ENDS))
     tally = found.tally
     kinds = sorted({kind for kind, _ in tally.ends})

@@ -53,7 +53,7 @@ MODELS = ("gpt", "llama_hf", "t5_hf", "vit_hf", "moe", "custom_op")
 
 
 def specs(models: tuple[str, ...] = MODELS, quick: bool = False) -> tuple[Spec, ...]:
-    """Every model under every plan; `quick`: three plans, of which each model has one."""
+    """Return every model under every plan; `quick`: three plans, of which each model has one."""
     every = [Spec(model, *plan) for model in models for plan in PLANS]
     if quick:
         chosen = (PLANS[1], PLANS[4])
@@ -75,8 +75,10 @@ class Base:
 
 
 def build(spec: Spec, folder: Path) -> Base:
-    """Compiles one of them; its program is written into `folder`. Raises NnscalerError where the examples are not
-    there."""
+    """Compile one subject; its program is written into `folder`.
+
+    Raises NnscalerError where the examples are not there.
+    """
     file = EXAMPLES / f"{spec.model}.py"
     if not file.is_file():
         message = f"there is no example model {spec.model!r}"
@@ -106,7 +108,7 @@ def _with_dropout(module: Any, chance: float) -> nn.Module:
 
 
 def shorten(model: nn.Module) -> None:
-    """Leaves the first blocks of every list of blocks."""
+    """Leave the first blocks of every list of blocks."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > LAYERS and len({type(m) for m in module}) == 1:
             del module[LAYERS:]

@@ -24,8 +24,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`base`: of `BASES`. `says`: words of which each must be in what the finding says. `instead`: what is planted
-    where the systems have an axis that we lack."""
+    """One row of the table of known bugs.
+
+    base     a key of `BASES`
+    says     words that the finding must all contain
+    instead  what is planted where the systems have an axis that we lack
+    """
 
     number: int
     bug: str
@@ -36,7 +40,7 @@ class Row:
     instead: str = ""
 
     def mutant(self, base: Base) -> Mutant:
-        """The program with the bug in its text. Raises ValueError where a line is not there."""
+        """Return the program with the bug in its text. Raises ValueError where a line is not there."""
         sources = base.subject.program.sources
         edits = tuple(_edit(sources, change) for change in self.changes)
         runtime = self.bug if self.fault else ""
@@ -54,7 +58,7 @@ def _edit(sources: Mapping[str, str], change: Change) -> Edit:
 
 
 def _backward(name: str, other: str) -> Change:
-    """Leaves the value of a variable, and makes its gradient that of another expression."""
+    """Leave the value of a variable, and make its gradient that of another expression."""
     return Change(f"{name} = ", after=f"{name} = {name}.detach() + ({other}) - ({other}).detach()")
 
 

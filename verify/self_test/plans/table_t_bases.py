@@ -28,7 +28,7 @@ class TableBase:
     whole: Plan | None = None
 
     def build(self, folder: Path, name: str = "") -> Base:
-        """Compiles it."""
+        """Compile the base."""
         model = models.made(self.model)
         spec = Spec(name or type(model).__name__, self.plan, self.ranks, self.micro_batches)
         return build_from(spec, model, self.sample(), self.whole or self._plan, folder)

@@ -1,4 +1,4 @@
-"""Judges the rows of Table T: what each level says, whether it names the mechanism, what a loss would have shown."""
+"""Judge the rows of Table T: what each level says, whether it names the mechanism, what a loss would have shown."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ from verify.self_test.plans.table_t_bases import BASES
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """`first_loss`, `losses`: whether comparing the loss of the first step, or of each, shows it. `said`: everything
-    that the findings of both levels say."""
+    """The result of one row.
+
+    first_loss  comparing the first step's loss shows the bug
+    losses      comparing every step's loss shows it
+    said        the text of all findings of both levels
+    """
 
     row: Row
     mutant: Mutant
@@ -81,7 +85,7 @@ class TableBench:
         self.executions: dict[str, Execution] = {}
 
     def execution(self, name: str) -> Execution:
-        """The right program in which a row is planted."""
+        """Return the right program in which a row is planted."""
         if name not in self.executions:
             folder = self.folder / str(len(self.executions))
             folder.mkdir()
@@ -89,7 +93,7 @@ class TableBench:
         return self.executions[name]
 
     def problem(self, name: str) -> str:
-        """What is said against the right program: nothing, if all is well."""
+        """Return the complaint about the right program; empty if there is none, as there should be."""
         execution = self.execution(name)
         program = execution.base.subject.program
         static, executed = read_statically(program.sources, program.graph), execution.judge(program.sources).answer
@@ -97,7 +101,7 @@ class TableBench:
         return f"{name}: {bad[0].said}" if bad else ""
 
     def judge(self, row: Row) -> RowResult:
-        """Plants one row and verifies it as a user's program is verified."""
+        """Plant one row and verify it as a user's program is verified."""
         execution = self.execution(row.base)
         program = execution.base.subject.program
         mutant = row.mutant(execution.base)
@@ -121,7 +125,7 @@ class TableBench:
 
 
 def _wrong_losses(outcomes: Sequence[Outcome]) -> set[int]:
-    """The steps at which a comparison of losses alone fails; a program that does not run fails at the first."""
+    """Return the steps at which a comparison of losses alone fails; a program that does not run fails at the first."""
     found = {o.check.name: o for o in outcomes}
     if "loss" not in found:
         return {0}
@@ -133,7 +137,7 @@ def _text(finding: Finding) -> str:
 
 
 def run_table(progress: Callable[[str], None], rows: Sequence[Row] = ROWS) -> TableT:
-    """All rows, one after the other."""
+    """Run all rows, one after the other."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-table-") as folder:
         bench = TableBench(Path(folder))

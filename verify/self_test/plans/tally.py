@@ -1,4 +1,4 @@
-"""What came out for all mutants, counted."""
+"""Counts over all mutants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ ENOUGH = 1000  # mutants, in the whole test
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Of mutants that are not equivalent. `first_loss`, `losses`: how many a comparison of the first loss, or of every
-    loss, would miss."""
+    """Counts of mutants that are not equivalent to the right program.
+
+    static        refuted by the text alone
+    running_only  refuted by running, and not by the text
+    running       refuted by running, whatever the text says
+    first_loss    missed by comparing the first loss
+    losses        missed by comparing every loss
+    """
 
     name: str
     mutants: int
@@ -128,7 +134,7 @@ class PlansSelfTest:
 
 
 def count(name: str, judged: Sequence[Judged]) -> Count:
-    """Counts mutants; equivalent ones apart."""
+    """Count mutants; equivalent ones apart."""
     real = [j for j in judged if not j.equivalent]
     executed = [j.executed for j in real if j.executed is not None]
     return Count(

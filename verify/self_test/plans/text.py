@@ -14,8 +14,11 @@ _HEAD = f"{'mutants':>8} {'L0':>6} {'L2':>6} {'alive':>6} {'killed':>8} {'loss 1
 
 
 def plans_lines(found: PlansSelfTest, verbose: bool = False) -> list[Line]:
-    """What the self-test found. Columns: refuted first by the text (L0), first by running (L2), by neither; missed by
-    comparing the first loss, or every loss; and mutants that compute the same as the right program."""
+    """Lay the result of the self-test out as lines.
+
+    Columns: refuted first by the text (L0), first by running (L2), by neither; missed by comparing the first loss, or
+    every loss; and mutants that compute the same as the right program.
+    """
     lines = [f"{'mutation operator':44} {_HEAD}"]
     family = ""
     for group, counted in found.kinds:

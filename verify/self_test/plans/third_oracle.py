@@ -1,4 +1,4 @@
-"""Whether a mutant that nothing refutes computes the same as the right program.
+"""Decide whether a mutant that nothing refutes computes the same as the right program.
 
 Neither the model nor the checks are asked: the right program and the mutant run side by side, from other parameters
 and with the batch in another order, once in float64 and once in the dtypes that the program says, with random numbers
@@ -48,8 +48,11 @@ class _Seen:
 
 
 def compare_programs(execution: Execution, wrong: Mapping[str, str], edit: StateEdit | None = None) -> Told:
-    """Runs both programs. A mutant that raises where the right program does not is not the same. `edit`: what the
-    mutant has changed in the tensors that it starts from."""
+    """Run both programs.
+
+    A mutant that raises where the right program does not is not the same. `edit`: what the mutant has changed in the
+    tensors that it starts from.
+    """
     subject = execution.base.subject
     right_path = execution.write(subject.program.sources)
     wrong_path = execution.write(wrong)
@@ -89,7 +92,7 @@ def _state(execution: Execution, seed: int) -> State:
 
 
 def _batch(execution: Execution, seed: int) -> State:
-    """The samples of the batch in another order."""
+    """Return the samples of the batch in another order."""
     batch: State = torch.load(execution.task.batch, weights_only=True)
     count = max(len(t) for t in batch.values() if t.dim())
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))

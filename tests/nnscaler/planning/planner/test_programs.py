@@ -1,4 +1,4 @@
-"""What the planner says of a configuration is what the program that comes of it costs and holds."""
+"""The planner's figures for a configuration are the costs and memory of the program that is made of it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
     ids=str,
 )
 def test_pipelines_cost_about_what_was_planned(c: Configuration) -> None:
-    """What stages repeat, and what micro-batches share, is not in the tables."""
+    """The tables lack what stages repeat, and what micro-batches share."""
     found, program, held = programmed("gpt", c)
     assert program.seconds - max(program.beside) == pytest.approx(found.seconds, rel=0.12)
     assert len(program.forward) == c.pp

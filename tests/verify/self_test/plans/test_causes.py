@@ -85,7 +85,7 @@ def findings(found: Execution, role: int, pattern: str, new: str) -> list[Findin
 
 
 def test_a_line_that_cannot_be_read_is_all_that_is_said(execution: Get) -> None:
-    """What it would have made is not missed afterwards."""
+    """The results that the line would have made are not reported as missing."""
     for role in (0, 1):
         found = findings(execution("staged"), role, r"^( +)(linear\w* = )aten.linear\(.*$", r"\1\2{'a': 1}['a']")
         assert [f.code for f in found] == ["program_unreadable"], [f.message for f in found]

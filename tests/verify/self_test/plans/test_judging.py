@@ -1,4 +1,4 @@
-"""What the levels and the third oracle say of programs that are right, wrong, and equal in another text."""
+"""Judgements of the levels and of the third oracle on programs that are right, wrong, and equal in another text."""
 
 from __future__ import annotations
 

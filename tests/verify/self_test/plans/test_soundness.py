@@ -68,7 +68,7 @@ def test_right_program_is_proved_and_agrees(tiny: Get, name: str) -> None:
 
 
 def test_programs_say_everything_that_one_can() -> None:
-    """What no program has, no edit can get wrong."""
+    """An edit cannot get wrong what no program has."""
     assert len(TINY) >= 20
     assert {base.ranks for base in TINY.values()} >= {2, 3, 4, 8}
     plans = " ".join(base.plan for base in TINY.values())
