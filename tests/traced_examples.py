@@ -6,7 +6,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from nnscaler.cli.model_file import ModelFile, load_model_file
+from nnscaler.model_file import ModelFile, load_model_file
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import Traced, trace
