@@ -31,7 +31,7 @@ _TEXT = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*"
 
 
 def quantity(value: Any, kind: Quantity) -> float:
-    """The value in bytes, FLOP/s, bytes/s or seconds; a bare number is in these already.
+    """Return the value in bytes, FLOP/s, bytes/s or seconds; a bare number is in these already.
 
     Raises ValueError with what is wrong: no number, an unknown or a missing unit, not positive.
     """

@@ -1,4 +1,4 @@
-"""Makes a profile of this machine: which shards and collectives to time, and what follows from the times.
+"""Make a profile of this machine: which shards and collectives to time, and what follows from the times.
 
 The timing itself is handed in, since nothing on this floor runs programs: `nnscaler.tracing.time_call` and
 `nnscaler.runtime.collective_times` are what the command line hands in.
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]  # number, of how many
 
 
 def collective_calls(ranks: int) -> tuple[CollectiveCall, ...]:
-    """What to time between `ranks` processes: every kind in groups of each size that divides them."""
+    """Return the calls to time between `ranks` processes: every kind, in groups of each size that divides them."""
     groups = [n for n in range(2, ranks + 1) if ranks % n == 0]
     return tuple((kind, group, size) for group in groups for kind in KINDS for size in SIZES)
 
@@ -40,9 +40,9 @@ def measure(
     micro_batches: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
+    """Return the profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
 
-    `cluster`: the machine as it was found, each device undivided; the profile's is that with the figures that were
+    `cluster` is the machine as it was found, each device undivided; the profile's is that with the figures that were
     measured. Operators run alone here: see `crowded`.
     """
     calls = shard_calls(graph, signatures, cluster.devices, micro_batches)
@@ -71,7 +71,7 @@ def measure(
 
 
 def crowded(profile: Profile, overheads: Overheads) -> Profile:
-    """The profile of a machine whose ranks have these overheads, of operators that ran alone."""
+    """Return the profile of a machine whose ranks have these overheads, from one of operators that ran alone."""
     if not overheads.crowding:
         return replace(profile, overheads=overheads)
     last, device = overheads.crowding[-1], profile.cluster.device

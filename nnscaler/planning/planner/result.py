@@ -30,7 +30,7 @@ NOT_SEARCHED = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of a plan.
+    """Proof of how good a plan is, within the space that was searched and by the cost model.
 
     configuration   in words: `dp=2 tp=2, 4 micro-batches`
     seconds         of one step, by the planner's tables

@@ -33,7 +33,7 @@ Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it
 
 @dataclass(frozen=True)
 class Search:
-    """What a search has found.
+    """The result of a search.
 
     best        the fastest configuration that fits, None where none was found
     solved      all configurations that were solved, fastest first

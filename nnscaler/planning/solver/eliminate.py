@@ -49,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elimination:
-    """What is left of an elimination, and what is needed to read the choices off.
+    """Messages of an elimination, and the tables from which choices are read off.
 
     buckets   in the order of elimination
     rest      messages and tables over kept variables only
