@@ -51,7 +51,7 @@ class Document:
         return SourceLocation(str(self.file), number, lines[number - 1].strip())
 
     def value(self, path: KeyPath) -> Any:
-        """What stands at `path`; None where nothing does."""
+        """Return the value at `path`; None where there is none."""
         found: Any = self.content
         for key in path:
             if isinstance(key, int):
@@ -171,7 +171,7 @@ def seconds_of(value: Any) -> float | None:
 
 
 def value_of_variable(key: Key, variable: str, text: str) -> Any:
-    """What an environment variable sets a key to. Raises NnscalerError `bad_settings`."""
+    """Return the value that an environment variable gives to a key. Raises NnscalerError `bad_settings`."""
     value: Any = text
     if key.kind == "seconds":
         value = seconds_of(text)

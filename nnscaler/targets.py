@@ -1,4 +1,4 @@
-"""What users name on a command line and in settings: a file, or a module of a package, and a function in it."""
+"""Targets on a command line and in settings: a file, or a module of a package, and a function in it."""
 
 from __future__ import annotations
 

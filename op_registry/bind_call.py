@@ -119,14 +119,14 @@ class _Matcher:
             self.taken.append(None)
 
     def absent(self, parameter: SchemaParameter) -> bool:
-        """Whether a None stands for a tensor. Without a schema: if operands are left over."""
+        """Return whether a None stands for a tensor. Without a schema: if operands are left over."""
         if self.known:
             return parameter.tensor
         operands_left = sum(isinstance(o, Operand) for o in self.operands[len(self.taken) :])
         return operands_left > self.tensors_left
 
     def fits(self) -> bool:
-        """Whether every tensor got an operand, and every operand a tensor (or an argument, for `?`)."""
+        """Return whether every tensor got an operand, and every operand a tensor (or an argument, for `?`)."""
         while isinstance(self.next, Opaque):
             self.taken.append(None)
         return len(self.taken) == len(self.operands)

@@ -73,7 +73,7 @@ def _rename(spec: OperatorSpec) -> str:
 
 
 def same_place(old: OperatorSpec, new: OperatorSpec) -> bool:
-    """Whether both were registered from one line of one file (or from one function of a notebook)."""
+    """Return whether both were registered from one line of one file (or from one function of a notebook)."""
     if old.where is None or new.where is None:
         return False
     if old.where.file.startswith("<ipython") or "ipykernel_" in old.where.file:

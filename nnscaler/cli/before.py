@@ -1,4 +1,4 @@
-"""What is wrong in a command's options, said before all that takes long: torch, the user's file, a trace, a search.
+"""Check a command's options before all that takes long: torch, the user's file, a trace, a search.
 
 Each check is the function that reads the option for good later on: nothing is decided twice.
 """

@@ -72,7 +72,7 @@ def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def total_lines(profile: Mapping[str, Any]) -> list[str]:
-    """A line per axis, kind and direction, largest first."""
+    """Return a line per axis, kind and direction, largest first."""
     rows = [(t["axis"], t["kind"], t["direction"], f"{t['calls']:,}", _bytes(t["bytes"])) for t in profile["totals"]]
     if not rows:
         return ["communication: none"]

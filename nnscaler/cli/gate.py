@@ -89,7 +89,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def duration(text: str) -> float:
-    """Seconds of `120s`, `2m`, `1h30m` or `120`."""
+    """Read a time in seconds: `120s`, `2m`, `1h30m` or `120`."""
     found = seconds_of(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: 120s, 2m or 1h30m")
@@ -97,7 +97,7 @@ def duration(text: str) -> float:
 
 
 def day(text: str) -> date:
-    """A date as 2027-01-31."""
+    """Read a date such as 2027-01-31."""
     try:
         return date.fromisoformat(text)
     except ValueError:
@@ -294,10 +294,7 @@ def _remember(settings: GateSettings, outcome: Outcome) -> None:
 def deliver(
     outcome: Outcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
 ) -> None:
-    """The summary to stdout, and every format to where it was asked for.
-
-    Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
-    """
+    """Write the summary to stdout, and every format to where it was asked for."""
     from nnscaler.cli.options import TEXT_FORMATS
     from nnscaler.cli.show import destinations, write_files
     from verify.gate.marked import render

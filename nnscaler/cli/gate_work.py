@@ -1,4 +1,4 @@
-"""What a child process of the gate does with an item: a plan as in `verify-plan`, an operator as in `verify-op`."""
+"""The work of a child process of the gate on one item: a plan as in `verify-plan`, an operator as in `verify-op`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NotingConsole(Console):
 def perform_item(
     folder: Path, cache: Cache | None
 ) -> Callable[[Item, Phase, Callable[[str], None]], tuple[Report, bool]]:
-    """What verifies an item, in a child process. `folder`: of the settings."""
+    """Return the function that verifies an item in a child process. `folder`: of the settings."""
     from verify.gate.items import OpItem
 
     def perform(item: Item, phase: Phase, note: Callable[[str], None]) -> tuple[Report, bool]:

@@ -129,7 +129,7 @@ def _version() -> str:
 
 
 def _explain(error: BaseException, console: Console | None) -> int:
-    """What the user reads instead of our traceback, and the exit code."""
+    """Print the message that the user reads instead of our traceback, and return the exit code."""
     write = console.error if console is not None else lambda text: print(text, file=sys.stderr)
     from op_registry.errors import ToolError
 

@@ -1,4 +1,4 @@
-"""What a model file lacks: traced, then asked for annotations."""
+"""List the operators of a model file that lack an annotation."""
 
 from __future__ import annotations
 

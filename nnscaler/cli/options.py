@@ -36,7 +36,7 @@ class OutputFormat:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Read a whole number of at least 1."""
     number = _integer(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -44,7 +44,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Read a positive number of seconds."""
     try:
         number = float(text)
     except ValueError:
@@ -103,7 +103,7 @@ def _integer(text: str) -> int:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """What decides how the model is laid out."""
+    """Add the options that decide how the model is laid out."""
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--ranks", type=positive, metavar="N", help="how many ranks (processes, devices) run the program"
@@ -136,7 +136,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """What a plan is searched for, and within what."""
+    """Add the options of a search: for which machine, and within which limits."""
     group = parser.add_argument_group("search of a plan")
     group.add_argument(
         "--cluster",
@@ -149,7 +149,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """How the result is shown."""
+    """Add the options that say how the result is shown."""
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-format",

@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
 def _replayed(
     graph: Graph, known: Mapping[str, Signature], found: Found, cost: CostModel, options: argparse.Namespace
 ) -> Replay | None:
-    """None where it would take long, and nothing asks for it."""
+    """Replay the plan; None where it would take long, and nothing asks for it."""
     from nnscaler.communication.replay import replay
 
     asked = options.replay or options.html is not None or options.compare is not None
@@ -131,7 +131,7 @@ def _write(
     sections: Mapping[str, Sequence[str]],
     options: argparse.Namespace,
 ) -> None:
-    """The files that are asked for. Raises NnscalerError("cannot_write")."""
+    """Write the files that are asked for. Raises NnscalerError("cannot_write")."""
     from nnscaler.cli.plan_page import plan_page
     from nnscaler.files import write_text
 

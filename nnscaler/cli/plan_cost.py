@@ -1,4 +1,4 @@
-"""What the options of a search say: the plan that is to be searched."""
+"""The options of a search as a request: the plan that is to be searched."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ SEARCH = ("cluster", "memory", "constraints", "profile")
 
 
 def plan_source(options: argparse.Namespace) -> PlanSource:
-    """What --plan names, or what is to be searched. Raises NnscalerError as `asked_search` and `read_plan`."""
+    """Return the plan that --plan names, or the request for one. Raises NnscalerError as `asked_search` and
+    `read_plan`."""
     from nnscaler.cli.plan_source import read_plan
 
     return asked_search(options) or read_plan(options.plan)
 
 
 def asked_search(options: argparse.Namespace) -> AutoPlan | None:
-    """What is to be searched; None where a plan is named. Raises NnscalerError: `plan_illegal`; `usage` where a plan is
-    named and options of a search are given as well."""
+    """Return the request of a plan that is to be searched; None where a plan is named.
+
+    Raises NnscalerError: `plan_illegal`; `usage` where a plan is named and options of a search are given as well.
+    """
     given = [f"--{name}" for name in SEARCH if getattr(options, name, None) is not None]
     if getattr(options, "program", None) is not None:
         if given:
@@ -45,7 +48,7 @@ def asked_search(options: argparse.Namespace) -> AutoPlan | None:
 
 
 def memory_of(text: str | None) -> float | None:
-    """Bytes. Raises NnscalerError("plan_illegal")."""
+    """Return the bytes that --memory says. Raises NnscalerError("plan_illegal")."""
     from nnscaler.planning.cluster.units import quantity
 
     if text is None:

@@ -36,8 +36,10 @@ def reproduce_line(options: argparse.Namespace, ranks: int, backend: str, found:
 
 
 def make_token(options: argparse.Namespace, ranks: int, backend: str, found: Plan | None = None) -> PlanToken:
-    """What these options of verify-plan run, on so many ranks. `found`: the plan where one was searched, which another
-    machine might not find again."""
+    """Return the token of a run of verify-plan with these options on `ranks` ranks.
+
+    `found`: the plan where one was searched, which another machine might not find again.
+    """
     from verify.environment import environment
     from verify.plan_token import PlanToken, Source
 

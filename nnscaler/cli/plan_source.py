@@ -1,4 +1,4 @@
-"""What `--plan` may say: mesh axes, a plan file, or a policy function of the user's."""
+"""Read the argument of `--plan`: mesh axes, a plan file, or a policy function of the user's."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def read_plan(spec: str | None) -> PlanSource:
 
 
 def is_words(spec: str) -> bool:
-    """Whether it says itself what the plan is (axes, auto), and is no file and no function."""
+    """Return whether a specification says itself what the plan is (axes, auto), and is no file and no function."""
     return "::" not in spec and ("=" in spec or parse_auto(spec) is not None)
 
 
 def is_axes(spec: str | None) -> bool:
-    """Whether it names mesh axes."""
+    """Return whether a specification names mesh axes."""
     return spec is not None and is_words(spec) and parse_auto(spec) is None
 
 
 def ranks_asked(options: argparse.Namespace) -> int | None:
-    """How many ranks --ranks, --program or --plan say; None where none of them does. Raises NnscalerError."""
+    """Return the number of ranks that --ranks, --program or --plan say; None where none of them does. Raises
+    NnscalerError."""
     if options.ranks is not None:
         return int(options.ranks)
     if getattr(options, "program", None) is not None:
@@ -104,7 +105,7 @@ def _policy(spec: str) -> Callable[[Graph, int], Plan]:
 
 
 def _guarded(policy: Callable[[Graph, int], Plan], file: str, name: str) -> Callable[[Graph, int], Plan]:
-    """The policy, whose exceptions are the user's and not ours."""
+    """Wrap the policy so that its exceptions are reported as the user's, not ours."""
     from nnscaler.cli.model_file import user_frame
 
     def guarded(graph: Graph, ranks: int) -> Plan:

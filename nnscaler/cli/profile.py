@@ -161,7 +161,7 @@ def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
 
 
 def _collectives(ranks: int, server: ForkServer, console: Console) -> tuple[CollectiveEntry, ...]:
-    """What collectives take between processes of this machine; nothing, with a warning, where these fail."""
+    """Time collectives between processes of this machine; nothing, with a warning, where these fail."""
     from nnscaler.planning.cost.measure import collective_calls
     from nnscaler.planning.cost.table import CollectiveEntry
     from nnscaler.runtime.launcher import launch

@@ -1,4 +1,4 @@
-"""What `nnscaler profile` learns from whole steps: how ranks that share cores crowd each other, and what a step takes
+"""Measure whole steps for `nnscaler profile`: how ranks that share cores crowd each other, and the overheads of a step
 beside its operators. The steps are those of the model on one rank."""
 
 from __future__ import annotations

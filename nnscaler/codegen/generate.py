@@ -50,7 +50,7 @@ def manifest(
     model: Mapping[str, str],
     origins: Mapping[str, Origin],
 ) -> dict[str, Any]:
-    """What a program is, as JSON data."""
+    """Describe a program as JSON data."""
     partitioned = communicated.partitioned
     graph = partitioned.graph
     roles = []

@@ -42,7 +42,7 @@ class StoredLayout:
 
 
 def whole(stage: Stage) -> Layout:
-    """Every rank holds the tensor, at all times."""
+    """Return the layout in which every rank holds the tensor, at all times."""
     return (INVARIANT,) * len(stage.axes)
 
 

@@ -1,4 +1,4 @@
-"""What the registry says of each operation of a graph: its bound annotation and linear sets.
+"""Registry facts of each operation of a graph: its bound annotation and linear sets.
 
 Repeated layers call the same operators with the same shapes: bindings are shared by call.
 """
@@ -33,7 +33,7 @@ class Signature:
 
     @cached_property
     def memo(self) -> dict[tuple[Any, ...], Any]:
-        """What `rules` worked out for this signature: layers that repeat share their signatures."""
+        """Results that others work out from this signature, by key: layers that repeat share their signatures."""
         return {}
 
     @cached_property
@@ -50,12 +50,14 @@ class Signature:
 
     @cached_property
     def flops(self) -> int:
-        """`flops_of` the whole call."""
+        """FLOP of the whole call, see `flops_of`."""
         return self.flops_of(self.bound.sizes) if self.bound is not None else 0
 
     def flops_of(self, sizes: Mapping[str, int]) -> int:
-        """Multiply-adds times two when the operator contracts an identifier (matmul-like), else 0. `sizes`: of every
-        identifier, those of the call or of a shard."""
+        """Return multiply-adds times two when the operator contracts an identifier (matmul-like), else 0.
+
+        `sizes`: of every identifier, those of the call or of a shard.
+        """
         if self.bound is None or self.spec is None:
             return 0
         if self.spec.flops is not None:
@@ -71,7 +73,7 @@ class Signature:
 
 
 def signatures(graph: Graph, registry: Registry | None = None) -> Mapping[str, Signature]:
-    """operation name -> signature."""
+    """Return, by operation, its signature."""
     registry = registry or default_registry()
     cache: dict[Any, Signature] = {}
     result: dict[str, Signature] = {}
@@ -85,7 +87,7 @@ def signatures(graph: Graph, registry: Registry | None = None) -> Mapping[str, S
 
 
 def signature_of(call: Call, registry: Registry) -> Signature:
-    """The signature of one call."""
+    """Return the signature of one call."""
     spec = registry.lookup(call.operator)
     if spec is None:
         return Signature(call, None, None, (), f"{call.operator} has no annotation")

@@ -78,7 +78,7 @@ class Cut:
         return [self.piece(tensor, parts, index) for index in range(parts)]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The inverse of `pieces`."""
+        """Join all pieces: the inverse of `pieces`."""
         parts = len(pieces)
         if self.sections:
             cut = [p.split([s // parts for s in self.sections], self.dim) for p in pieces]
@@ -89,6 +89,6 @@ class Cut:
         return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def place(self, piece: Tensor, parts: int, index: int) -> Tensor:
-        """The whole dim, with `piece` at its place and zeros elsewhere."""
+        """Return the whole dim, with `piece` at its place and zeros elsewhere."""
         shapes = [self.shape_at(piece.shape, i) for i in range(parts)]
         return self.join([piece if i == index else piece.new_zeros(shape) for i, shape in enumerate(shapes)])

@@ -119,7 +119,7 @@ class _Server:
                 os.setpgid(process, process)
 
     def _become_rank(self, command: dict[str, Any], rank: int, log: str, server: int) -> int:
-        """The life of a forked rank; its exit code."""
+        """Live as a forked rank, and return its exit code."""
         assert self._done is not None
         assert self._gate is not None
         signal.set_wakeup_fd(-1)

@@ -183,7 +183,7 @@ def _train(
 
 
 def _report(value: float | None, number: int, more: str, options: argparse.Namespace) -> None:
-    """A line for the step, and a word where its loss is no number. On rank 0 alone, which has the value."""
+    """Print a line for the step, with a word where its loss is no number. On rank 0 alone, which has the value."""
     if value is None:
         return
     print(f"step {number}  loss {value!r}{more}", flush=True)
@@ -195,7 +195,7 @@ def _report(value: float | None, number: int, more: str, options: argparse.Names
 
 
 def _anywhere(here: bool, communicator: Communicator, device: torch.device) -> bool:
-    """Whether it is so on any rank; every rank calls this."""
+    """Return whether `here` is true on any rank; every rank calls this."""
     told = torch.tensor(float(here), device=device)
     return bool(communicator.all_reduce(told, tuple(range(communicator.world_size)), "max"))
 

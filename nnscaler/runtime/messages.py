@@ -55,7 +55,7 @@ class Mail:
         return self._receive_pieces(stage.local(receive.shape), dtype, receive.messages, key)
 
     def send_gradient(self, stage: Stage, receive: Receive | Exchange, gradient: Tensor, micro: int) -> None:
-        """The gradient of a received value goes back to where the value came from."""
+        """Send the gradient of a received value back to where the value came from."""
         key: Key = (receive.key, receive.stage, stage.index, micro, "B")
         if isinstance(receive, Receive):
             self._send(gradient, receive.peers[_position(stage)], key)

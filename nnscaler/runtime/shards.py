@@ -30,7 +30,7 @@ def unravel(position: int, sizes: Sizes) -> dict[str, int]:
 
 
 def ravel(coordinates: Coordinates, sizes: Sizes) -> int:
-    """The inverse of `unravel`."""
+    """Return the position of the rank with these coordinates: the inverse of `unravel`."""
     position = 0
     for axis, size in sizes.items():
         position = position * size + coordinates[axis]

@@ -59,7 +59,8 @@ class _Library:
         return name
 
     def key(self, name: str) -> Any:
-        """What the operator of this name was defined for; None for a name that this process has not defined."""
+        """Return the key for which the operator of this name was defined; None for a name that this process has not
+        defined."""
         return next((key for (_, _, key), known in self._names.items() if known == name), None)
 
 
@@ -95,13 +96,13 @@ class OpaqueFunction:
 
 @dataclass
 class OpaqueFunctions:
-    """What one export met. Operators are shared by calls with the same kinds of arguments."""
+    """The functions that one export met. Operators are shared by calls with the same kinds of arguments."""
 
     found: dict[str, OpaqueFunction] = field(default_factory=dict)
     _by_key: dict[Any, Any] = field(default_factory=dict)
 
     def notes(self) -> tuple[str, ...]:
-        """One line per class."""
+        """Return one line per class."""
         classes = {f.function: f for f in self.found.values()}
         return tuple(
             f"{f.where or '?'}: autograd.Function {cls.__name__} is not registered: every rank runs it whole. "

@@ -83,7 +83,7 @@ def _needed(graph: Graph) -> list[Operation]:
 
 
 def _acts(operator: str) -> bool:
-    """Whether the operator does something besides giving its results."""
+    """Return whether the operator has an effect besides its results."""
     overload = overload_of(operator)
     if overload is None:
         return False

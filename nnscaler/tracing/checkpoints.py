@@ -50,7 +50,7 @@ class Checkpoints:
             self._open = False
 
     def run_reentrant(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `checkpoint(use_reentrant=True)` computes: without an input that has a gradient, nothing has one."""
+        """Run as `checkpoint(use_reentrant=True)` does: without an input that has a gradient, nothing has one."""
         recorded = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         with self.region(), nullcontext() if recorded else torch.no_grad():
             return function(*args)

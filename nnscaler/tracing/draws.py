@@ -1,8 +1,8 @@
-"""What torch's random operators compute, as formulas over two draws: uniform in (0, 1), and normal.
+"""Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 
 Ranks cannot share torch's generator, so programs draw by the runtime's own operators (`nnscaler.runtime.ops_random`).
-The formulas serve twice: a pass writes them into graphs, and an eager run that is compared with a program follows
-them with the numbers that the program has.
+The formulas serve twice: a pass writes them into graphs, and an eager run that is compared with a program follows them
+with the numbers that the program has.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class _Importer:
         return self._merged.get(storage, storage)
 
     def _same_memory(self, operation: Operation) -> None:
-        """What an in-place operator returns lies where its input does, also when export says otherwise."""
+        """Put the result of an in-place operator where its input lies, also when export says otherwise."""
         for position in written_inputs(operation.operator)[:1]:
             argument, result = operation.args[position : position + 1], operation.outputs[:1]
             if result and result[0] is not None and argument and isinstance(argument[0], Slot):

@@ -112,7 +112,7 @@ class _Given:
 
 
 def callable_of(operation: Operation, dropout: bool, device: torch.device) -> Callable[..., Any]:
-    """What runs the operation's operator: one of ours, a user's function, or torch's."""
+    """Return the callable that runs the operation's operator: one of ours, a user's function, or torch's."""
     name = operation.operator
     if name in _DROPOUTS:
         return lambda x, p: _DROPOUTS[name](x, p, dropout)

@@ -37,7 +37,7 @@ class KnownValues(TorchFunctionMode):
         self._nodes = _Nodes()
 
     def is_known(self, tensor: Any) -> bool:
-        """Whether this is a tensor of the export whose values no input reaches."""
+        """Return whether this is a tensor of the export whose values no input reaches."""
         return isinstance(tensor, Tensor) and self._nodes.value_of(tensor) is not None
 
     def __torch_function__(

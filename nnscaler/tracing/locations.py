@@ -26,14 +26,14 @@ _REPEATED_CALL = re.compile(r"@\d+")
 
 
 def is_library(file: str) -> bool:
-    """Whether the file is torch's, ours or the standard library's: never a place to show to a user."""
+    """Return whether the file is torch's, ours or the standard library's: never a place to show to a user."""
     if file.startswith(("<", TORCH, *OURS)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
 
 
 def plain_path(path: str) -> str:
-    """A module's path as torch's tracer writes it, without the number of the call."""
+    """Return a module's path as torch's tracer writes it, without the number of the call."""
     return _REPEATED_CALL.sub("", path) if "@" in path else path
 
 

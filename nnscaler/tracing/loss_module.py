@@ -121,6 +121,6 @@ def mode_note(module: nn.Module) -> str | None:
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether some parameter or buffer has no data."""
+    """Return whether some parameter or buffer has no data."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     return any(t.device == torch.device("meta") for t in tensors)

@@ -1,4 +1,4 @@
-"""What the importer makes: a graph whose operations may still write into their inputs."""
+"""The importer's output: a graph whose operations may still write into their inputs."""
 
 from __future__ import annotations
 

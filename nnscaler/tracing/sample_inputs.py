@@ -84,7 +84,7 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    """What may be in a batch; with a loss outside of the model that is more than `forward` takes."""
+    """Return the signature of a batch; with a loss outside of the model it is wider than that of `forward`."""
     wider: Any = getattr(type(module), "batch_signature", None)
     return wider if isinstance(wider, inspect.Signature) else inspect.signature(module.forward)
 

@@ -32,7 +32,12 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward and backward give. Tensors by first name in the model; None: the loss does not reach it."""
+    """The results of one forward and backward. Tensors are by their first name in the model.
+
+    loss        scalar
+    gradients   by parameter; None where the loss does not reach it
+    buffers     after forward
+    """
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]

@@ -126,7 +126,7 @@ class _Expander:
             self.operations.append(_renamed(operation, number, names, body.call, call))
 
     def _counterpart(self, name: str, body: Body, call: Call) -> str:
-        """What a copy reads for a stored tensor or constant that the body reads."""
+        """Return the tensor that a copy reads in place of a stored tensor or constant that the body reads."""
         tensor = self.tensors[name]
         if tensor.role in STORED:
             own = body.call.site.path + "."

@@ -171,7 +171,7 @@ class Active:
         self.made.extend(get_proxy_slot(t, self.tracer, None, lambda found: found.proxy) for t in tensors)
 
     def _is_given(self, tensor: Tensor) -> bool:
-        """Whether a tensor from outside of the call comes from an operator or is an input; notes where from."""
+        """Return whether a tensor from outside of the call comes from an operator or is an input; notes where from."""
         self.before.add(id(tensor))
         self.nodes += self.track(self.tracer, tensor)
         proxy = get_proxy_slot(tensor, self.tracer, None, lambda found: found.proxy)

@@ -47,7 +47,7 @@ class Call:
 
 @dataclass
 class Calls:
-    """What one export met."""
+    """The calls of layers that one export met."""
 
     model: nn.Module
     sites: Mapping[int, Site]
@@ -190,7 +190,7 @@ def _described(active: Active, like: int | None) -> Call:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What is in force around an operator and changes what it computes."""
+    """Return the modes around an operator that change its results."""
     casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     return (torch.is_grad_enabled(), casts, torch.get_default_dtype())
 

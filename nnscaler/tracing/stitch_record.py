@@ -1,7 +1,7 @@
-"""What one call of a layer does, written down operator by operator so that two calls can be compared.
+"""Record one call of a layer operator by operator, so that two calls can be compared.
 
-Tensors are written as labels: `("made", 7)` for the eighth result inside the call, `("own", "mlp.up.weight", ..)` for
-a stored tensor of the layer, `("model", "embed.weight", ..)` for another one of the model, `("given", 0, ..)` for the
+Tensors are written as labels: `("made", 7)` for the eighth result inside the call, `("own", "mlp.up.weight", ..)` for a
+stored tensor of the layer, `("model", "embed.weight", ..)` for another one of the model, `("given", 0, ..)` for the
 first tensor from outside of the call that it reads, `("constant", 0, ..)` for a tensor with data. Two calls whose keys
 are equal do the same with tensors that stand at the same places and look the same.
 """
@@ -120,8 +120,8 @@ class Record:
         return {id(tensor): (tensor, number) for number, tensor in enumerate(self.made) if tensor is not None}
 
     def result_like(self, other: Step, args: Any) -> Any:
-        """What the operator just written returns, given that it is `other` of a record equal so far: made without
-        running it."""
+        """Return the result of the operator just written without running it, given that it is `other` of a record equal
+        so far."""
         assert other.spec is not None and self.mode is not None
         leaves = []
         for leaf in other.leaves:

@@ -79,7 +79,8 @@ def check_loss_function(loss_fn: Any, where: str) -> None:
 def _taken(
     takes: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `forward` is given. Tensors that its `**kwargs` alone would take are no arguments of it."""
+    """Return the arguments that `forward` is given. Tensors that its `**kwargs` alone would take are no arguments of
+    it."""
     kinds = [p.kind for p in takes.parameters.values()]
     own = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[: sum(k in _POSITIONAL for k in kinds)]
     rest = inspect.Parameter.VAR_KEYWORD in kinds

@@ -1,4 +1,4 @@
-"""What a well-formed annotation may not say, whatever the shapes.
+"""Rules that a well-formed annotation must keep, whatever the shapes.
 
 Each rule refuses with the reason, a caret, and the corrected text where there is one to propose.
 """

@@ -1,4 +1,4 @@
-"""What annotation functions share: naming dims, broadcasting, writing text, reading shards.
+"""Shared parts of annotation functions: naming dims, broadcasting, writing text, reading shards.
 
 A dim is text of the annotation language: a name with its mark (`a`, `k+`, `s^`), an integer, or a group `(a b)`.
 """
@@ -140,12 +140,13 @@ def linear_in_each(call: Call) -> LinearSets:
 
 
 def local(total: int, shards: Shards, *identifiers: str) -> int | Expression:
-    """What one rank has of `total`, a multiple of the size of the first of these identifiers that is split."""
+    """Return one rank's part of `total`, a multiple of the size of the first of these identifiers that is split."""
     return next((local_size(total, shards[name]) for name in identifiers if shards.get(name)), total)
 
 
 def parts(shards: Shards, *identifiers: str) -> int:
-    """Into how many parts the axes split the first of these identifiers (or what is tied to it) that is split."""
+    """Return into how many parts the axes split the first of these identifiers (or one that is tied to it) that is
+    split."""
     for identifier in identifiers:
         if shards.get(identifier):
             return prod(axis.parts for axis in shards[identifier])

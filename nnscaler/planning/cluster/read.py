@@ -126,7 +126,7 @@ def _quantity(document: Document, path: KeyPath, kind: Quantity) -> float:
 
 
 def _spelled(path: KeyPath) -> str:
-    """`[device]`, `[[level]] 2` (counted from 1), `the file`."""
+    """Write a path for people: `[device]`, `[[level]] 2` (counted from 1), `the file`."""
     if not path:
         return "the file"
     if isinstance(path[-1], int):

@@ -1,4 +1,4 @@
-"""What an in-place operator computes, as operators that return values."""
+"""Functional forms of in-place operators: operators that return values."""
 
 from __future__ import annotations
 

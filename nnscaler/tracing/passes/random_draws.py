@@ -55,7 +55,7 @@ def lower_random_draws(graph: Graph) -> Graph:
 
 
 def draws(operation: Operation) -> bool:
-    """Whether an operator of torch draws random numbers in this call."""
+    """Return whether an operator of torch draws random numbers in this call."""
     if operation.operator in _SOMETIMES:
         places = _SOMETIMES[operation.operator]
         return all(place < len(operation.args) and bool(operation.args[place]) for place in places)
