@@ -165,7 +165,7 @@ def make(
     micro_batches: int | None,
     replicate: Sequence[str],
 ) -> Planned:
-    """The plan that the caller wants, checked against `ranks`."""
+    """Make the plan that the caller wants, checked against `ranks`."""
     known = dict(signatures(graph, default_registry()))
     if isinstance(plan, Plan):
         return Planned(plan.for_ranks(ranks), known, "as given")

@@ -50,7 +50,7 @@ def verify_op() -> Callable[..., Any]:
 
 @pytest.fixture
 def verify_plan(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """A function that verifies a model and fails the test unless it passes.
+    """Return a function that verifies a model and fails the test unless it passes.
 
     Takes a model file (`model.py` or `model.py::factory`), or a module (or a function that makes one) and its inputs;
     and the options of `verify.verify_plan`, for which the marker gives defaults.
@@ -113,13 +113,13 @@ class GateItem(pytest.Item):
             self.user_properties.append((name, value))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The report; pytest's own representation of anything else."""
+        """Return the report; pytest's own representation of anything else."""
         if excinfo.type.__name__ == "CheckFailed":
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """The settings' file, and the item."""
+        """Return the settings' file, and the item."""
         return self._gate.file, None, f"nnscaler gate: {self.name}"
 
 

@@ -39,5 +39,5 @@ def find_target(
 
 
 def shown(path: Path) -> str:
-    """The path relative to the current folder where it is inside."""
+    """Return the path relative to the current folder where it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -36,7 +36,7 @@ class Expression:
     __rmul__ = __mul__
 
     def evaluate(self, coordinates: Mapping[str, int]) -> int:
-        """The value on the rank with these coordinates."""
+        """Return the value on the rank with these coordinates."""
         return self.constant + sum(
             c[coordinates[a]] if isinstance(c, tuple) else c * coordinates[a] for a, c in self.terms
         )
@@ -74,10 +74,10 @@ def _times(coefficient: Coefficient, factor: int) -> Coefficient:
 
 
 def index(axis: str) -> Expression:
-    """The rank's coordinate on `axis`, from 0."""
+    """Return the rank's coordinate on `axis`, from 0."""
     return Expression(0, ((axis, 1),))
 
 
 def by_index(axis: str, values: Sequence[int]) -> Expression:
-    """The entry of `values` at the rank's coordinate on `axis`."""
+    """Return the entry of `values` at the rank's coordinate on `axis`."""
     return Expression(0, ((axis, tuple(values)),))

@@ -42,7 +42,7 @@ class TorchOperators:
         return overload
 
     def registered_name(self, overload: torch._ops.OpOverload) -> str | None:
-        """The registered name of one of these operators; None for any other."""
+        """Return the registered name of one of these operators; None for any other."""
         namespace, _, operator = overload._schema.name.partition("::")
         return self._names.get(operator) if namespace == NAMESPACE else None
 

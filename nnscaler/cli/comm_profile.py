@@ -64,7 +64,7 @@ def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None
 
 
 def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The profile, if there is one. Raises NnscalerError `not_a_program`."""
+    """Return the profile, if there is one. Raises NnscalerError `not_a_program`."""
     if profile is None:
         message = "the program has no communication profile: an older version compiled it"
         raise NnscalerError("not_a_program", message, help="compile it again")
@@ -80,7 +80,7 @@ def total_lines(profile: Mapping[str, Any]) -> list[str]:
 
 
 def class_lines(profile: Mapping[str, Any]) -> list[str]:
-    """A line per class, largest first; stages that do the same share one."""
+    """Return a line per class, largest first; stages that do the same share one."""
     merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for entry in profile["classes"]:
         key = tuple(entry[n] for n in ("kind", "direction", "axis", "group_size", "dtype", "bytes", "calls", "module"))

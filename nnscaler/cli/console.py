@@ -162,7 +162,7 @@ def _rich(stream: TextIO) -> RichConsole:
 
 
 def _page(text: str) -> Markdown:
-    """The page with its headings at the left, which rich centres."""
+    """Return the page with its headings at the left, which rich centres."""
     from rich import markdown
     from rich.console import ConsoleOptions, RenderResult
 

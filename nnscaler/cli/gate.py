@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def gate_settings(options: argparse.Namespace) -> GateSettings:
-    """The settings, with what the command line says. Raises NnscalerError."""
+    """Return the settings, changed by the command line. Raises NnscalerError."""
     from verify.gate.settings import read_settings
 
     asked = {
@@ -166,7 +166,7 @@ def _shown(value: object) -> str:
 
 
 def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry, ...]:
-    """The known findings. Raises NnscalerError, `usage` among others, before anything runs."""
+    """Read the known findings. Raises NnscalerError, `usage` among others, before anything runs."""
     from verify.gate.baseline import read_baseline
 
     file = settings.baseline

@@ -61,7 +61,7 @@ def verify_plan_item(item: PlanItem, phase: Phase, note: Callable[[str], None]) 
 
 
 def plan_arguments(item: PlanItem, phase: Phase) -> list[str]:
-    """The command line of an item."""
+    """Return the command line of an item."""
     words = ["verify-plan", item.model, f"--seed={item.seed}", f"--timeout={max(1.0, SHARE * item.timeout):g}"]
     for name, value in item.options.items():
         if name == "depth":

@@ -93,10 +93,7 @@ def check_targets(model: str, loss: str | None) -> None:
 
 
 def traced(model: ModelFile, console: Console, specialise: bool = False) -> Traced:
-    """The model traced, with a word about it. `specialise`: takes the branches of the sample batch.
-
-    Raises NnscalerError: trace_failed, trace_unfaithful.
-    """
+    """Trace the model, with a word about it. `specialise`: takes the branches of the sample batch."""
     from nnscaler.tracing import trace
 
     start = time.perf_counter()
@@ -128,7 +125,7 @@ def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
 
 
 def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
-    """The last frame of the traceback in the user's folder, else the last outside of this package."""
+    """Return the last frame of the traceback in the user's folder, else the last outside of this package."""
     own = str(Path(__file__).resolve().parents[1])
     best: SourceLocation | None = None
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -141,7 +138,7 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
 
 
 def import_user_file(path: Path) -> ModuleType:
-    """The module. Raises NnscalerError `model_import_failed` with the user's own line."""
+    """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
     from nnscaler.runtime.loader import load_user_module
     from nnscaler.runtime.user_imports import claim_surroundings
 
@@ -165,7 +162,7 @@ def import_user_file(path: Path) -> ModuleType:
 
 
 def _of_arguments(error: BaseException, place: SourceLocation | None) -> str | None:
-    """A hint for code that reads the command line, which is nnscaler's: it is shown one without arguments."""
+    """Return a hint for code that reads the command line, which is nnscaler's: it is shown one without arguments."""
     frames = traceback.extract_tb(error.__traceback__)
     parses = any(Path(frame.filename).name in ("argparse.py", "optparse.py", "getopt.py") for frame in frames)
     if not parses and "argv" not in (place.text if place is not None else ""):

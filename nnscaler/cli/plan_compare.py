@@ -25,7 +25,8 @@ _WORDS = {
 
 
 def other_plan(path: Path, ranks: int) -> Plan:
-    """The plan of a file. Raises NnscalerError("plan_illegal") for what is none, or for other ranks."""
+    """Read the plan of a file. Raises NnscalerError("plan_illegal") for a file that has none, or one for other
+    ranks."""
     from nnscaler.transform.plan import Plan
 
     try:
@@ -39,7 +40,7 @@ def other_plan(path: Path, ranks: int) -> Plan:
 
 
 def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, Signature], cost: CostModel) -> Replay:
-    """The other plan's step, by the same costs. Raises NnscalerError where it is not legal for this graph."""
+    """Replay the other plan by the same costs. Raises NnscalerError where it is not legal for this graph."""
     from nnscaler.communication.replay import replay
 
     try:

@@ -36,7 +36,7 @@ def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str,
 
 
 def timeline_of(replayed: Replay) -> dict[str, Any]:
-    """The simulated schedule as data for the picture, as far as it is drawn."""
+    """Return the simulated schedule as data for the picture, as far as it is drawn."""
     from nnscaler.communication.groups import ranks_text
     from nnscaler.scheduling.timeline_rows import timeline_rows
 

@@ -21,7 +21,7 @@ FORMS = "dp=2,tp=2 (mesh axes), auto or auto:h100x8 (searched), plan.json (a sav
 
 
 def read_plan(spec: str | None) -> PlanSource:
-    """The plan, its axes as text, or the policy function. Raises NnscalerError `plan_illegal`."""
+    """Read --plan: a plan, its axes as text, or a policy function. Raises NnscalerError `plan_illegal`."""
     if spec is None or is_words(spec):
         return spec
     if "::" in spec:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
-    """The plan, stage by stage, and how good it is. `seconds`: the search took."""
+    """Describe the plan, stage by stage, and how good it is. `seconds`: the search took."""
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
 
     best, told = found.best, found.certificate

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(profile: Profile) -> list[str]:
-    """The machine's figures and the calibration errors, a line each."""
+    """Describe the machine's figures and the calibration errors, a line each."""
     device, level = profile.cluster.device, profile.cluster.levels[0]
     peaks = ", ".join(f"{dtype} {peak / 1e9:.3g} GFLOP/s" for dtype, peak in sorted(device.peak.items()))
     memory = f"memory {device.bandwidth / 1e9:.3g} GB/s; launch {device.launch * 1e6:.3g} us"

@@ -160,7 +160,7 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
 
 
 def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Console) -> list[Result]:
-    """Every result; each is told on stderr as it comes."""
+    """Return all results; each is told on stderr as it comes."""
     from nnscaler.cli.progress import Progress
     from verify.op_run.many import run_many
 

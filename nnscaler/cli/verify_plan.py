@@ -185,7 +185,7 @@ def _request(options: argparse.Namespace, ranks: int, server: ForkServer | None)
 
 
 def _loss(options: argparse.Namespace) -> str | None:
-    """The loss function outside of the model: the one that is named, else the one that the program has."""
+    """Return the loss function outside of the model: the one that is named, else the one that the program has."""
     if options.loss_fn is not None or options.program is None:
         return None if options.loss_fn is None else str(options.loss_fn)
     from nnscaler.tracing.user_loss import recorded_loss

@@ -54,7 +54,7 @@ def _key(graph: Graph, statements: Sequence[Statement], position: int) -> tuple[
 
 
 def header(region: Region) -> str:
-    """The `with` line of a region."""
+    """Return the `with` line of a region."""
     parts: list[str] = []
     if not region.grad_enabled:
         parts.append("torch.no_grad()")

@@ -98,7 +98,7 @@ def _at_rest(layout: Layout) -> Layout:
 
 
 def leaf_layout(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Iterable[Layout]) -> Layout:
-    """The layout of the autograd leaf."""
+    """Return the layout of the autograd leaf."""
     if not tensor.needs_grad:
         return at_rest
     leaf = list(at_rest)

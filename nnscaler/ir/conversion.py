@@ -123,7 +123,7 @@ def find_path(
     needs_grad: bool,
     in_time: int | None = None,
 ) -> tuple[float, tuple[Move, ...]] | None:
-    """The cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
+    """Return the cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
 
     `in_time`: the position of the micro-batch axis, if there is one.
     """

@@ -25,7 +25,7 @@ class AxisGroup:
     communicator: Communicator | None = None
 
     def connected(self) -> Communicator:
-        """The communicator. Raises ProgramError on the micro-batch axis, over which nothing can be sent."""
+        """Return the communicator. Raises ProgramError on the micro-batch axis, over which nothing can be sent."""
         if self.communicator is None:
             raise ProgramError(f"axis {self.name!r} has no ranks to communicate with")
         return self.communicator
@@ -42,7 +42,7 @@ class Cut:
     sizes: tuple[int, ...] = ()
 
     def piece(self, tensor: Tensor, parts: int, index: int) -> Tensor:
-        """The piece of `index`; may be a view. Raises ValueError when the dim does not divide."""
+        """Return the piece of `index`; may be a view. Raises ValueError when the dim does not divide."""
         size = tensor.shape[self.dim]
         if self.sizes:
             return self._uneven_piece(tensor, parts, index)
@@ -69,7 +69,7 @@ class Cut:
         return view.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1)
 
     def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
-        """The shape of the piece of `index`, from the shape of any of them."""
+        """Return the shape of the piece of `index`, from the shape of any of them."""
         if not self.sizes:
             return tuple(piece)
         return (*piece[: self.dim], self.sizes[index] * self.outer, *piece[self.dim + 1 :])

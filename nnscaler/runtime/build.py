@@ -79,7 +79,7 @@ class StageBuilder:
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:
-    """The stage classes of a role module, by index. Raises ProgramError when the module is not for this rank."""
+    """Return the stage classes of a role module, by index. Raises ProgramError when the module is not for this rank."""
     ranks = getattr(module, "RANKS", ())
     if rank not in ranks:
         raise ProgramError(f"rank {rank} does not run {module.__name__}, which is for ranks {ranks}")

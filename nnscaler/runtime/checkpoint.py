@@ -99,7 +99,8 @@ def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """The whole model. Raises ProgramError when files are missing, do not belong together or leave elements out."""
+    """Read the whole model. Raises ProgramError when files are missing, do not belong together or leave elements
+    out."""
     parts = _read(Path(folder))
     value: dict[str, Tensor] = {}
     known: dict[str, Tensor] = {}

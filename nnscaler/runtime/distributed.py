@@ -53,7 +53,7 @@ class TorchCommunicator(CommunicatorBase):
 
 
 def reduce_in_order(tensors: Sequence[Tensor], reduction: str) -> Tensor:
-    """The reduction of the tensors in their order: the same bits wherever it is computed."""
+    """Reduce the tensors in their order: the same bits wherever it is computed."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = torch.maximum(total, tensor) if reduction == "max" else total.add_(tensor)
@@ -70,12 +70,7 @@ def torch_communicator(
     pairs: Sequence[tuple[int, int]] = (),
     reporter: Reporter | None = None,
 ) -> TorchCommunicator:
-    """A communicator of the default process group, which exists already (`process_group.join`).
-
-    backend: "gloo", or "nccl" with a CUDA device. groups and pairs, for NCCL only: the groups of collectives and the
-    (source, destination) pairs of messages, the same on every rank. Groups that are not named are made when they are
-    first used; messages of pairs that are not named go through host memory.
-    """
+    """Make a communicator of the default process group, which exists already (`process_group.join`)."""
     from nnscaler.runtime.gloo_communicator import GlooCommunicator
     from nnscaler.runtime.nccl_communicator import NcclCommunicator
 

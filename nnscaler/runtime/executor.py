@@ -102,13 +102,8 @@ class RankExecutor:
     # -- a training step ------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, last: bool = True) -> Tensor | None:
-        """Forward and backward of the global `batch`; the loss, on the ranks whose stage computes it (else None).
-
-        Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
-        `context.step` counts this as an optimizer step. Where gradients of several batches are added up for one, `last`
-        is False for all but the last of them; `skip` takes the count back where the optimizer makes no step.
-        Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
-        """
+        """Run forward and backward of the global `batch`; return the loss on the ranks whose stage computes it (else
+        None)."""
         with torch.enable_grad():
             self._gradients.begin()
             total = self._run(batch, backward=True)
@@ -167,7 +162,7 @@ class RankExecutor:
     # -- instructions ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Batch, *, backward: bool) -> Tensor | None:
-        """The instructions of one step, or only its forwards."""
+        """Run the instructions of one step, or only its forwards."""
         self._in_flight.clear()
         self._updated.clear()
         self._mail.clear()
@@ -280,7 +275,7 @@ class RankExecutor:
         return torch.full_like(loss, self.loss_scale)
 
     def _total(self, stage: Stage, losses: list[Tensor]) -> Tensor:
-        """The loss of the step: the sum over micro-batches and ranks on the axes where it is a partial sum."""
+        """Sum the loss of the step over micro-batches and ranks, on the axes where it is a partial sum."""
         assert stage.loss is not None
         states = stage.loss.states
         total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]

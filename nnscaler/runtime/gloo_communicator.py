@@ -197,7 +197,7 @@ def _forward_of(key: Key) -> Key | None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, itself if it is there."""
+    """Return the tensor in host memory, itself if it is there."""
     return tensor.cpu()
 
 
@@ -206,5 +206,5 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)

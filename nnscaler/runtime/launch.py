@@ -201,7 +201,7 @@ def _anywhere(here: bool, communicator: Communicator, device: torch.device) -> b
 
 
 def _start(program: ProgramDirectory, place: Place, options: argparse.Namespace) -> Checkpoint:
-    """The tensors that training starts from: the program's, and those of a checkpoint in their places.
+    """Return the tensors that training starts from: the program's, and those of a checkpoint in their places.
 
     Raises ProgramError where there is no checkpoint or it is another model's, and where the program's tensors are not
     those that it was compiled with. The ranks of a machine share the reading.
@@ -293,7 +293,7 @@ def _optimizer(options: argparse.Namespace, executor: RankExecutor) -> torch.opt
 
 
 def _loss_at_rank_0(loss: torch.Tensor | None, source: int, communicator: Communicator, step: int) -> float | None:
-    """The loss on rank 0, wherever it was computed; None on other ranks."""
+    """Return the loss on rank 0, wherever it was computed; None on other ranks."""
     value = None if loss is None else loss.detach().double()
     key = ("loss", step)
     if source != 0 and communicator.rank == source:

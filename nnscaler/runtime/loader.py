@@ -125,6 +125,6 @@ def _digest(*texts: str) -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """The path as people know it: relative to the current folder when it is inside."""
+    """Return the path as people know it: relative to the current folder when it is inside."""
     file = Path(path).resolve()
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)

@@ -194,12 +194,12 @@ class NcclCommunicator(GlooCommunicator):
 
 
 def _position(rank: int, pair: tuple[int, ...]) -> int:
-    """The number of `rank` in the torch group of two ranks, which is sorted."""
+    """Return the number of `rank` in the torch group of two ranks, which is sorted."""
     return sorted(pair).index(rank)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype that NCCL reduces: bool as uint8."""
+    """Return the tensor in a dtype that NCCL reduces: bool as uint8."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 

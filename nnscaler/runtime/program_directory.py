@@ -38,18 +38,19 @@ class ProgramDirectory:
         return int(self.manifest["ranks"])
 
     def role(self, rank: int) -> ModuleType:
-        """The role module that `rank` runs. Raises ProgramError for a rank that the program does not have."""
+        """Return the role module that `rank` runs. Raises ProgramError for a rank that the program does not have."""
         for role in self.manifest["roles"]:
             if rank in role["ranks"]:
                 return load_role(self.path / role["file"])
         raise ProgramError(f"{self.path} is a program for {self.ranks} ranks and has no rank {rank}")
 
     def stages(self) -> list[type[Stage]]:
-        """The stage classes of all roles."""
+        """Return the stage classes of all roles."""
         return [stage for role in self.manifest["roles"] for stage in load_role(self.path / role["file"]).STAGES]
 
     def state(self) -> dict[str, Tensor]:
-        """The logical tensors of the model by name; their pages are read when they are used. Raises ProgramError."""
+        """Read the logical tensors of the model by name; their pages are read when they are used. Raises
+        ProgramError."""
         return self._tensors("state.pt", "the model was compiled without values (on the meta device)")
 
     def check_state(
@@ -101,7 +102,8 @@ class ProgramDirectory:
         return [list(entry["fqns"]) for entry in stored if len(entry.get("fqns", ())) > 1]
 
     def inputs(self) -> dict[str, Tensor]:
-        """The sample batch. Raises ProgramError, also where it is not the one that the program was compiled with."""
+        """Read the sample batch. Raises ProgramError, also where it is not the one that the program was compiled
+        with."""
         batch, recorded = (
             self._tensors("inputs.pt", "the program is incomplete"),
             self._recorded(self.manifest.get("batch")),
@@ -126,7 +128,7 @@ class ProgramDirectory:
 
 
 def read_program(path: str | Path) -> ProgramDirectory:
-    """The program in a directory that `nnscaler compile --out` wrote. Raises ProgramError when it is none."""
+    """Read the program in a directory that `nnscaler compile --out` wrote. Raises ProgramError when it is none."""
     directory = Path(path)
     try:
         manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
@@ -140,7 +142,7 @@ def read_program(path: str | Path) -> ProgramDirectory:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors by name; their pages are read when they are used. Raises ProgramError for a file that has none."""
+    """Read tensors by name; their pages are read when they are used. Raises ProgramError for a file that has none."""
     try:
         found = torch.load(file, mmap=True, weights_only=True)
     except FileNotFoundError:
@@ -199,7 +201,7 @@ def _coordinates(stage: type[Stage]) -> Iterator[tuple[int, dict[str, int]]]:
 
 
 def pairs_of(stages: list[type[Stage]]) -> list[tuple[int, int]]:
-    """The (source, destination) pairs of ranks between which the program sends activations or gradients."""
+    """Return the (source, destination) pairs of ranks between which the program sends activations or gradients."""
     pairs: set[tuple[int, int]] = set()
     for stage in stages:
         for receive in stage.receives.values():
@@ -212,7 +214,7 @@ def pairs_of(stages: list[type[Stage]]) -> list[tuple[int, int]]:
 
 
 def rank_with_loss(stages: list[type[Stage]]) -> int:
-    """A rank that knows the loss after each step."""
+    """Return a rank that knows the loss after each step."""
     for stage in stages:
         if stage.loss is not None:
             return min(stage.ranks)

@@ -31,7 +31,7 @@ class Holding:
 
 
 def holding(stage: Stage, description: Parameter) -> Holding:
-    """Where the gradient of this stage's shard of a parameter is summed."""
+    """Return where the gradient of this stage's shard of a parameter is summed."""
     here = unravel(stage.ranks.index(stage.rank), stage.axes)
     kept = [axis for axis in stage.axes if axis not in description.reduce]
     positions = [
@@ -46,10 +46,7 @@ def holding(stage: Stage, description: Parameter) -> Holding:
 def reduce_gradients(
     gradients: Sequence[tuple[Holding, Tensor]], communicator: Communicator, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """The summed gradients, in the order given.
-
-    Gradients with equal holdings are several local copies of one shard: they are added first, and all get the sum.
-    """
+    """Sum the gradients, and return them in the order given."""
     local: dict[tuple[tuple[int, ...], str, Holding], Tensor] = {}
     for held, gradient in gradients:
         key = (held.group, str(gradient.dtype), held)

@@ -81,7 +81,7 @@ class StatusReader:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, rank: int) -> RankStatus:
-        """The slot of `rank`; a report that is being written at this moment is read as it is."""
+        """Return the slot of `rank`; a report that is being written at this moment is read as it is."""
         offset = rank * _SLOT
         for _ in range(3):
             sequence, activity, length = _HEAD.unpack_from(self._memory, offset)

@@ -31,7 +31,7 @@ _KEPT = frozenset(sys.builtin_module_names) | {"__future__", "__main__"}
 
 
 def package_of(folder: Path) -> str:
-    """The private package whose modules are the files of `folder`."""
+    """Return the private package whose modules are the files of `folder`."""
     return _PREFIX + sha256(str(folder).encode()).hexdigest()[:12]
 
 

@@ -48,7 +48,7 @@ class TimelineRows:
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:
-    """The timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
+    """Return the timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
 
     def scaled(time: float) -> float:
         return round(time / unit, 4)

@@ -47,7 +47,7 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
 
 
 def notes_of(changed: Mapping[str, str], again: Callable[[], Mapping[str, str] | None]) -> tuple[str, ...]:
-    """One note for all that changes in every forward. What is set to one value in each is as good as a constant.
+    """Return one note for all that changes in every forward. What is set to one value in each is as good as a constant.
 
     `again`: gives what a second forward changes; None where that is not known, and all are told.
     """

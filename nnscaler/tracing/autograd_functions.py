@@ -43,7 +43,7 @@ class _Library:
         self._kernels: dict[str, Callable[..., Any]] = {}
 
     def define(self, base: str, key: Any, schema: str, kernel: Callable[..., Any]) -> str:
-        """The name of the operator for `key`, with this schema and kernel; names of other keys differ."""
+        """Return the name of the operator for `key`, with this schema and kernel; names of other keys differ."""
         name = self._names.get((base, schema, key))
         if name is None:
             name = f"{base}_{sum(known[0] == base for known in self._names)}"
@@ -111,7 +111,7 @@ class OpaqueFunctions:
         )
 
     def operator(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-        """The operator for this call, defined at the first one."""
+        """Return the operator for this call, defined at the first one."""
         kinds = tuple(_kind(a) for a in args)
         constants = tuple((i, a) for i, (kind, a) in enumerate(zip(kinds, args, strict=True)) if kind is None)
         _refuse_modules(cls, constants)
@@ -198,7 +198,7 @@ def _refuse_backward(cls: type[torch.autograd.Function], args: tuple[Any, ...]) 
 
 
 def _kind(value: Any) -> str | None:
-    """The schema type of an argument; None when a schema cannot carry it."""
+    """Return the schema type of an argument; None when a schema cannot carry it."""
     if isinstance(value, Tensor):
         return "Tensor"
     if isinstance(value, list | tuple) and value and all(isinstance(t, Tensor) for t in value):
@@ -226,7 +226,7 @@ def _identity(value: Any) -> int:
 
 
 def _count_outputs(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> int:
-    """How many tensors the function returns in a tuple, 0 for a tensor by itself; by running it unrecorded."""
+    """Return how many tensors the function returns in a tuple, 0 for a tensor by itself; by running it unrecorded."""
     with disable_proxy_modes_tracing(), torch.no_grad():
         result = _REAL_APPLY(cls, *(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
     return len(result) if isinstance(result, tuple | list) else 0

@@ -24,11 +24,7 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dict[str, Tensor]]:
-    """The graph with operations called after their operators, `add, add_1, ..`, and constants by first use.
-
-    An operation goes if nobody reads what it makes, unless it writes into a tensor or draws random numbers: the rule
-    of torch.fx.
-    """
+    """Name operations after their operators, `add, add_1, ..`, and number constants by first use."""
     operations = _needed(raw.graph)
     naming = _Naming({t.name for t in raw.graph.tensors.values() if t.role in LEAF_ROLES and t.role != "constant"})
     constants: list[LogicalTensor] = []
@@ -54,7 +50,8 @@ def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dic
 
 
 def with_names(operation: Operation, name: str, names: Mapping[str, str], module: str | None = None) -> Operation:
-    """The operation under another name, with other names for its tensors. (`replace` takes ten times as long.)"""
+    """Return the operation under another name, with other names for its tensors. (`replace` takes ten times as
+    long.)"""
     return Operation(
         name,
         operation.operator,
@@ -102,7 +99,7 @@ class _Naming:
         return replace(tensor, name=name, fqns=(f"_constants.{number}",))
 
     def operation(self, operation: Operation) -> str:
-        """A name for the operation; its outputs are called so too, with the letters of several."""
+        """Return a name for the operation; its outputs are called so too, with the letters of several."""
         old = _COPY.sub("", operation.name)
         chosen = self._fresh(_NUMBER.sub("", old))
         for output in operation.outputs:

@@ -79,6 +79,6 @@ def checkpoints_marked() -> Iterator[Checkpoints]:
 
 
 def checkpoint_of(node: fx.Node) -> str | None:
-    """The checkpointed call that made the node."""
+    """Return the checkpointed call that made the node."""
     name = (node.meta.get("custom") or {}).get(_KEY)
     return name if isinstance(name, str) else None

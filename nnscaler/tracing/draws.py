@@ -30,7 +30,7 @@ class Maker(Protocol):
         """`kind` is "uniform" or "normal"."""
 
     def call(self, operator: str, *args: Any) -> Any:
-        """The result of an operator of torch, called `aten.<name>.<overload>`."""
+        """Return the result of an operator of torch, called `aten.<name>.<overload>`."""
 
     def dtype(self, value: Any) -> str: ...
 
@@ -151,12 +151,14 @@ DRAWING = frozenset(
 
 
 def formula_of(operator: str) -> Formula | None:
-    """The formula of `aten.rand.default`, also for the overload that takes a generator; None if there is none."""
+    """Return the formula of `aten.rand.default`, also for the overload that takes a generator; None if there is
+    none."""
     return FORMULAS.get(operator.replace("_generator", "").replace(".generator", ".default"))
 
 
 def numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """The arguments that a formula reads: the positional ones, and parameters of the distribution given by name."""
+    """Return the arguments that a formula reads: the positional ones, and parameters of the distribution given by
+    name."""
     named = (kwargs[k] for k in ("mean", "std", "p", "lambd", "from", "to") if k in kwargs)
     return (*(a for a in args if not isinstance(a, torch.Generator)), *named)
 

@@ -67,12 +67,7 @@ class Exported:
 
 
 def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
-    """The training IR of a module that returns its loss.
-
-    `specialise`: where the model branches on the values of data, follow the branch that this batch takes (by
-    `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
-    Raises NnscalerError "trace_failed".
-    """
+    """Export a module that returns its loss to training IR."""
     changed: dict[str, str] = {}  # by the last forward that ran
     with (
         checkpoints_marked() as checkpoints,
@@ -88,7 +83,7 @@ def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: boo
 def _export_some_way(
     module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str]
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """As eager runs; where that cannot be exported, as the model runs when it is told that it is exported."""
+    """Export as eager runs; where that fails, as the model runs when it is told that it is exported."""
     eager, exporting = (partial(_around, module.model, changed, eager) for eager in (True, False))
     module.around = eager
     first = _attempt(module, tensors)
@@ -110,7 +105,7 @@ def _export_some_way(
 
 
 def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram | Exception:
-    """The program, or what export or the model raised. Raises NnscalerError."""
+    """Export, and return the program or the exception that export or the model raised. Raises NnscalerError."""
     try:
         with _quiet():
             return _export(module, tensors)

@@ -42,7 +42,7 @@ class GradientHooks:
             )
 
     def notes(self) -> tuple[str, ...]:
-        """One for each hook that is lost."""
+        """Return one note for each hook that is lost."""
         return tuple(f"{where or 'the model'}: the hook on a gradient is not in the program" for where in self.met)
 
 

@@ -68,7 +68,7 @@ class _Nodes:
     _last: fx.Node | None = None
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The values that the tensor has now."""
+        """Return the values that the tensor has now."""
         mode = get_proxy_mode()
         if mode is None:
             return None

@@ -83,7 +83,7 @@ class UnmatchedDraws(Exception):
 
 
 def draws_of(graph: Graph) -> tuple[Draw, ...]:
-    """The random operations of a graph, in order; dropout of all or nothing draws nothing."""
+    """Return the random operations of a graph, in order; dropout of all or nothing draws nothing."""
     found = []
     for operation in graph.operations:
         if operation.operator.startswith("nnscaler.random_"):
@@ -211,7 +211,7 @@ class _Named(Now):
 
 
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Tensor:
-    """A tensor of the result's shape: for an operator in place its argument, else the result of another call."""
+    """Return a tensor of the result's shape: for an operator in place its argument, else the result of another call."""
     name = str(func)
     return args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
 
@@ -228,7 +228,7 @@ def _place(operation: Operation) -> tuple[str, int] | None:
 
 
 def _user_places() -> tuple[tuple[str, int], ...]:
-    """The frames outside of torch and of nnscaler, the innermost first."""
+    """Return the frames outside of torch and of nnscaler, the innermost first."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -41,5 +41,5 @@ def overload_of(operator: str) -> torch._ops.OpOverload | None:
 
 
 def storage_of(value: Tensor) -> int:
-    """A number for the memory behind a (fake) tensor, valid while it lives."""
+    """Return a number for the memory behind a (fake) tensor, valid while it lives."""
     return value.untyped_storage()._cdata

@@ -31,7 +31,7 @@ class SampleInputs:
     kwargs: Mapping[str, Any]
 
     def rebuild(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's arguments with these tensors in their places."""
+        """Return the module's arguments with these tensors in their places."""
 
         def tensor(ref: Ref) -> Tensor:
             return tensors[ref.name]
@@ -125,7 +125,7 @@ def _map(value: Any, function: Callable[[Ref], Tensor]) -> Any:
 
 
 def _rebuild(value: Any, function: Callable[[str, Any], Any]) -> Any:
-    """A container with each item replaced by `function(key, item)`; any other value as it is."""
+    """Return a container with each item replaced by `function(key, item)`; any other value as it is."""
     if isinstance(value, Mapping):
         items = {k: function(str(k), v) for k, v in value.items()}
         if type(value) is dict or not hasattr(value, "__setitem__"):

@@ -33,7 +33,7 @@ class Body:
 
 
 def expand(raw: RawGraph, state: Mapping[str, Tensor], calls: Sequence[Call]) -> tuple[RawGraph, dict[str, Tensor]]:
-    """The graph without marks, and the stored tensors with the constants that copies have.
+    """Return the graph without marks, and the stored tensors with the constants that copies have.
 
     Raises CannotStitch where a copy would not be what the trace of the layer gives.
     """

@@ -77,7 +77,7 @@ class Active:
         return result
 
     def _unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result as the tracer would see it; without running the operator where an equal record tells it."""
+        """Return the result as the tracer would see it; without running the operator where an equal record tells it."""
         if torch.Tag.data_dependent_output in func.tags:
             raise CannotStitch(f"{self.site.path} looks at the values of data")
         self._compare()
@@ -105,7 +105,7 @@ class Active:
         self.alike = [r for r in self.alike if r.key[start : self._compared] == new]
 
     def equal(self) -> Record | None:
-        """The record of a traced call that this one equals."""
+        """Return the record of a traced call that this one equals."""
         self._compare()
         return next((r for r in self.alike if len(r.key) == self._compared), None)
 

@@ -109,7 +109,7 @@ class Calls:
         return result
 
     def _run(self, active: Active, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """The result, and whether regions are left as they were entered."""
+        """Return the result, and whether regions are left as they were entered."""
         state = _surroundings()
         active.record.key.append(state)
         self._active = active

@@ -116,7 +116,7 @@ class Record:
         self._new.clear()
 
     def latest(self) -> dict[int, tuple[Tensor, int]]:
-        """The tensors made or written, by identity, and the number of the last result that they are."""
+        """Return the tensors made or written, by identity, and the number of the last result that they are."""
         return {id(tensor): (tensor, number) for number, tensor in enumerate(self.made) if tensor is not None}
 
     def result_like(self, other: Step, args: Any) -> Any:
@@ -138,7 +138,7 @@ class Record:
         return tree_unflatten(leaves, other.spec)
 
     def result_of(self, step: Step) -> Any:
-        """The result of a step of this record; what is gone is made again."""
+        """Return the result of a step of this record; what is gone is made again."""
         if step.spec is None:
             return None
         leaves, number = [], step.first
@@ -207,7 +207,8 @@ class Record:
 
 
 def data_of(tensor: Tensor) -> Any:
-    """The values of a tensor as something that can be compared; where they cannot be read, the tensor's identity."""
+    """Return the values of a tensor as something that can be compared; where they cannot be read, the tensor's
+    identity."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return id(tensor)
     with unset_fake_temporarily(), torch.no_grad():

@@ -20,7 +20,8 @@ class Site:
 
 
 def repeated_layers(module: nn.Module, at_least: int) -> Mapping[int, Site]:
-    """The repeated layers of `module` by the identity of their `__dict__`, which torch's tracer gives to its stand-ins.
+    """Return the repeated layers of `module` by the identity of their `__dict__`, which torch's tracer gives to its
+    stand-ins.
 
     Elements of a ModuleList or Sequential that have submodules, share a class, and whose stored tensors agree in names,
     shapes and dtypes, at least so many of them. Whether they compute the same is not looked at here.

@@ -50,7 +50,8 @@ def origin_of_loss(loss_fn: LossFunction) -> str:
 
 
 def recorded_loss(origin: str) -> LossFunction:
-    """The function that `origin_of_loss` described. Raises NnscalerError `no_such_file` where it cannot be found."""
+    """Load the function that `origin_of_loss` described. Raises NnscalerError `no_such_file` where it cannot be
+    found."""
     file, found, name = origin.partition("::")
     help_text = "give the loss function again: loss_fn=..., or --loss-fn path/to/file.py::function"
     message = f"the program was compiled with the loss function {origin!r}"
@@ -95,7 +96,7 @@ def _named(takes: inspect.Signature, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _open_ended(takes: inspect.Signature) -> inspect.Signature:
-    """The signature of `forward`, with room for what it does not take."""
+    """Return the signature of `forward`, with room for what it does not take."""
     parameters = [p for p in takes.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not any(p.kind == p.KEYWORD_ONLY for p in parameters):
         parameters.append(inspect.Parameter("batch_rest", inspect.Parameter.VAR_POSITIONAL))

@@ -22,10 +22,7 @@ from nnscaler.transform.select import select
 
 
 def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> PartitionedGraph:
-    """The partitioned graph that the plan describes. `signatures` gains operations that the plan repeats.
-
-    Raises NnscalerError("plan_illegal") for a step that the annotations forbid, saying what would be legal.
-    """
+    """Partition the graph by a plan. `signatures` gains operations that the plan repeats."""
     _check(plan)
     graph = reorder(graph, [s for s in plan.steps if isinstance(s, OrderStep)])
     stages = make_stages(plan)
@@ -59,7 +56,7 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
 def _choose(
     graph: Graph, signatures: Mapping[str, Signature], plan: Plan, mesh: Axes, here: set[str]
 ) -> Mapping[str, tuple[Choice, ...]]:
-    """The choices on the axes of a mesh, then on micro-batches."""
+    """Choose on the axes of a mesh, then on micro-batches."""
     choices, axes = choose(graph, signatures, plan, mesh, here)
     every = tuple(axes)
     for op in graph.operations:
@@ -72,7 +69,7 @@ def _choose(
 
 
 def make_stages(plan: Plan) -> tuple[Stage, ...]:
-    """The pipeline's stages: a device holds consecutive ranks, stage s runs on device s modulo the devices."""
+    """Make the pipeline's stages: a device holds consecutive ranks, stage s runs on device s modulo the devices."""
     counts = [prod(size for _, size in axes) for axes in plan.device_axes]
     starts = [0, *accumulate(counts)]
     meshes = [

@@ -126,7 +126,8 @@ def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset
 
 
 def _layer_cuts(anchored: Sequence[Operation], layers: Sequence[Layer]) -> _Candidates:
-    """The places between each two layers: at either end of what lies between them, and where the module changes."""
+    """Return the places between each two layers: at either end of what lies between them, and where the module
+    changes."""
     index = {op.name: i for i, op in enumerate(anchored)}
     positions: list[int] = []
     groups: list[int] = []
@@ -180,7 +181,7 @@ def _elements_across(graph: Graph, anchored: Sequence[Operation]) -> list[int]:
 
 
 def _with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The stages of every operation: a repeated one runs wherever an operation that uses it runs."""
+    """Return the stages of every operation: a repeated one runs wherever an operation that uses it runs."""
     found: dict[str, tuple[int, ...]] = {}
     following = max(anchored_stage.values())
     for op in reversed(graph.operations):
@@ -195,7 +196,7 @@ def _with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str,
 
 
 def _describe(operations: Sequence[Operation], layers: Sequence[Layer]) -> str:
-    """The layers of one stage; ` (part)` marks those that it does not hold whole."""
+    """Return the layers of one stage; ` (part)` marks those that it does not hold whole."""
     names = {op.name for op in operations}
     entries: list[tuple[tuple[str, int], str]] = []
     for layer in layers:

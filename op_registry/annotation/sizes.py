@@ -61,7 +61,7 @@ class BoundOperand:
         return tuple(d.size for d in self.dims)
 
     def identifiers(self) -> tuple[str, ...]:
-        """Every identifier of the operand, left to right."""
+        """Return every identifier of the operand, left to right."""
         return tuple(f.identifier for d in self.dims for f in d.factors if f.identifier is not None)
 
 
@@ -259,7 +259,7 @@ class _Binder:
         return Mismatch(message, self.sizes, dim, hint)
 
     def bound(self, operand: Operand, shape: Shape | None, place: str) -> BoundOperand | None:
-        """The operand with sizes; None when it has no shape and some size is unknown."""
+        """Return the operand with sizes; None when it has no shape and some size is unknown."""
         dims: list[BoundDim] = []
         if shape == () and operand.dims == _ONE:
             return BoundOperand((), operand.additive)

@@ -84,7 +84,7 @@ def _explain_sections(
 
 
 def explain_sizes(sizes: tuple[int, ...], parts: int, outer: int, size: int | None) -> str | None:
-    """Why a dim of `size`, viewed as `outer` blocks, is not cut into these unequal pieces by an axis of `parts`."""
+    """Say why a dim of `size`, viewed as `outer` blocks, is not cut into these unequal pieces by an axis of `parts`."""
     if len(sizes) != parts:
         return f"{len(sizes)} sizes for {parts} parts"
     if min(sizes) < 1:

@@ -68,7 +68,7 @@ OVERLAPPING = frozenset(f"y{i}" for i in range(3))  # only contiguous blocks
 
 
 def blocks(shards: Shards, windows: Sequence[Window]) -> tuple[list[int | Expression], list[int | Expression]] | None:
-    """The first output row and how many there are, per dim; None if no dim with overlapping windows is split."""
+    """Return the first output row and how many there are, per dim; None if no dim with overlapping windows is split."""
     if not OVERLAPPING & set(shards):
         return None
     first: list[int | Expression] = []

@@ -30,10 +30,7 @@ _SOMETIMES: dict[str, tuple[int, ...]] = {
 
 
 def lower_random_draws(graph: Graph) -> Graph:
-    """Every operator that `tracing.draws` has a formula for, written as that formula.
-
-    Raises NnscalerError "trace_failed" for operators that draw and have none.
-    """
+    """Write every operator that `tracing.draws` has a formula for as that formula."""
     builder = Builder(graph)
     for operation in graph.operations:
         if not draws(operation):
