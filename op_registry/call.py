@@ -60,9 +60,14 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class AxisShard:
-    """How one mesh axis splits an identifier of size n: viewed as (outer, n / outer), each of whose blocks is cut into
-    `parts` equal pieces, or into pieces of `sizes`; or each of its `sections`, one after another, into `parts` equal
-    pieces."""
+    """How one mesh axis splits an identifier of size n, viewed as (outer, n / outer).
+
+    axis       of the mesh
+    parts      equal pieces of each block
+    outer      how many blocks there are
+    sizes      of unequal pieces of each block; empty: they are equal
+    sections   sizes of concatenated parts, each of which is cut into `parts` equal pieces
+    """
 
     axis: str
     parts: int

@@ -42,8 +42,11 @@ class Expression:
         )
 
     def over(self, sizes: Mapping[str, int]) -> tuple[int, Mapping[str, tuple[int, ...]]] | None:
-        """The value at index 0 of every axis, and what is added at each index: the same for all expressions of the same
-        values. None where an axis does not exist or a table has another length. `sizes`: of the axes."""
+        """Return the value at index 0 of every axis, and the increment at each index.
+
+        These are the same for all expressions of the same values. None where an axis does not exist or a table has
+        another length. `sizes`: of the axes.
+        """
         constant, tables = self.constant, dict[str, tuple[int, ...]]()
         for axis, coefficient in self.terms:
             size = sizes.get(axis)

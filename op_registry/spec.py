@@ -16,7 +16,12 @@ Shards = Mapping[str, tuple[AxisShard, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """A place in a user's file. `line` counts from 1; `text` is that line without its indentation."""
+    """A place in a user's file.
+
+    file   its path
+    line   counted from 1
+    text   that line, without its indentation
+    """
 
     file: str
     line: int

@@ -77,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:
-    """The parser with all its commands. `options.command` is the function that runs the chosen one. `defaults`: of
-    verify-op and verify-plan, as the project sets them; each takes those that it has."""
+    """Build the parser with all its commands. `options.command` is the function that runs the chosen one.
+
+    `defaults`: of verify-op and verify-plan, as the project sets them; each takes those that it has.
+    """
     from nnscaler.cli import (
         compile_command,
         explain,

@@ -27,8 +27,10 @@ _APART = frozenset(("model", "plan", "program", *SEARCH))  # a plan that was sea
 
 
 def reproduce_line(options: argparse.Namespace, ranks: int, backend: str, found: Plan | None = None) -> str:
-    """The line that runs the same again; this command line where a token would be too long for one. `found`: the plan
-    where one was searched."""
+    """Return the line that runs the same again; this command line where a token would be too long for one.
+
+    `found`: the plan where one was searched.
+    """
     from verify.plan_token import encode
 
     word = encode(make_token(options, ranks, backend, found))

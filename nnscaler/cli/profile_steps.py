@@ -82,8 +82,10 @@ def time_steps(
 
 
 def with_overheads(profile: Profile, steps: Steps, ranks: int) -> Profile:
-    """The profile of operators that ran alone, as it is between ranks that share this machine's cores. Without measured
-    steps they are taken to share them fairly."""
+    """Adapt the profile of operators that ran alone to ranks that share this machine's cores.
+
+    Without measured steps they are taken to share them fairly.
+    """
     from nnscaler.planning.cluster.found import available_cores
     from nnscaler.planning.cost.measure import crowded
     from nnscaler.planning.cost.model import Overheads

@@ -98,8 +98,18 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor that goes from one stage to a later one, rank to rank in position order, in one layout; or, between
-    meshes of different shape, from `source` to `target` by regions."""
+    """A tensor that goes from one stage to a later one.
+
+    Between meshes of one shape it goes rank to rank in position order, in one layout; between others, from `source` to
+    `target` by regions.
+
+    tensor         its name
+    source_stage   that sends it
+    target_stage   that reads it
+    source         the version that is sent
+    target         the version that is received
+    needs_grad     whether its gradient comes back
+    """
 
     tensor: str
     source_stage: int

@@ -106,7 +106,7 @@ class Total:
 
     axis        of the mesh
     kind        of the collective
-    direction   forward or backward
+    direction   forward, backward, gradient or loss
     calls       over all groups
     bytes       over all ranks
     """

@@ -26,8 +26,13 @@ MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer st
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """`reduce`: mesh axes over which the gradient is a partial sum. `stages`: the stages that hold the tensor; they
-    have meshes of one shape, or the tensor has no gradient and rests whole."""
+    """The layouts of a stored tensor.
+
+    at_rest   the layout that optimizer and checkpoint see
+    leaf      the layout of the autograd leaf
+    reduce    mesh axes over which the gradient is a partial sum
+    stages    the stages that hold the tensor; they have meshes of one shape, or it has no gradient and rests whole
+    """
 
     at_rest: Layout
     leaf: Layout

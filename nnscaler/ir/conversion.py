@@ -38,7 +38,12 @@ STEP = 0.01  # tie-break: fewer conversions
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`function` names the runtime's autograd function; `forward` and `backward` the collectives that it runs."""
+    """One row of the conversion table.
+
+    function   name of the runtime's autograd function
+    forward    the collective that it runs in forward; None for none
+    backward   the collective that it runs in backward; None for none
+    """
 
     function: str
     forward: str | None

@@ -23,7 +23,14 @@ from nnscaler.ir.operation import as_call
 
 @dataclass(frozen=True)
 class Signature:
-    """`bound` and `spec` are None for an operator without annotation: it can only be run whole."""
+    """Registry facts of one call. An operator without annotation (`spec` and `bound` None) can only be run whole.
+
+    call     operator, arguments and outputs
+    spec     of the operator
+    bound    its annotation with the sizes of this call
+    linear   sets of input slots in which the operator is jointly linear
+    reason   why there is no annotation
+    """
 
     call: Call
     spec: OperatorSpec | None

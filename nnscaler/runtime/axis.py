@@ -13,9 +13,15 @@ from nnscaler.runtime.communicator import Communicator, ProgramError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup:
-    """The ranks that differ from this one only in their coordinate on axis `name`, in the order of that coordinate.
+    """The ranks that differ from this one only in their coordinate on one axis.
 
     The micro-batch axis has an `index` (the current micro-batch) and no communicator: its "ranks" are moments.
+
+    name           of the axis
+    size           number of ranks
+    index          this rank's coordinate
+    ranks          in the order of the coordinate
+    communicator   None on the micro-batch axis
     """
 
     name: str
@@ -33,8 +39,13 @@ class AxisGroup:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one axis splits one local dim: the dim, viewed as (outer, parts, inner), or section by section; with
-    `sizes`, each of the `outer` blocks is cut into pieces of these sizes, one per rank."""
+    """How one axis splits one local dim, viewed as (outer, parts, inner).
+
+    dim        that is split
+    outer      how many blocks it has, each of which is split
+    sections   sizes of concatenated parts, each of which is split
+    sizes      of unequal pieces of each block, one per rank
+    """
 
     dim: int
     outer: int = 1

@@ -32,8 +32,12 @@ _FILE = re.compile(r"rank_(\d+)\.pt$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`state`: logical tensors by name, on the CPU. `step`: optimizer steps that were made. `passes`: batches
-    that were run, by which random numbers are drawn."""
+    """The saved state of a training run.
+
+    step     optimizer steps that were made
+    state    logical tensors by name, on the CPU
+    passes   batches that were run, by which random numbers are drawn
+    """
 
     step: int
     state: Mapping[str, Tensor]

@@ -188,8 +188,10 @@ def _agreement(call: CommunicationCall) -> str:
 
 
 def _forward_of(key: Key) -> Key | None:
-    """The key of the message whose gradient has `key`; None if `key` is not a gradient's. A gradient comes back only
-    after its message has arrived."""
+    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
+
+    A gradient comes back only after its message has arrived.
+    """
     for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
         if place >= 0 and key[place] == "B":
             return (*key[:place], "F", *key[place + 1 :])

@@ -39,8 +39,11 @@ COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 2 when the program cannot run so, or its checkpoint cannot be written; 3 when a loss was not
-    finite and training stopped for that; 101 when running it failed; 130 interrupted."""
+    """Run the command, and return the exit code.
+
+    It is 0; 2 when the program cannot run so, or its checkpoint cannot be written; 3 when a loss was not finite and
+    training stopped for that; 101 when running it failed; 130 interrupted.
+    """
     options = _parse(arguments)
     try:
         place = torchrun_place() or Place(0, 1, 0, 1)

@@ -54,11 +54,10 @@ def load_role(path: str | Path, *, transform: Transform | None = None) -> Module
 
 
 def load_user_module(path: str | Path) -> ModuleType:
-    """The module of a user's file, executed once per process. It sees a command line without arguments: nnscaler's are
-    not for it.
+    """Load the module of a user's file, which is executed once per process.
 
-    Raises UserFileError when the file is missing or imports relatively to a package that it is not in; what its code
-    raises is passed on.
+    It sees a command line without arguments: nnscaler's are not for it. Raises UserFileError when the file is missing
+    or imports relatively to a package that it is not in; an exception of its code is passed on.
     """
     file = Path(path).resolve()
     if not file.is_file():

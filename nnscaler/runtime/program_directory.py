@@ -156,8 +156,10 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def describe_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The dtype, the shape and the hash of each tensor, as a manifest has them under "state"; tensors without data (on
-    the meta device) have no hash."""
+    """Return the dtype, the shape and the hash of each tensor, as a manifest has them under "state".
+
+    Tensors without data (on the meta device) have no hash.
+    """
     known: dict[int, dict[str, Any]] = {}
     for tensor in state.values():  # a tied parameter has several names and is read once
         if id(tensor) not in known:
@@ -180,8 +182,8 @@ def _entry(tensor: Tensor, hashed: bool) -> dict[str, Any]:
 
 
 def groups_of(stages: list[type[Stage]]) -> list[tuple[int, ...]]:
-    """The rank groups on which the program makes collectives: of its axes, of its gradients, and of all ranks (the
-    norm of the gradients)."""
+    """Return the rank groups on which the program makes collectives: of its axes, of its gradients, and of all ranks
+    (the norm of the gradients)."""
     groups: set[tuple[int, ...]] = {tuple(sorted({rank for stage in stages for rank in stage.ranks}))}
     for stage_class in stages:
         for axis in stage_class.axes:

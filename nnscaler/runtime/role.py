@@ -72,7 +72,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A tensor that stage `stage` computes; `shape` is local, `peers[i]` sends to this stage's i-th rank."""
+    """A tensor that an earlier stage computes.
+
+    key          name of the tensor
+    stage        that computes it
+    shape        local
+    dtype        its name
+    peers        `peers[i]` sends to this stage's i-th rank
+    needs_grad   whether its gradient goes back
+    """
 
     key: str
     stage: int
@@ -84,7 +92,13 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """An output of this stage that stage `stage` reads; this stage's i-th rank sends to `peers[i]`."""
+    """An output of this stage that a later stage reads.
+
+    key          name of the tensor
+    stage        that reads it
+    peers        this stage's i-th rank sends to `peers[i]`
+    needs_grad   whether its gradient comes back
+    """
 
     key: str
     stage: int

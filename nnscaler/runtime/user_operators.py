@@ -68,8 +68,11 @@ def _installed(name: str, module: str, qualname: str) -> Callable[..., Any]:
 
 
 def _in_process(name: str, path: Path | None, qualname: str) -> Callable[..., Any] | None:
-    """The operator, if it is here: the object of the user's file where that is loaded, under whatever name, since it
-    is the latest and the compiled one; else the operator of torch."""
+    """Return the operator, if it is here; else None.
+
+    It is the object of the user's file where that is loaded, under whatever name, since it is the latest and the
+    compiled one; else the operator of torch.
+    """
     parts = name.split(".")
     if len(parts) == 3 and (overload := _attribute(torch.ops, parts)) is not None:
         return overload

@@ -34,7 +34,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRows:
-    """`unit`: what one unit of time is. `bubble`: the idle fraction."""
+    """A timeline for drawing.
+
+    unit       the meaning of one unit of time, in words
+    rows       one per role
+    makespan   in units
+    bubble     the idle fraction
+    """
 
     unit: str
     rows: tuple[Row, ...]

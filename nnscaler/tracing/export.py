@@ -57,8 +57,13 @@ _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part th
 
 @dataclass(frozen=True)
 class Exported:
-    """`opaque`: the unregistered autograd.Functions that the program calls. `notes`: for the user. `changed`: Python
-    attributes that forward changes."""
+    """An exported loss.
+
+    program   the training IR
+    opaque    by operator, the unregistered autograd.Functions that the program calls
+    notes     for the user
+    changed   by name, Python attributes that forward changes
+    """
 
     program: ExportedProgram
     opaque: Mapping[str, OpaqueFunction]

@@ -29,7 +29,11 @@ _HELP = (
 
 @dataclass
 class GradientHooks:
-    """`met`: where hooks were registered while tracing. `changing`: where hooks that gave a tensor in a backward."""
+    """Hooks on gradients of tensors, by the place where they were registered.
+
+    met        while tracing
+    changing   those that gave a tensor in a backward
+    """
 
     met: dict[SourceLocation | None, None] = field(default_factory=dict)
     changing: dict[SourceLocation | None, None] = field(default_factory=dict)

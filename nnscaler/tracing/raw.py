@@ -14,7 +14,11 @@ from nnscaler.ir.graph import Graph
 
 @dataclass(frozen=True)
 class RawGraph:
-    """`graph` may hold in-place operators. `storages`: the memory of each tensor; equal numbers alias."""
+    """A graph as the importer makes it.
+
+    graph      may hold in-place operators
+    storages   by tensor, a number for its memory; equal numbers alias
+    """
 
     graph: Graph
     storages: Mapping[str, int]

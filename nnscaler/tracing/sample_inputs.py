@@ -20,10 +20,14 @@ from nnscaler.tracing.rewrite import Ref
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """`tensors` by name, in order; `args` and `kwargs` of the module with a `Ref` where each tensor stood.
+    """A sample batch as named tensors and the module's arguments.
 
     The tensors are detached clones: two arguments that share one tensor stay two inputs. Everything else in the
     arguments is a constant of the trace.
+
+    tensors   by name, in order
+    args      of the module, with a `Ref` where a tensor stood
+    kwargs    of the module, with a `Ref` where a tensor stood
     """
 
     tensors: Mapping[str, Tensor]

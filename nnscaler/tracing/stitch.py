@@ -23,7 +23,14 @@ STORED = ("parameter", "buffer")
 
 @dataclass(frozen=True)
 class Body:
-    """The operations of a traced call. `given`: tensors from outside, `made`: results, in the order of the record."""
+    """The operations of a traced call, with tensor names in the order of the record.
+
+    call         that was traced
+    operations   in order
+    given        tensors from outside
+    made         results; None for one that is not used
+    constants    tensors with data
+    """
 
     call: Call
     operations: tuple[Operation, ...]

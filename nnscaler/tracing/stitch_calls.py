@@ -35,8 +35,12 @@ from nnscaler.tracing.stitch_sites import Run, Site
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer that repeats. `like`: the number of the traced call that it equals, None when traced itself.
-    `constants`: tensors with data that it reads, in order of first use; `names`: names that annotations give, likewise.
+    """One call of a layer that repeats.
+
+    site        the layer
+    like        the number of the traced call that it equals; None when traced itself
+    constants   tensors with data that it reads, in order of first use
+    names       names that annotations give, in order of first use
     """
 
     site: Site

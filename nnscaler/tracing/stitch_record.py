@@ -29,8 +29,12 @@ Innermost = tuple[str, str]  # path and class of the module that runs
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that an operator returned. `old`: its label before, if the operator wrote into it. `memory`: a number
-    for its memory, equal for tensors of the record that share it."""
+    """A tensor that an operator returned.
+
+    old      its label before, if the operator wrote into it
+    memory   a number for its memory, equal for tensors of the record that share it
+    look     its shape, dtype and other properties
+    """
 
     old: Label | None
     memory: int
@@ -41,8 +45,16 @@ class Result:
 class Step:
     """One operator, or one entry into (exit from) a region.
 
-    `notes`: what `torch.fx.traceback.annotate` says. `leaves` of its result: `Result`s, and what is no tensor. `first`:
-    the number of the first tensor. `quick`: a result can be made from the looks.
+    function   that is called
+    args       positional arguments
+    kwargs     keyword arguments
+    place      in the model's code
+    modules    the stack of modules around it
+    notes      the annotations of `torch.fx.traceback.annotate`
+    spec       the structure of its result
+    leaves     of its result: `Result`s, and values that are no tensors
+    first      the number of its first tensor among those made
+    quick      whether a result can be made from the looks
     """
 
     function: Any

@@ -12,7 +12,12 @@ Run = tuple[str, int]  # the container's path, and a number for each kind of ele
 
 @dataclass(frozen=True)
 class Site:
-    """A layer that repeats. `path`: its name in the model. `run`: equal for the layers that it repeats with."""
+    """A layer that repeats.
+
+    path     its name in the model
+    module   the layer
+    run      equal for the layers that it repeats with
+    """
 
     path: str
     module: nn.Module

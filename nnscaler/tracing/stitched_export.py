@@ -23,7 +23,14 @@ _AT_LEAST = {"auto": 8, "always": 2}
 
 @dataclass(frozen=True)
 class Stitched:
-    """`raw` and `state`: the imported graph before the passes, and its stored tensors. `notes`: about the copies."""
+    """An exported and imported loss.
+
+    exported   the training IR
+    raw        the imported graph before the passes
+    state      its stored tensors
+    notes      about the copies
+    repeats    how many calls of layers were copied, in words
+    """
 
     exported: Exported
     raw: RawGraph

@@ -99,8 +99,8 @@ def _read_by(graph: Graph, stitched: Stitched) -> Mapping[str, Tensor]:
 
 
 def _carried(regions: Regions) -> tuple[str, ...]:
-    """A note on each kind of autocast of another device than the one that the model is traced on, and on each that is
-    switched off by a region of another device."""
+    """Return a note on each kind of autocast of another device than the one that the model is traced on, and on each
+    that is switched off by a region of another device."""
     kept = "is kept, as autocast of the device that runs the program; by itself torch leaves it out here, on"
     named = [
         f'{file}:{line}: torch.autocast("{device}", {dtype}) {kept} the {regions.device}'

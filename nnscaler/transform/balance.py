@@ -46,8 +46,10 @@ def balanced_cuts(
 
 
 def cut_limits(segments: int, items: int, at: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
-    """The least and the greatest position of every cut, so that these (item, segment) hold. Segments from -1 down are
-    counted from the last one. None where a segment does not exist."""
+    """Return the least and the greatest position of every cut, so that these (item, segment) hold.
+
+    Segments from -1 down are counted from the last one. None where a segment does not exist.
+    """
     least, most = [1] * (segments - 1), [items - 1] * (segments - 1)
     for item, wanted in at:
         segment = wanted if wanted >= 0 else segments + wanted

@@ -23,8 +23,12 @@ __all__ = ["Layer", "StagePartition", "layers_of", "partition_stages", "repeated
 
 @dataclass(frozen=True, slots=True)
 class StagePartition:
-    """`stage_of`: operation name -> its stages, ascending; several where it is repeated. `layers` and `costs`: one
-    description, and the sum of costs of the anchored operations, per stage."""
+    """Operations cut into stages.
+
+    stage_of   operation -> its stages, ascending; several where it is repeated
+    layers     per stage, a description of its layers
+    costs      per stage, the sum of costs of its anchored operations
+    """
 
     stage_of: Mapping[str, tuple[int, ...]]
     layers: tuple[str, ...]
@@ -108,9 +112,11 @@ def partition_stages(
 
 
 def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset[str]:
-    """Names of operations that every stage can compute for itself at no risk: without gradient, and depending only on
-    inputs, constants and buffers that no step changes. Never those that make the loss or a buffer's new value, nor
-    calls of operators in `random` (they would draw other numbers on each stage)."""
+    """Return the operations that every stage can compute for itself at no risk.
+
+    They have no gradient, and depend only on inputs, constants and buffers that no step changes. Never those that make
+    the loss or a buffer's new value, nor calls of operators in `random` (they would draw other numbers on each stage).
+    """
     updated = {buffer for buffer, _ in graph.updates}
     results = {graph.loss, *(value for _, value in graph.updates)}
     fixed = {t.name for t in graph.with_role("input", "constant", "buffer") if not t.needs_grad} - updated

@@ -40,7 +40,11 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class BoundDim:
-    """The product of `factors` (outermost first) is the dim's size; with `concat` their sum is."""
+    """A dim with sizes.
+
+    factors   outermost first
+    concat    whether the dim's size is the sum of the factors, not their product
+    """
 
     factors: tuple[Factor, ...]
     concat: bool = False
@@ -67,11 +71,15 @@ class BoundOperand:
 
 @dataclass(frozen=True, slots=True)
 class BoundAnnotation:
-    """`inputs`: one per tensor of the call; None is `?`, replicated only. `outputs`: one per output; None is `?`, or
-    an output without a shape whose sizes nothing else determines.
+    """An annotation with the sizes of one call.
 
-    `sizes`, `marks` and `tied` have every identifier (`*` expanded). `reductions` has those marked `+`. `tied` lists
-    the identifiers that are split together: the members of one `[q k v]`, usually just the identifier itself.
+    text         of the annotation
+    inputs       one per tensor of the call; None is `?`, replicated only
+    outputs      one per output; None is `?`, or an output without a shape whose sizes nothing else determines
+    sizes        by identifier (`*` expanded)
+    marks        by identifier (`*` expanded)
+    reductions   by identifier marked `+`
+    tied         by identifier, those that are split together: the members of one `[q k v]`, usually just itself
     """
 
     text: str

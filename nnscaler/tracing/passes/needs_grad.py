@@ -36,8 +36,11 @@ def needing_grad(graph: Graph) -> frozenset[str]:
 
 
 def _reaching_loss(graph: Graph) -> frozenset[str]:
-    """Names of the tensors to which gradients of the loss come back: what is used behind `detach` only, or only by
-    comparisons, gets none, and eager then leaves a parameter's gradient out."""
+    """Return the names of the tensors to which gradients of the loss come back.
+
+    A tensor that is used behind `detach` only, or only by comparisons, gets none, and eager then leaves a parameter's
+    gradient out.
+    """
     found = {graph.loss}
     for operation in reversed(graph.operations):
         if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
