@@ -109,7 +109,7 @@ def find_pyproject(start: Path | None = None) -> Path | None:
 
 
 def read_document(file: Path) -> Document:
-    """Raises NnscalerError `no_such_file`, and `bad_settings` for what is no TOML."""
+    """Read a TOML file. Raises NnscalerError `no_such_file`, and `bad_settings` for what is no TOML."""
     try:
         text = file.read_text(encoding="utf-8")
         return Document(file, text, tomllib.loads(text))

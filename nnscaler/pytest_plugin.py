@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells pytest of the marker."""
+    """Tell pytest of the marker."""
     text = f"{MARKER}(ranks=2, plan=None, **options): the function returns a model file, or (module, inputs), to verify"
     config.addinivalue_line("markers", text)
 
@@ -72,7 +72,7 @@ _VERIFIED: pytest.StashKey[bool] = pytest.StashKey()  # of an item in which veri
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Calls a function with the marker, and verifies what it returns. Fails where nothing was verified."""
+    """Call a function with the marker, and verify its result. Fails where nothing was verified."""
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -89,7 +89,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Adds the gate's items, after all others."""
+    """Add the gate's items, after all others."""
     if config.getoption(_OPTION):
         items += list(_gate_items(session))
 
@@ -108,7 +108,7 @@ class GateItem(pytest.Item):
         self._gate = gate
 
     def runtest(self) -> None:
-        """Raises CheckFailed with the report, unless the item passes or its findings are known."""
+        """Verify the item. Raises CheckFailed with the report, unless it passes or its findings are known."""
         for name, value in self._gate.run(self.name).items():
             self.user_properties.append((name, value))
 

@@ -14,7 +14,12 @@ Shape = tuple[int | Expression, ...]
 
 
 def localise(spec: OperatorSpec, call: Call, shards: Shards, local_output_shapes: Sequence[Shape | None]) -> Call:
-    """Rewrite a call into the one that one rank makes."""
+    """Rewrite a call into the one that one rank makes.
+
+    `shards`: how axes split each identifier of the call; `local_output_shapes`: one per output, None where it is
+    not a tensor. In order: the shape argument becomes the local output's shape, integer arguments named like a split
+    identifier are divided, and the operator's `localize` sees the identifiers that are split. Raises `Refusal`.
+    """
     split = {name: axes for name, axes in shards.items() if any(a.parts > 1 for a in axes)}
     if not split:
         return call

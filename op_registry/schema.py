@@ -27,7 +27,10 @@ class SchemaError(Exception):
 
 
 def infer_schema(function: Callable[..., Any], annotation: Annotation | None, skip: int = 0) -> str:
-    """Infer the schema of `function` without its first `skip` parameters; `annotation` None: a function of the call."""
+    """Infer the schema of `function` without its first `skip` parameters; `annotation` None: a function of the call.
+
+    Raises `SchemaError` for parameters or results that a torch operator cannot have.
+    """
     import torch
 
     signature = inspect.signature(function)

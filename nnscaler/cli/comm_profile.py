@@ -29,7 +29,7 @@ class ProfileOutput:
 
 
 def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds --comm-profile; `options.comm_profile` is None where it is not given."""
+    """Add --comm-profile; `options.comm_profile` is None where it is not given."""
     parser.add_argument(
         "--comm-profile",
         type=profile_output,
@@ -41,7 +41,7 @@ def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
 
 
 def profile_output(text: str) -> ProfileOutput:
-    """Parses the value of --comm-profile."""
+    """Parse the value of --comm-profile."""
     name, _, path = text.partition("=")
     if name != "json" or not path:
         raise argparse.ArgumentTypeError(f"{text!r} is not json=PATH (for the table, put --comm-profile last)")
@@ -49,7 +49,7 @@ def profile_output(text: str) -> ProfileOutput:
 
 
 def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None, console: Console) -> None:
-    """Prints or writes the `communication_profile` of a manifest, as `output` asks. Without `output`, nothing.
+    """Print or write the `communication_profile` of a manifest, as `output` asks. Without `output`, nothing.
 
     Raises NnscalerError: `not_a_program` for a program without a profile, `cannot_write`.
     """

@@ -25,7 +25,7 @@ EPILOG = """examples:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "compile",
         help="write the program that every rank runs",
@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compiles, writes, and says what was written."""
+    """Compile, write, and say what was written."""
     from nnscaler.cli.model_file import load_model_file
     from nnscaler.cli.plan_cost import plan_source
     from nnscaler.cli.plan_source import ranks_asked
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _loss(target: str | None) -> dict[str, str]:
-    """For the program's record: the loss function outside of the model, if there is one."""
+    """Describe the loss function outside of the model, if there is one, for the program's record."""
     if target is None:
         return {}
     from nnscaler.cli.model_file import load_loss_function

@@ -52,7 +52,7 @@ before the file.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "gate",
         help="verify all models, plans and operators that pyproject.toml names",
@@ -105,7 +105,7 @@ def day(text: str) -> date:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verifies every item, prints the summary, and returns the exit code of the worst."""
+    """Verify every item, print the summary, and return the exit code of the worst."""
     settings = gate_settings(options)
     console: Console = options.console
     if options.show_config:
@@ -202,7 +202,7 @@ def _chosen(every: Sequence[Item], failed: Sequence[Result], only: Sequence[str]
 def _run(
     chosen: Sequence[Item], results: dict[str, Result], settings: GateSettings, clock: Clock, console: Console
 ) -> None:
-    """Fills `results`, also where it is interrupted."""
+    """Fill `results`, also where it is interrupted."""
     from contextlib import closing
 
     from nnscaler.cli.gate_work import perform_item
@@ -241,7 +241,7 @@ def _finish(
     clock: Clock,
     interrupted: bool,
 ) -> int:
-    """Judges, remembers, prints; the exit code."""
+    """Judge, remember, print, and return the exit code."""
     from verify.gate.outcome import judge
     from verify.gate.run import complete
 
@@ -294,7 +294,10 @@ def _remember(settings: GateSettings, outcome: Outcome) -> None:
 def deliver(
     outcome: Outcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
 ) -> None:
-    """Write the summary to stdout, and every format to where it was asked for."""
+    """Write the summary to stdout, and every format to where it was asked for.
+
+    Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
+    """
     from nnscaler.cli.options import TEXT_FORMATS
     from nnscaler.cli.show import destinations, write_files
     from verify.gate.marked import render

@@ -38,7 +38,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code. Never raises."""
+    """Run the command line and return the exit code. Never raises."""
     console: Console | None = None
     try:
         problem = wrong_package()

@@ -93,7 +93,10 @@ def check_targets(model: str, loss: str | None) -> None:
 
 
 def traced(model: ModelFile, console: Console, specialise: bool = False) -> Traced:
-    """Trace the model, with a word about it. `specialise`: takes the branches of the sample batch."""
+    """Trace the model, with a word about it. `specialise`: takes the branches of the sample batch.
+
+    Raises NnscalerError: trace_failed, trace_unfaithful.
+    """
     from nnscaler.tracing import trace
 
     start = time.perf_counter()

@@ -55,7 +55,7 @@ def seconds(text: str) -> float:
 
 
 def output_format(text: str) -> OutputFormat:
-    """Parses the value of --output-format."""
+    """Parse the value of --output-format."""
     name, equals, path = text.partition("=")
     known = (*TEXT_FORMATS, *MACHINE_FORMATS)
     if name not in known:
@@ -66,7 +66,7 @@ def output_format(text: str) -> OutputFormat:
 
 
 def html_path(text: str) -> OutputFormat:
-    """Parses the value of --html, which is short for --output-format html=PATH."""
+    """Parse the value of --html, which is short for --output-format html=PATH."""
     if not text:
         raise argparse.ArgumentTypeError("a path is missing")
     return OutputFormat("html", text)

@@ -37,7 +37,7 @@ MANY = 50_000  # passes of micro-batches that are simulated without being asked:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
         help="search the fastest plan for a cluster, and say how far from optimal it can be",
@@ -74,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Searches, prints, writes. Raises NnscalerError."""
+    """Search, print and write. Raises NnscalerError."""
     from nnscaler.cli.model_file import load_model_file, traced
     from nnscaler.cli.plan_compare import comparison, other_plan, replay_other
     from nnscaler.cli.plan_cost import asked_search

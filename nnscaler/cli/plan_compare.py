@@ -50,7 +50,7 @@ def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, 
 
 
 def comparison(name: str, before: Replay, now: Replay, every: bool) -> list[str]:
-    """Times, memory, and what is run otherwise. `every`: name all operations."""
+    """Compare times, memory, and the operations that run otherwise. `every`: name all operations."""
     from nnscaler.communication.profile_memory import stage_memory
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
     from nnscaler.planning.difference import differences

@@ -78,7 +78,7 @@ def _kept(options: argparse.Namespace) -> dict[str, Option]:
 
 
 def replay_plan(word: str, asked: argparse.Namespace) -> int:
-    """Verifies what the token says and shows it as `asked`; the exit code of the verdict.
+    """Verify the run that the token describes, show it as `asked`, and return the exit code of the verdict.
 
     Raises NnscalerError `bad_token`, and `no_such_file` where a file of the token is gone. A file that was changed, and
     another torch, are warned of: the question may be whether a correction helped.

@@ -27,7 +27,7 @@ _LIMIT = 600.0  # seconds for the collectives
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "profile",
         help="measure what a model's operators and collectives take on this machine",
@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, writes, and says how far the analytic model is off."""
+    """Measure, write, and say how far the analytic model is off."""
     from nnscaler.cli.model_file import check_targets, load_model_file, traced
     from nnscaler.files import check_temporary
 

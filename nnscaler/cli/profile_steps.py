@@ -57,7 +57,7 @@ class Steps:
 def time_steps(
     traced: Traced, ranks: int, micro_batches: int, folder: Path, server: ForkServer | None, console: Console
 ) -> Steps:
-    """Measures on the CPU. Empty, with the reason said, where no step can be run."""
+    """Measure on the CPU. Empty, with the reason said, where no step can be run."""
     from nnscaler.runtime.launcher import launch
 
     start = time.perf_counter()

@@ -27,7 +27,7 @@ to that. A file that was changed since is replayed as it is now, with a warning.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "reproduce",
         help="replay the case of a finding",
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
+    """Replay, print the report, and return its exit code: 1 if it is still wrong, 0 if it is not."""
     from nnscaler.cli.plan_replay import replay_plan
     from nnscaler.cli.show import print_report
     from verify.op_run.token import decode

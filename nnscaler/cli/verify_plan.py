@@ -50,7 +50,7 @@ the loss without backward, and a checkpoint. Parameters are disturbed at random 
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "verify-plan",
         help="compile a model, run the program on every rank, and compare it with the model",
@@ -108,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verifies, prints the report, and returns the verdict's exit code."""
+    """Verify, print the report, and return the verdict's exit code."""
     from nnscaler.cli.show import print_report
 
     report = verify(options)
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> Report:
-    """Verifies what the options say. Raises NnscalerError for what could not be run."""
+    """Verify the program of these options. Raises NnscalerError where it could not be run."""
     check_options(options)
     check_temporary()
     ranks = _ranks(options)
@@ -136,7 +136,7 @@ def verify(options: argparse.Namespace) -> Report:
 
 
 def _write_certificate(path: Path, report: Report, console: Console) -> None:
-    """The proof as JSON; where there is none, a warning and no file: an old certificate would be believed."""
+    """Write the proof as JSON; where there is none, warn and write no file: an old certificate would be believed."""
     import json
 
     found = report.attachments.get("certificate")

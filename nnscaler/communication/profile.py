@@ -43,7 +43,7 @@ class When:
 class CollectiveClass:
     """Equal calls of one stage.
 
-    call    kind, bytes and place
+    call    kind, bytes and place; its members are all groups that make it (for messages: (source, target) pairs)
     calls   per step and rank of a group
     when    in a step
     """

@@ -40,7 +40,7 @@ class StoredLayout:
     stages: tuple[int, ...]
 
     def on(self, stage: Stage) -> tuple[Layout, Layout]:
-        """(at rest, leaf) on one of the stages."""
+        """Return (at rest, leaf) on one of the stages."""
         if all(isinstance(state, Invariant) for state in self.leaf):
             return whole(stage), whole(stage)
         return self.at_rest, self.leaf
@@ -52,7 +52,7 @@ def whole(stage: Stage) -> Layout:
 
 
 def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> dict[str, StoredLayout]:
-    """Parameters, buffers and constants -> layouts. Unused ones rest whole on the first stage."""
+    """Return the layouts of parameters, buffers and constants. Unused ones rest whole on the first stage."""
     graph = partitioned.graph
     uses: dict[str, list[tuple[int, Layout]]] = {t.name: [] for t in graph.with_role("parameter", "buffer", "constant")}
     for op in graph.operations:

@@ -29,7 +29,10 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def parse_graph(text: str) -> Graph:
-    """Read the graph that a text describes; empty lines and lines that start with `#` are skipped."""
+    """Read the graph that a text describes; empty lines and lines that start with `#` are skipped.
+
+    Raises ValueError with the number of the line that is not in the language.
+    """
     name, loss = "", ""
     tensors: dict[str, LogicalTensor] = {}
     operations: list[Operation] = []

@@ -34,10 +34,11 @@ from nnscaler.ir.tensor import LogicalTensor
 
 BEAM = 48
 RIVALS = 4  # cheapest states that others are compared with
+# what other work weighs, in elements communicated
 FLOP = 0.3  # per floating point operation, forward and twice backward
 TRAFFIC = 0.1  # per element written
 MEMORY = 1.0  # per element of a parameter at rest
-UNIT = 1024  # of one element's cost
+UNIT = 1024  # steps of one element's cost, which are counted in whole numbers
 
 Versions = frozenset[State]
 Frontier = tuple[tuple[tuple[Versions, ...], int], ...]  # (versions of each live tensor, cost above the cheapest)

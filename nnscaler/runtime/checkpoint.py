@@ -83,7 +83,7 @@ def _temporary(folder: Path, rank: int) -> Path:
 
 
 def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
-    """Writes this rank's part; every rank calls it. The checkpoint is complete when all have returned."""
+    """Write this rank's part; every rank calls it. The checkpoint is complete when all have returned."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     stages = list(executor.stages.values())

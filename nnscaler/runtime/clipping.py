@@ -48,7 +48,7 @@ def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type
 
 
 def clip_gradients(stages: Sequence[Stage], norm: Tensor, max_norm: float) -> None:
-    """Scales every gradient by max_norm / norm where that is below 1."""
+    """Scale every gradient by max_norm / norm where that is below 1."""
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     for parameter in {id(p): p for stage in stages for p in _trained(stage)}.values():
         if parameter.grad is not None:

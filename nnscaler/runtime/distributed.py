@@ -70,7 +70,12 @@ def torch_communicator(
     pairs: Sequence[tuple[int, int]] = (),
     reporter: Reporter | None = None,
 ) -> TorchCommunicator:
-    """Make a communicator of the default process group, which exists already (`process_group.join`)."""
+    """Make a communicator of the default process group, which exists already (`process_group.join`).
+
+    backend: "gloo", or "nccl" with a CUDA device. groups and pairs, for NCCL only: the groups of collectives and the
+    (source, destination) pairs of messages, the same on every rank. Groups that are not named are made when they are
+    first used; messages of pairs that are not named go through host memory.
+    """
     from nnscaler.runtime.gloo_communicator import GlooCommunicator
     from nnscaler.runtime.nccl_communicator import NcclCommunicator
 

@@ -103,7 +103,13 @@ class RankExecutor:
 
     def step(self, batch: Batch, *, last: bool = True) -> Tensor | None:
         """Run forward and backward of the global `batch`; return the loss on the ranks whose stage computes it (else
-        None)."""
+        None).
+
+        Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
+        `context.step` counts this as an optimizer step. Where gradients of several batches are added up for one, `last`
+        is False for all but the last of them; `skip` takes the count back where the optimizer makes no step.
+        Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
+        """
         with torch.enable_grad():
             self._gradients.begin()
             total = self._run(batch, backward=True)
@@ -128,7 +134,8 @@ class RankExecutor:
             parameter.grad = None
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; the norm before, the same on every rank.
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, the same on every
+        rank.
 
         The norm is that of the whole model, as torch.nn.utils.clip_grad_norm_ has it on one device. Every rank calls
         this after `step`.
@@ -214,7 +221,8 @@ class RankExecutor:
     def _forward(
         self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch, *, keep: bool
     ) -> Tensor | None:
-        """Runs the micro-batch, sends what other stages read, and returns the local loss if this stage has one.
+        """Run the micro-batch, send the tensors that other stages read, and return the local loss if this stage has
+        one.
 
         `keep`: what backward needs, and new values of buffers.
         """
@@ -244,7 +252,7 @@ class RankExecutor:
             return outputs["loss"].detach() if stage.loss is not None else None
 
     def _backward(self, stage: Stage, instruction: Instruction) -> None:
-        """Receives the gradients of what was sent, runs backward, and returns the gradients of what was received."""
+        """Receive the gradients of sent tensors, run backward, and return the gradients of received tensors."""
         micro = instruction.micro
         with self._working(str(instruction), stage):
             self._running = ("backward", micro)

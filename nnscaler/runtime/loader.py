@@ -29,7 +29,7 @@ class UserFileError(ProgramError):
 
 
 def load_role(path: str | Path, *, transform: Transform | None = None) -> ModuleType:
-    """Executes a role file from its text, under a private name; `transform(source, filename)` may compile it instead.
+    """Execute a role file from its text, under a private name; `transform(source, filename)` may compile it instead.
 
     Raises ProgramError when the file is missing or is not Python; what its code raises is passed on.
     """

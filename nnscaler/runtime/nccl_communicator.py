@@ -67,7 +67,7 @@ class NcclCommunicator(GlooCommunicator):
             return torch.distributed.new_group(list(members), backend=backend)
 
     def _connect(self, pair: Pair, group: ProcessGroup) -> None:
-        """A first message makes NCCL connect now, where both sides are known to be."""
+        """Send a first message, so that NCCL connects now, where both sides are known to be."""
         with self._inside(f"connects ranks {pair[0]} -> {pair[1]}"):
             probe = torch.zeros(1, device=self.device)
             if self.rank == pair[0]:
@@ -204,7 +204,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _in_axis_order(results: list[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:
-    """From the order of a torch group, which is sorted, to the order of the axis."""
+    """Reorder tensors from the order of a torch group, which is sorted, to the order of the axis."""
     members = sorted(ranks)
     return [results[members.index(rank)] for rank in ranks]
 

@@ -73,7 +73,11 @@ def recurrent_cell(
     b_ih: Tensor | None,
     b_hh: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute one step of a recurrent network ("lstm", "rnn_tanh", "rnn_relu") for some of its hidden units."""
+    """Compute one step of a recurrent network ("lstm", "rnn_tanh", "rnn_relu") for some of its hidden units.
+
+    The weights have the rows of these units. `before` is the whole state before it, and for an LSTM [whole state, cell
+    state of these units].
+    """
     linear = torch.nn.functional.linear
     state, cell = (before, None) if isinstance(before, Tensor) else before
     gates = linear(x, w_ih, b_ih) + linear(state, w_hh, b_hh)

@@ -77,7 +77,11 @@ def conv_transpose_window(
     first: Sequence[int],
     length: Sequence[int],
 ) -> Tensor:
-    """Compute a transposed convolution's output rows first .. first + length along each dim of its windows."""
+    """Compute a transposed convolution's output rows first .. first + length along each dim of its windows.
+
+    Input row i reaches the output rows from i * stride - before on: the rows that reach the block are spread without
+    padding, and the block is cut out of what they give.
+    """
     transposed: Any = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
     count = len(stride)
     cuts = []

@@ -46,7 +46,10 @@ def holding(stage: Stage, description: Parameter) -> Holding:
 def reduce_gradients(
     gradients: Sequence[tuple[Holding, Tensor]], communicator: Communicator, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """Sum the gradients, and return them in the order given."""
+    """Sum the gradients, and return them in the order given.
+
+    Gradients with equal holdings are several local copies of one shard: they are added first, and all get the sum.
+    """
     local: dict[tuple[tuple[int, ...], str, Holding], Tensor] = {}
     for held, gradient in gradients:
         key = (held.group, str(gradient.dtype), held)

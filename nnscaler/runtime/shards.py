@@ -154,7 +154,12 @@ class Assembled:
 def assemble(
     pieces: Sequence[tuple[Coordinates, Tensor]], states: States, sizes: Sizes, shape: Sequence[int]
 ) -> Assembled:
-    """Assemble the logical tensor of `shape` from the pieces of all ranks: one piece for each point of `sizes`."""
+    """Assemble the logical tensor of `shape` from the pieces of all ranks: one piece for each point of `sizes`.
+
+    Copies along Invariant and Replicated axes must be bitwise equal (each unequal one is reported once, against the
+    first of its copies, whose value is taken); partial results are combined in the order of coordinates.
+    Raises ValueError when a piece is missing, given twice or of the wrong shape.
+    """
     found = _by_position(pieces, sizes, lambda at: local_shape(shape, states, sizes, at))
     combined = [a for a in sizes if isinstance(states.get(a), Partial)]
     split = [a for a in sizes if isinstance(states.get(a), Sharded)]

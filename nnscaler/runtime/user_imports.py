@@ -36,7 +36,7 @@ def package_of(folder: Path) -> str:
 
 
 def claim_folder(folder: Path) -> None:
-    """Makes the files of `folder` importable: its private package exists, and it is on `sys.path`, last."""
+    """Make the files of `folder` importable: its private package exists, and it is on `sys.path`, last."""
     name = package_of(folder)
     if name not in sys.modules:
         package = ModuleType(name)

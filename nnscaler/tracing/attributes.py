@@ -71,7 +71,7 @@ def _copied(value: Any) -> Any:
 
 
 def _restore(part: nn.Module, before: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, str]]:
-    """Puts attributes back; gives (name, what happened) for each that had another value."""
+    """Put attributes back; return (name, what happened) for each that had another value."""
     after = _plain(part)
     for name in {**before, **after}:
         value, copy = before.get(name, (_MISSING, _MISSING))

@@ -221,7 +221,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _identity(value: Any) -> int:
-    """Tells apart values whose text does not."""
+    """Tell apart values whose text does not."""
     return id(value) if _ADDRESS.search(repr(value)) or isinstance(value, nn.Module) else 0
 
 

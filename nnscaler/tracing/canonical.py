@@ -24,7 +24,11 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dict[str, Tensor]]:
-    """Name operations after their operators, `add, add_1, ..`, and number constants by first use."""
+    """Name operations after their operators, `add, add_1, ..`, and number constants by first use.
+
+    An operation goes if nobody reads what it makes, unless it writes into a tensor or draws random numbers: the rule
+    of torch.fx.
+    """
     operations = _needed(raw.graph)
     naming = _Naming({t.name for t in raw.graph.tensors.values() if t.role in LEAF_ROLES and t.role != "constant"})
     constants: list[LogicalTensor] = []

@@ -36,7 +36,7 @@ class Checkpoints:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Names the nodes of one call. A call inside of another belongs to the outer one."""
+        """Name the nodes of one call. A call inside of another belongs to the outer one."""
         if self._open:
             yield
             return

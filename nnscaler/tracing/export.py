@@ -72,7 +72,12 @@ class Exported:
 
 
 def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
-    """Export a module that returns its loss to training IR."""
+    """Export a module that returns its loss to training IR.
+
+    `specialise`: where the model branches on the values of data, follow the branch that this batch takes (by
+    `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
+    Raises NnscalerError "trace_failed".
+    """
     changed: dict[str, str] = {}  # by the last forward that ran
     with (
         checkpoints_marked() as checkpoints,

@@ -39,7 +39,7 @@ class GradientHooks:
     changing: dict[SourceLocation | None, None] = field(default_factory=dict)
 
     def refuse(self, places: Iterable[SourceLocation | None], what: str) -> None:
-        """Raises NnscalerError "trace_unfaithful" for the first of these hooks."""
+        """Raise NnscalerError "trace_unfaithful" for the first of these hooks."""
         for where in places:
             raise NnscalerError(
                 "trace_unfaithful", f"a hook on a tensor {what}, and the program has none", where, _HELP

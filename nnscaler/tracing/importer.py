@@ -50,7 +50,11 @@ class Imported:
 
 
 def import_program(program: ExportedProgram, module: nn.Module, input_names: Sequence[str]) -> Imported:
-    """Turn the exported loss of `module` into a graph that may still hold in-place operators."""
+    """Turn the exported loss of `module` into a graph that may still hold in-place operators.
+
+    Raises NnscalerError "trace_failed" for what a graph cannot hold: shapes and numbers that depend on data,
+    and control-flow operators of torch.
+    """
     importer = _Importer(type(module).__name__)
     arguments = importer.read_signature(program, module, input_names)
     result = importer.walk(program.graph_module, arguments, Region())

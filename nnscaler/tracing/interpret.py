@@ -43,7 +43,11 @@ def run_graph(
     precision: str | None = None,
     dropout: bool = False,
 ) -> dict[str, Tensor]:
-    """Run the graph, and return every tensor by name, the stored ones and inputs as they were used."""
+    """Run the graph, and return every tensor by name, the stored ones and inputs as they were used.
+
+    `state` holds parameters, buffers and constants by their first name in the model, `inputs` the batch by input name.
+    Differentiable: give leaves that require gradients. `precision` "float64": every floating dtype is that one.
+    """
     floating = None if precision is None else dtype_of(precision)
     values: dict[str, Tensor] = {}
     for tensor in graph.tensors.values():

@@ -153,7 +153,7 @@ class _ExactMode(TorchFunctionMode):
         return self._run(func, given, named)
 
     def _run(self, func: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
-        """Calls `func`, with the dtypes of the exact run."""
+        """Call `func` with the dtypes of the exact run."""
         floating = self._floating
         if floating is None:
             return func(*given, **named)

@@ -61,7 +61,10 @@ def make_operation(
     region: Region | None = None,
 ) -> Operation:
     """Make an operation from arguments with `Ref`s; slots are numbered in the order in which the arguments name
-    tensors."""
+    tensors.
+
+    `like` lends its region, place and module; `region` overrides.
+    """
     inputs: list[str] = []
 
     def slot(ref: Ref) -> Slot:

@@ -50,7 +50,10 @@ def look_of(tensor: Tensor) -> Look:
 
 
 def made_like(look: Look, memory: torch.UntypedStorage | None, mode: FakeTensorMode) -> FakeTensor:
-    """Make a fake tensor that looks so, a view of `memory` or with memory of its own."""
+    """Make a fake tensor that looks so, a view of `memory` or with memory of its own.
+
+    It has no history: a leaf, also where it requires a gradient (see `join_history`).
+    """
     with in_kernel_invocation_manager(mode):
         if memory is None:
             bare = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")

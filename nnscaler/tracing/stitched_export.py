@@ -40,7 +40,10 @@ class Stitched:
 
 
 def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, repeat_layers: str) -> Stitched:
-    """Export and import the graph of the loss. `repeat_layers` as in `trace`: the graph does not depend on it."""
+    """Export and import the graph of the loss. `repeat_layers` as in `trace`: the graph does not depend on it.
+
+    Raises NnscalerError "trace_failed" and "no_loss"; "usage" for another word in `repeat_layers`.
+    """
     if repeat_layers != "off" and repeat_layers not in _AT_LEAST:
         raise NnscalerError("usage", f"repeat_layers is {repeat_layers!r}", help='use "auto", "always" or "off"')
     sites = {} if repeat_layers == "off" else repeated_layers(wrapper.model, _AT_LEAST[repeat_layers])

@@ -22,7 +22,11 @@ SMALLEST = 1e-6  # seconds of a backward that is lost in the noise
 
 
 def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tuple[float, float]:
-    """Time forward and backward, in seconds: each the median of some repetitions after one that does not count."""
+    """Time forward and backward, in seconds: each the median of some repetitions after one that does not count.
+
+    Of backward, what it takes to start autograd is left out: a step does it once, not for each operator. `needs_grad`:
+    of each tensor. Raises what the operator raises.
+    """
     place = torch.device(device)
     generator = torch.Generator().manual_seed(0)
     described = call.tensors()

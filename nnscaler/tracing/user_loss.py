@@ -65,7 +65,7 @@ def recorded_loss(origin: str) -> LossFunction:
 
 
 def check_loss_function(loss_fn: Any, where: str) -> None:
-    """Raises NnscalerError "usage" for what cannot be called with outputs and a batch."""
+    """Check a loss function. Raises NnscalerError "usage" for what cannot be called with outputs and a batch."""
     try:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:

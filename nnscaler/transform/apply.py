@@ -22,7 +22,10 @@ from nnscaler.transform.select import select
 
 
 def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> PartitionedGraph:
-    """Partition the graph by a plan. `signatures` gains operations that the plan repeats."""
+    """Partition the graph by a plan. `signatures` gains operations that the plan repeats.
+
+    Raises NnscalerError("plan_illegal") for a step that the annotations forbid, saying what would be legal.
+    """
     _check(plan)
     graph = reorder(graph, [s for s in plan.steps if isinstance(s, OrderStep)])
     stages = make_stages(plan)
@@ -81,7 +84,7 @@ def make_stages(plan: Plan) -> tuple[Stage, ...]:
 
 
 def _check(plan: Plan) -> None:
-    """Raises NnscalerError("plan_illegal") for meshes that make no sense."""
+    """Check the meshes. Raises NnscalerError("plan_illegal") for meshes that make no sense."""
     if plan.stage_axes and (len(plan.stage_axes) != plan.devices or any(n != "pp" for n, _ in plan.mesh)):
         raise NnscalerError(
             "plan_illegal",
@@ -99,7 +102,7 @@ def _check(plan: Plan) -> None:
 
 
 def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]) -> None:
-    """Every step is about an axis that some of its operations have."""
+    """Check that every step is about an axis that some of its operations have."""
     known = dict.fromkeys((*(n for n, _ in plan.mesh if n != "pp"), *(n for axes in plan.stage_axes for n, _ in axes)))
     for step in plan.steps:
         if not isinstance(step, SplitStep | ReplicateStep | RestStep):

@@ -12,7 +12,10 @@ from nnscaler.transform.select import select
 
 
 def reorder(graph: Graph, steps: Sequence[OrderStep]) -> Graph:
-    """Reorder the graph's operations so that they respect the steps; otherwise they stay as before."""
+    """Reorder the graph's operations so that they respect the steps; otherwise they stay as before.
+
+    Raises NnscalerError("plan_illegal") where the steps contradict the dependencies (or each other).
+    """
     if not steps:
         return graph
     position = {op.name: i for i, op in enumerate(graph.operations)}

@@ -244,7 +244,7 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _check_types(kind: type[Any], values: Mapping[str, Any], source: str) -> None:
-    """Raises NnscalerError("plan_illegal") for the first value that cannot be what its field says."""
+    """Check the types of fields. Raises NnscalerError("plan_illegal") for the first value that does not fit."""
     for f in fields(kind):
         what, good = _TYPES.get(str(f.type), ("", lambda _: True))
         if f.name in values and not good(values[f.name]):

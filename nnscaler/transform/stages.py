@@ -48,7 +48,7 @@ class _Candidates:
         return len(set(self.groups)) + 1
 
     def after(self, wanted: Collection[int]) -> _Candidates:
-        """Those of these groups."""
+        """Return the candidates of these groups."""
         kept = [(p, g) for p, g in zip(self.positions, self.groups, strict=True) if g in wanted]
         return _Candidates(tuple(p for p, _ in kept), tuple(g for _, g in kept))
 
@@ -147,7 +147,8 @@ def _layer_cuts(anchored: Sequence[Operation], layers: Sequence[Layer]) -> _Cand
 
 
 def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[int]:
-    """Cuts that would separate the loss from the last stage, or the readers of an updated buffer from its update."""
+    """Return the cuts that would separate the loss from the last stage, or the readers of an updated buffer from its
+    update."""
     index = {op.name: i for i, op in enumerate(anchored)}
     loss = index[graph.producers[graph.loss].name]
     forbidden = set(range(loss + 1, len(anchored)))
@@ -161,7 +162,7 @@ def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[in
 
 
 def _inside(index: Mapping[str, int], joined: Iterable[Collection[str]]) -> frozenset[int]:
-    """Cuts that would separate operations that stay together."""
+    """Return the cuts that would separate operations that stay together."""
     found: set[int] = set()
     for group in joined:
         places = [index[name] for name in group if name in index]

@@ -23,7 +23,7 @@ class Coverage:
     """How complete a profile is.
 
     asked     number of different shards that were asked for
-    missing   those that the table lacks
+    missing   keys of those that the table lacks
     """
 
     asked: int

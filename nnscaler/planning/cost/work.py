@@ -25,7 +25,7 @@ _BACKWARD = {"aten.scaled_dot_product_attention.default": 2.5, "nnscaler.causal_
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one pass.
+    """The work of one pass. Where both are 0, not even a kernel is started.
 
     flops   floating point operations
     bytes   read and written

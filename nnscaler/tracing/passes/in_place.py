@@ -24,7 +24,11 @@ from nnscaler.tracing.rewrite import Builder, Ref, iterate_references, map_refer
 
 
 def to_values(raw: RawGraph) -> Graph:
-    """Replace in-place operators by ones that return values, with `updates` of the buffers that the model writes."""
+    """Replace in-place operators by ones that return values, with `updates` of the buffers that the model writes.
+
+    Raises NnscalerError "trace_failed" for a parameter that is written, for operators without a functional form,
+    and for writes through views that have no inverse.
+    """
     written = {raw.storages[name] for op in raw.graph.operations for name in _written_names(op)}
     if not written:
         return raw.graph

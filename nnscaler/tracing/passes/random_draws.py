@@ -30,7 +30,10 @@ _SOMETIMES: dict[str, tuple[int, ...]] = {
 
 
 def lower_random_draws(graph: Graph) -> Graph:
-    """Write every operator that `tracing.draws` has a formula for as that formula."""
+    """Write every operator that `tracing.draws` has a formula for as that formula.
+
+    Raises NnscalerError "trace_failed" for operators that draw and have none.
+    """
     builder = Builder(graph)
     for operation in graph.operations:
         if not draws(operation):
