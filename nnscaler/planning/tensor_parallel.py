@@ -5,7 +5,7 @@ pattern of an MLP and head-parallel attention by itself, through views and packe
 parameter names.
 
 Splits that the dims of the inputs reach (batch, sequence) are left to other axes. Unequal shards serve where a size
-does not divide; what no parameter reaches is small, and is not worth them.
+does not divide; operations that no parameter reaches are small, and not worth them.
 """
 
 from __future__ import annotations

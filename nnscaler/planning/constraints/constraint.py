@@ -37,7 +37,7 @@ class Constraint:
 
 
 def all_of(constraints: Iterable[Constraint]) -> Constraint:
-    """Return the constraint that permits and allows only what all of them do."""
+    """Return the conjunction of constraints."""
     every = tuple(constraints)
     return Constraint(
         "; ".join(c.text for c in every),

@@ -1,4 +1,4 @@
-"""Turn a plan into constraints: all that it says of what the planner chooses."""
+"""Turn a plan into constraints on everything that the planner chooses."""
 
 from __future__ import annotations
 

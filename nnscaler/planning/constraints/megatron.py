@@ -1,4 +1,4 @@
-"""Constraints that are policies: how Megatron divides layers over tp, and what lies between them over the sequence."""
+"""Constraints that are policies: Megatron's division of layers over tp, and sequence parallelism between its pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def megatron(graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
     """Constrain tp to Megatron's layout (Shoeybi et al. 2019).
 
     Pairs of weights in layers are cut by outputs, then by inputs; vocabularies by their rows; norms, the residual
-    stream and single weights are whole. What lies inside of a pair is free.
+    stream and single weights are whole. Operations inside of a pair are free.
     """
     roles = roles_of(graph, signatures)
 

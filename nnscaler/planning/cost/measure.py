@@ -1,7 +1,7 @@
-"""Make a profile of this machine: which shards and collectives to time, and what follows from the times.
+"""Make a profile of this machine: which shards and collectives to time, and the figures that follow from the times.
 
-The timing itself is handed in, since nothing on this floor runs programs: `nnscaler.tracing.time_call` and
-`nnscaler.runtime.collective_times` are what the command line hands in.
+The timing itself is handed in by the command line (`nnscaler.tracing.time_call`, `nnscaler.runtime.collective_times`),
+since nothing on this floor runs programs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A model of many equal layers as a chain of three pieces: what comes before the layers with the first one, one layer,
-and the last one with what follows. The pieces meet in the nodes that neighbouring layers share, the cut.
+"""A model of many equal layers as a chain of three pieces: the first layer with the operations before it, one layer of
+the middle, and the last layer with the operations after it. The pieces meet in the nodes that neighbouring layers
+share, the cut.
 
 A piece is eliminated (see `solver.eliminate`) for many prices of memory at once: the price is one more variable, which
 is kept.

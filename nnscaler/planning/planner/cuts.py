@@ -13,7 +13,7 @@ def cuts_of(
 ) -> tuple[int, ...] | None:
     """Return the items before which the stages of `devices` begin; None where there is no such cut.
 
-    What is before the layers (item 0) stays with the first layer, what follows them with the last.
+    Operations before the layers (item 0) stay with the first layer, those after them with the last.
 
     items   by operation, its item
     costs   by item, its seconds

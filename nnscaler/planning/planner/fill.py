@@ -212,7 +212,7 @@ def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Num
 def _fastest(layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
     """Return the fastest mixes that fit, by the states that a stage begins and ends in.
 
-    States are numbered as they are listed. What begins or ends the whole model does so in the first state.
+    States are numbered as they are listed. The first stage begins in the first state, and the last one ends in it.
     """
     found: dict[Ends, list[Mixes]] = {}
     none: tuple[Way | None, ...] = (None,)
@@ -256,9 +256,9 @@ def _mixes(
 ) -> Mixes:
     """Return, for up to `most` layers, the fastest stage that fits into `memory` bytes.
 
-    Any of `fixed` is taken, with the fastest mix of two ways for the other layers in the memory that it leaves. Of what
-    is there once (a layer that runs again), the largest counts. `sent` is what every such stage takes in addition, in
-    seconds.
+    Any of `fixed` is taken, with the fastest mix of two ways for the other layers in the memory that it leaves. Of
+    bytes that are there once (of a layer that runs again), the largest number counts. `sent`: seconds that every such
+    stage takes in addition.
     """
     # [fixed]: bytes that each combination leaves, bytes that it needs once, and its seconds
     kept = [[way for way in ways if way is not None] for ways in fixed]

@@ -2,7 +2,7 @@
 
 Every stage has a bound for every number of layers, by Lagrangian relaxation (see `priced`). The layers are then spread
 over the stages so that a step is shortest by these bounds (see `spread`). A step of 1F1B takes the sum of the stages'
-seconds and (micro-batches - 1) times the largest, and then what is done once per step: on the stage that has most of
+seconds, (micro-batches - 1) times the largest, and the work that is done once per step, on the stage that has most of
 it. Where all have about as much, each stage counts 1 / (micro-batches + stages - 1) of it: the sum and the largest then
 make up no more than the whole. Where one stage has much more (the one with the embedding), the least that this can be
 is added.
@@ -68,7 +68,7 @@ class Layered:
 
     @property
     def share(self) -> float:
-        """Share of what is done once per step that counts in every micro-batch of every stage."""
+        """Share of the work once per step that counts in every micro-batch of every stage."""
         return 1 / (self.configuration.micro_batches + self.configuration.pp - 1) if self._even else 0.0
 
     @cached_property

@@ -95,7 +95,7 @@ DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
 
 @dataclass(frozen=True)
 class Found:
-    """A plan, what is known of it, and what it was chosen among.
+    """A plan with its certificate, and the space that it was chosen from.
 
     plan          steps that `compile` and `verify-plan` take
     certificate   seconds, bound, gap and memory

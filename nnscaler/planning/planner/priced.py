@@ -1,9 +1,9 @@
 """Stages of a chain at prices of memory, and the Lagrangian bound of a stage within a limit of memory.
 
-Lagrangian relaxation (Everett 1963; Geoffrion 1974): instead of a limit, memory has a price. What rests, and `live`
-times what a micro-batch keeps, fit into the memory of the stage. So at any prices per byte, the least priced value of a
-stage, less the most that bytes which fit can cost, is a lower bound of its seconds. The best bound is that of the best
-price.
+Lagrangian relaxation (Everett 1963; Geoffrion 1974): instead of a limit, memory has a price. The bytes at rest, and
+`live` times the bytes that a micro-batch keeps, fit into the memory of the stage. So at any prices per byte, the least
+priced value of a stage, less the highest price of bytes that fit, is a lower bound of its seconds. The best bound is
+that of the best price.
 
 Tables here are [layers, states, states, prices]: by number of layers of a stage from 0 on, by the states of the cuts
 that it begins and ends in, and by price.
@@ -171,10 +171,10 @@ def values_of(
 ) -> dict[Kind, Numbers]:
     """Return, by kind of stage, the least priced seconds: [layers, states, states, prices].
 
-    Only stages with one of these `ends` are made. What begins or ends the whole does so in state 0. Where a cut has
-    more than `states` states they are not told apart: the tensor that is handed on may change its state for nothing,
-    which makes the values smaller, and keeps bounds valid. With `counted`, there is an entry for every number of
-    recomputed layers, else one for none and one for any number.
+    Only stages with one of these `ends` are made. The first stage begins in state 0, and the last one ends in it. Where
+    a cut has more than `states` states they are not told apart: the tensor that is handed on may change its state for
+    nothing, which makes the values smaller, and keeps bounds valid. With `counted`, there is an entry for every number
+    of recomputed layers, else one for none and one for any number.
     """
     halves = []
     for part in (slice(None, prices), slice(prices, None)):

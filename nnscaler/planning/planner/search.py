@@ -5,8 +5,8 @@ A configuration has a first bound: one micro-batch takes at least as long as the
 whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
 often, and have the same arithmetic.) When that is the least bound of all, it is replaced by a second one, from the
 fastest choices for its own size of micro-batches that may fit into memory, and then by a finer one. When that still is
-the least, the configuration is solved. What is not proved to be slower when the search ends counts in the bound that it
-returns. A worked example is in `plan`.
+the least, the configuration is solved. The search returns a bound too: the least bound of all configurations that are
+not proved to be slower. A worked example is in `plan`.
 """
 
 from __future__ import annotations

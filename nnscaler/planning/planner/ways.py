@@ -1,7 +1,7 @@
 """Ways to run a piece of a chain between two states of its cuts: the optima at some price of memory, and combinations.
 
-The optima at all prices are the supported points of the Pareto frontier of seconds and bytes. What lies between two of
-them is reached by making only some of the changes that lead from one to the other.
+The optima at all prices are the supported points of the Pareto frontier of seconds and bytes. Points between two of
+them are reached by making only some of the changes that lead from one to the other.
 """
 
 from __future__ import annotations

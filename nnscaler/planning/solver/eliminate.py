@@ -1,8 +1,8 @@
 """Exact variable elimination over sums of tables.
 
-Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; what is left is a message to the
-bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no
-table of arguments is kept.
+Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; the result is a message to the
+bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no table
+of arguments is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Exact folding of equal consecutive layers: the optimum of the flat problem at the price of one layer.
 
 The interior of a segment is eliminated once, which leaves a table over the cut before, the cut after and the hubs; the
-run is a (min, +) power of that table (see `power`). What is left of the problem is eliminated as usual (see
-`eliminate`).
+run is a (min, +) power of that table (see `power`). The rest of the problem is eliminated as usual (see `eliminate`).
 """
 
 from __future__ import annotations
@@ -65,7 +64,8 @@ class Structure:
 
 
 def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
-    """Fold what is worth it, and find the order for the rest. The nodes to `keep` are neither folded nor eliminated.
+    """Fold the runs that are worth it, and find the order for the rest. The nodes to `keep` are neither folded nor
+    eliminated.
 
     Raises `TooWide`.
     """

@@ -2,7 +2,7 @@
 
 Equal layers change together at one price of memory, so that hull points lie far apart. Between two points lie their
 crossings: the nodes up to some place take the choices of one, the nodes behind it those of the other. For equal layers
-this is "the last r of L layers take the cheaper neighbour". What memory is then left goes to single nodes.
+this is "the last r of L layers take the cheaper neighbour". Memory that is then left goes to single nodes.
 """
 
 from __future__ import annotations
