@@ -1,4 +1,4 @@
-"""Rewriting a call for one shard: sizes among the arguments follow the shard, then the operator's own hook."""
+"""Rewrite a call for one shard: sizes among the arguments follow the shard, then the operator's own hook."""
 
 from __future__ import annotations
 

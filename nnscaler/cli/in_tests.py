@@ -1,4 +1,4 @@
-"""Verification inside a test: fails the test with the concise report, unless what is verified passes."""
+"""Verification inside a test: fail the test with the concise report, unless the verification passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`nnscaler plan --compare`: what a search changed against another plan, and what the other one takes."""
+"""`nnscaler plan --compare`: differences between the plan that was found and another one, and the time of the other
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nnscaler reproduce`: replays the case of a finding."""
+"""`nnscaler reproduce`: replay the case of a finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of ranks, sizes of elements: what the profile of a program is counted in."""
+"""Groups of ranks and sizes of elements: the units of a program's communication profile."""
 
 from __future__ import annotations
 

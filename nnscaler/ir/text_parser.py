@@ -1,4 +1,4 @@
-"""Reads what `printer.print_graph` writes: `parse_graph(print_graph(graph)) == graph`."""
+"""Read the text that `printer.print_graph` writes: `parse_graph(print_graph(graph)) == graph`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the stage objects of one rank: axis groups, and local tensors cut from the logical state."""
+"""Make the stage objects of one rank: axis groups, and local tensors cut from the logical state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints: each rank writes what it holds first, and what is read is the whole model, whatever plan comes next.
+"""Checkpoints: each rank writes the shards of which it holds the first copy, and the whole model is read, whatever plan
+comes next.
 
     <folder>/rank_<r>.pt    steps, ranks, names of all that it holds, and its pieces: name, logical shape and indices
 

@@ -1,4 +1,4 @@
-"""How long collectives take between the ranks of a job. A job's function: see `launcher.launch`."""
+"""Time collectives between the ranks of a job. A job's function: see `launcher.launch`."""
 
 from __future__ import annotations
 

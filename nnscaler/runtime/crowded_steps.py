@@ -1,4 +1,4 @@
-"""How long steps of a program of one rank take, alone and in several processes at once. A job's function: see
+"""Time steps of a program of one rank, alone and in several processes at once. A job's function: see
 `launcher.launch`."""
 
 from __future__ import annotations

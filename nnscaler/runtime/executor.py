@@ -1,4 +1,4 @@
-"""Runs a role module on one rank: the instructions of a step, and what a training loop needs of it.
+"""Run a role module on one rank: the instructions of a step, and the methods that a training loop needs.
 
 A step cuts this rank's pieces out of the global batch, runs `prepare` of each stage once, then SCHEDULE instruction by
 instruction, then sums gradients over ranks. Gradients accumulate over micro-batches in the parameter's `.grad`, in

@@ -1,4 +1,4 @@
-"""Sums the gradients that different ranks hold parts of, once per step, in buckets.
+"""Sum the gradients that different ranks hold parts of, once per step, in buckets.
 
 A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every stage
 that holds a copy of it. Parameters with the same group and dtype share buckets. Every rank works through its groups in

@@ -1,4 +1,4 @@
-"""Pieces of a logical tensor: what a rank holds, and the logical tensor that the pieces of all ranks make.
+"""Pieces of a logical tensor: the shard of a rank, and the logical tensor assembled from the pieces of all ranks.
 
 One mechanism for every layout: the logical indices that a rank holds along one dim. A dim that several axes share is
 a number in mixed radix, whose digits are, from the outermost: what is left, an axis, what is left, an axis, ... ; a

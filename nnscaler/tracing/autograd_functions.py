@@ -1,4 +1,4 @@
-"""Keeps every `torch.autograd.Function` whole during export.
+"""Keep every `torch.autograd.Function` whole during export.
 
 Without this, export records what `forward` does and differentiates that: the user's `backward` is lost without a
 word. Each call becomes one operator of a private library (CompositeImplicitAutograd: eager autograd is untouched).

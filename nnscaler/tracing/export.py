@@ -1,4 +1,4 @@
-"""Runs `torch.export` on the loss: quietly, with short errors that name the user's line."""
+"""Run `torch.export` on the loss: quietly, with short errors that name the user's line."""
 
 from __future__ import annotations
 

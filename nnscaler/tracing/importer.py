@@ -1,4 +1,4 @@
-"""Reads an exported program into a graph: regions are inlined, devices dropped, tied parameters merged."""
+"""Read an exported program into a graph: regions are inlined, devices dropped, tied parameters merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a graph on tensors, operation by operation: its meaning, which everything generated from it must have."""
+"""Run a graph on tensors, operation by operation: its meaning, which everything generated from it must have."""
 
 from __future__ import annotations
 

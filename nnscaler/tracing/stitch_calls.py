@@ -1,4 +1,4 @@
-"""While a model is exported, follows the calls of layers that repeat.
+"""Follow the calls of layers that repeat, while a model is exported.
 
 The first call of a run of layers is traced as ever, between two marks. Every later one runs too, with all that its
 Python code does, but torch's tracer is not told: the operators go into a `Record` instead. If the record equals that of

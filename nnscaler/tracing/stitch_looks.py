@@ -1,4 +1,4 @@
-"""Fake tensors told from outside, and new ones that look the same."""
+"""Describe fake tensors by their visible properties, and make new ones that look the same."""
 
 from __future__ import annotations
 

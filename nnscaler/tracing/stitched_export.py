@@ -1,4 +1,4 @@
-"""Exports a model and imports its graph, with each of many equal layers traced once where that can be done."""
+"""Export a model and import its graph, with each of many equal layers traced once where that can be done."""
 
 from __future__ import annotations
 

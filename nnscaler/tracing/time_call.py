@@ -1,4 +1,4 @@
-"""How long an operator takes on this machine: one call, run on random tensors, forward and backward."""
+"""Time one call of an operator on this machine, on random tensors, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss outside of the model: the model, and a function of its outputs and the batch."""
+"""Join a model that returns no loss with a loss function of its outputs and the batch."""
 
 from __future__ import annotations
 

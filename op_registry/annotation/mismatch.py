@@ -1,4 +1,4 @@
-"""How a call that does not fit its annotation is told."""
+"""Explain why a call does not fit its annotation."""
 
 from __future__ import annotations
 
