@@ -124,8 +124,10 @@ class GateItem(pytest.Item):
 
 
 def _tool(kind: Callable[[str], BaseException] = pytest.fail.Exception) -> Any:
-    """Return the module that does the work; importing it imports torch. Raises `kind` where `verify` is somebody
-    else's."""
+    """Return the module that does the work; importing it imports torch.
+
+    Raises `kind` where `verify` is somebody else's.
+    """
     from nnscaler.cli.guard import wrong_package
 
     problem = wrong_package()

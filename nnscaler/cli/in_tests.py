@@ -48,8 +48,10 @@ def check_op(operator: Any, **options: Any) -> Report:
 
 
 def check_plan(model: Any, inputs: Any, *, dtype: Any = None, seed: int = 0, **options: Any) -> Report:
-    """Verify a model's program: return the report if it passes, else fail the test. `model`: a file, or an object that
-    takes `inputs`."""
+    """Verify a model's program: return the report if it passes, else fail the test.
+
+    `model`: a file, or an object that takes `inputs`.
+    """
     __tracebackhide__ = True
     try:
         name = None

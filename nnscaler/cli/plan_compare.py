@@ -26,8 +26,10 @@ _WORDS = {
 
 
 def other_plan(path: Path, ranks: int) -> Plan:
-    """Read the plan of a file. Raises NnscalerError("plan_illegal") for a file that has none, or one for other
-    ranks."""
+    """Read the plan of a file.
+
+    Raises NnscalerError("plan_illegal") for a file that has none, or one for other ranks.
+    """
     from nnscaler.transform.plan import Plan
 
     try:

@@ -16,8 +16,10 @@ SEARCH = ("cluster", "memory", "constraints", "profile")
 
 
 def plan_source(options: argparse.Namespace) -> PlanSource:
-    """Return the plan that --plan names, or the request for one. Raises NnscalerError as `asked_search` and
-    `read_plan`."""
+    """Return the plan that --plan names, or the request for one.
+
+    Raises NnscalerError as `asked_search` and `read_plan`.
+    """
     from nnscaler.cli.plan_source import read_plan
 
     return asked_search(options) or read_plan(options.plan)

@@ -40,8 +40,10 @@ def is_axes(spec: str | None) -> bool:
 
 
 def ranks_asked(options: argparse.Namespace) -> int | None:
-    """Return the number of ranks that --ranks, --program or --plan say; None where none of them does. Raises
-    NnscalerError."""
+    """Return the number of ranks that --ranks, --program or --plan say; None where none of them does.
+
+    Raises NnscalerError.
+    """
     if options.ranks is not None:
         return int(options.ranks)
     if getattr(options, "program", None) is not None:

@@ -50,8 +50,10 @@ def _replayed(replayed: Replay | None) -> str:
 
 
 def explanation(found: Found, name: str) -> list[str]:
-    """Return lines with the cost of other choices. Raises NnscalerError("plan_illegal") for an operation that there is
-    not."""
+    """Return lines with the cost of other choices.
+
+    Raises NnscalerError("plan_illegal") for an operation that there is not.
+    """
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
     from nnscaler.planning.planner.explain import alternatives
     from nnscaler.transform.select import select

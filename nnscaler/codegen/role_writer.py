@@ -31,8 +31,10 @@ def write_role(
     order: str,
     origins: Mapping[str, tuple[str, str]],
 ) -> str:
-    """Return the source of one role. `programs`: its stages; `every`: all stages; `origins`: user operator -> (file,
-    qualified name)."""
+    """Return the source of one role.
+
+    `programs`: its stages; `every`: all stages; `origins`: user operator -> (file, qualified name).
+    """
     ranks = programs[0].stage.mesh.ranks
     axes = ", ".join(f"{a.name}={a.size}" for a in programs[0].stage.mesh.axes) or "one rank"
     lines = [

@@ -76,8 +76,9 @@ def search_plan(
     cost: CostModel | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Search the plan that is asked for. `micro_batches` None: searched. `replicate`: patterns of modules left whole.
-    `cost`: instead of that of `wanted`.
+    """Search the plan that is asked for.
+
+    `micro_batches` None: searched. `replicate`: patterns of modules left whole. `cost`: instead of that of `wanted`.
 
     Raises NnscalerError: `cluster_invalid`; `plan_too_large` where nothing fits; `plan_illegal` for a constraint that
     is wrong or cannot hold.

@@ -57,8 +57,10 @@ def ranks_in(sizes: Mapping[str, int]) -> int:
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:
-    """Parse as `parse_axes`. Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is
-    `ranks`."""
+    """Parse as `parse_axes`.
+
+    Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is `ranks`.
+    """
     sizes = parse_axes(text)
     count = ranks_in(sizes)
     if count != ranks:

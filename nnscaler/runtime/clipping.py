@@ -30,8 +30,9 @@ def holds_first_copy(stage: Stage, description: Parameter | Buffer) -> bool:
 
 
 def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients, in float64, the same bits on every rank. Every rank of the program must call
-    it.
+    """Return the norm of all gradients, in float64, the same bits on every rank.
+
+    Every rank of the program must call it.
 
     Raises ProgramError for a norm that is not positive.
     """

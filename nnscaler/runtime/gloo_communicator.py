@@ -132,16 +132,20 @@ class GlooCommunicator(TorchCommunicator):
             self._gather(torch.zeros(1, dtype=torch.uint8), call)
 
     def _gather(self, tensor: Tensor, call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
-        """Return the tensors of the group in its order, none of them `tensor` itself. `shapes`: theirs, where they
-        differ."""
+        """Return the tensors of the group in its order, none of them `tensor` itself.
+
+        `shapes`: theirs, where they differ.
+        """
         there = zip(call.ranks, shapes or [tuple(tensor.shape)] * len(call.ranks), strict=True)
         results = [tensor.clone() if rank == self.rank else tensor.new_empty(shape) for rank, shape in there]
         self._exchange(dict.fromkeys(call.ranks, tensor), dict(zip(call.ranks, results, strict=True)), call)
         return results
 
     def _scatter(self, pieces: Sequence[Tensor], call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
-        """Return the pieces that the ranks of the group send to this one; its own piece is not copied. `shapes`: as
-        `_gather`."""
+        """Return the pieces that the ranks of the group send to this one; its own piece is not copied.
+
+        `shapes`: as `_gather`.
+        """
         mine = pieces[call.ranks.index(self.rank)]
         there = zip(call.ranks, shapes or [tuple(mine.shape)] * len(call.ranks), strict=True)
         results = [mine if rank == self.rank else mine.new_empty(shape) for rank, shape in there]

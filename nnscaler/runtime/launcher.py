@@ -117,8 +117,10 @@ class ForkServer:
             raise LaunchError(f"the fork server has ended\n{log_tail(self._log)}") from None
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """Return the server's messages of up to `timeout` seconds, as soon as there are any. Raises LaunchError if it
-        ended."""
+        """Return the server's messages of up to `timeout` seconds, as soon as there are any.
+
+        Raises LaunchError if it ended.
+        """
         ready, _, _ = select.select([self._connection], [], [], timeout)
         if not ready:
             return []

@@ -133,8 +133,10 @@ def _noise(
     device: torch.device | str,
     dims: int | None = None,
 ) -> Tensor:
-    """Draw float64 numbers in [0, 1) for this rank's elements. `dims`: as many leading dims differ, the others
-    share."""
+    """Draw float64 numbers in [0, 1) for this rank's elements.
+
+    `dims`: as many leading dims differ, the others share.
+    """
     shape = tuple(logical_shape)
     sizes, place = (stage.sizes(), stage.coordinates()) if stage is not None else ({}, {})
     coordinates = logical_coordinates(shape, states or {}, sizes, place, device)

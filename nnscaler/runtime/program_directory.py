@@ -49,8 +49,10 @@ class ProgramDirectory:
         return [stage for role in self.manifest["roles"] for stage in load_role(self.path / role["file"]).STAGES]
 
     def state(self) -> dict[str, Tensor]:
-        """Read the logical tensors of the model by name; their pages are read when they are used. Raises
-        ProgramError."""
+        """Read the logical tensors of the model by name; their pages are read when they are used.
+
+        Raises ProgramError.
+        """
         return self._tensors("state.pt", "the model was compiled without values (on the meta device)")
 
     def check_state(
@@ -102,8 +104,10 @@ class ProgramDirectory:
         return [list(entry["fqns"]) for entry in stored if len(entry.get("fqns", ())) > 1]
 
     def inputs(self) -> dict[str, Tensor]:
-        """Read the sample batch. Raises ProgramError, also where it is not the one that the program was compiled
-        with."""
+        """Read the sample batch.
+
+        Raises ProgramError, also where it is not the one that the program was compiled with.
+        """
         batch, recorded = (
             self._tensors("inputs.pt", "the program is incomplete"),
             self._recorded(self.manifest.get("batch")),

@@ -67,8 +67,10 @@ def run_rank(directory: Path, rank: int, log: Path) -> int:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Import the function `package.module:function` or `file.py:function`. Raises ProgramError when it does not
-    exist."""
+    """Import the function `package.module:function` or `file.py:function`.
+
+    Raises ProgramError when it does not exist.
+    """
     module_name, _, path = target.rpartition(":")
     if not module_name or not path:
         raise ProgramError(f"{target!r} is not of the form package.module:function")

@@ -50,8 +50,10 @@ def origin_of_loss(loss_fn: LossFunction) -> str:
 
 
 def recorded_loss(origin: str) -> LossFunction:
-    """Load the function that `origin_of_loss` described. Raises NnscalerError `no_such_file` where it cannot be
-    found."""
+    """Load the function that `origin_of_loss` described.
+
+    Raises NnscalerError `no_such_file` where it cannot be found.
+    """
     file, found, name = origin.partition("::")
     help_text = "give the loss function again: loss_fn=..., or --loss-fn path/to/file.py::function"
     message = f"the program was compiled with the loss function {origin!r}"
@@ -80,8 +82,10 @@ def check_loss_function(loss_fn: Any, where: str) -> None:
 def _taken(
     takes: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that `forward` is given. Tensors that its `**kwargs` alone would take are no arguments of
-    it."""
+    """Return the arguments that `forward` is given.
+
+    Tensors that its `**kwargs` alone would take are no arguments of it.
+    """
     kinds = [p.kind for p in takes.parameters.values()]
     own = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[: sum(k in _POSITIONAL for k in kinds)]
     rest = inspect.Parameter.VAR_KEYWORD in kinds

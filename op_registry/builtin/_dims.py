@@ -117,8 +117,10 @@ def listed(value: object) -> list[TensorArgument | None]:
 
 
 def linear_in(*sets: Iterable[int]) -> Callable[[Call], LinearSets]:
-    """Return linear sets: the operator is jointly linear in each of these sets of tensors. A bool is no term of a
-    sum."""
+    """Return linear sets: the operator is jointly linear in each of these sets of tensors.
+
+    A bool is no term of a sum.
+    """
     frozen_sets = tuple(frozenset(slots) for slots in sets)
 
     def linear(call: Call) -> LinearSets:

@@ -45,8 +45,10 @@ class Device:
         self.__post_init__()
 
     def flops(self, dtype: str) -> float:
-        """Return the FLOP/s in this dtype. One that is not described runs as the other half precision, else as
-        float32."""
+        """Return the FLOP/s in this dtype.
+
+        One that is not described runs as the other half precision, else as float32.
+        """
         other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "float32")
         for name in (dtype, other, "float32"):
             if name in self.peak:

@@ -21,8 +21,10 @@ _NVLINK, _PCI = Level("NVLink", 1, 200e9, 3e-6), Level("PCIe", 1, 12e9, 10e-6)
 
 
 def found_cluster(ranks: int | None = None) -> Cluster:
-    """Return this machine as a cluster of `ranks` devices (None: all that it has). More ranks than CPU cores share
-    them."""
+    """Return this machine as a cluster of `ranks` devices (None: all that it has).
+
+    More ranks than CPU cores share them.
+    """
     if torch.cuda.is_available():
         cluster = _gpus()
         return cluster if ranks is None else cluster.scaled(ranks)

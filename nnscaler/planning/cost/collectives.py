@@ -25,8 +25,10 @@ Spanned = tuple[tuple[int, Level], ...]
 
 
 def seconds(cluster: Cluster, kind: Collective, size: float, ranks: AxisPlace) -> float:
-    """Return the seconds of one call over the axis. A group that is larger than the cluster spans its outermost
-    level."""
+    """Return the seconds of one call over the axis.
+
+    A group that is larger than the cluster spans its outermost level.
+    """
     if ranks.size == 1:
         return 0.0
     levels = spanned(cluster.spans, cluster.levels, ranks)

@@ -40,8 +40,10 @@ class Work:
 
 
 def shard_work(signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[Work, Work]:
-    """Return the work of a shard with these shapes, forward and backward. Floating operands are of `dtype`; views do
-    nothing."""
+    """Return the work of a shard with these shapes, forward and backward.
+
+    Floating operands are of `dtype`; views do nothing.
+    """
     key = ("work", tuple(shapes_in), tuple(shapes_out), dtype)
     found: tuple[Work, Work] | None = signature.memo.get(key)
     if found is None:

@@ -46,8 +46,10 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
 
 
 def _cut(tables: Tables, kept: Kept) -> Tables:
-    """Restrict the tables to the kept strategies. Arrays that nodes shared stay shared where what is left of them is
-    the same."""
+    """Restrict the tables to the kept strategies.
+
+    Arrays that nodes shared stay shared where what is left of them is the same.
+    """
     of_nodes: dict[tuple[int, bytes], Columns] = {}
     columns = []
     for own, left in zip(tables.columns, kept, strict=True):

@@ -129,8 +129,10 @@ def plan_of(subject: Subject, found: Evaluated) -> Plan:
 
 
 def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
-    """Cut the graph into the stages of a pipeline. Raises NnscalerError("plan_illegal") where the graph cannot be cut
-    so."""
+    """Cut the graph into the stages of a pipeline.
+
+    Raises NnscalerError("plan_illegal") where the graph cannot be cut so.
+    """
     seconds = operation_seconds(subject, found)
     random = frozenset(s.spec.name for s in subject.signatures.values() if s.spec is not None and s.spec.random)
     count = len(subject.layers)

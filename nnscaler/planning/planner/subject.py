@@ -136,8 +136,10 @@ class Subject:
         return frozenset(op.name for op in self.graph.operations if self.groups.get(op.name, 0) in kept)
 
     def options(self, parts: int) -> Mapping[str, tuple[Choice, ...]]:
-        """Return, by operation, the choices that it may take on a tp axis of `parts`. Layers that are alike share those
-        of one of them."""
+        """Return, by operation, the choices that it may take on a tp axis of `parts`.
+
+        Layers that are alike share those of one of them.
+        """
         if parts in self._options:
             return self._options[parts]
         graph, repeated = self.graph, self.repeated

@@ -59,8 +59,10 @@ def ways_of(layered: Layered, priced: Priced, hubs: Mapping[int, int], ends: End
 def _best(
     layered: Layered, priced: Priced, hubs: Mapping[int, int], ends: Ends, prices: Prices, again: bool
 ) -> list[Way]:
-    """Return the ways that are best at some price. Where a known way is as good at a price, no other is looked for
-    there."""
+    """Return the ways that are best at some price.
+
+    Where a known way is as good at a price, no other is looked for there.
+    """
     piece = priced.piece
     before, after = ends
     own = [hubs[h] for h in piece.hubs]

@@ -78,8 +78,10 @@ class Conversions:
     def _on_axis(
         self, tensor: LogicalTensor, axis: int, befores: Sequence[State], afters: Sequence[State], elements: float
     ) -> Table:
-        """Return the seconds of conversions along one axis: [befores, afters]. `elements`: of the tensor whole along
-        it."""
+        """Return the seconds of conversions along one axis: [befores, afters].
+
+        `elements`: of the tensor whole along it.
+        """
         parts = self._setting.sizes[axis]
         found: dict[tuple[State, State], float] = {}
         for pair in ((a, b) for a in befores for b in afters):
@@ -91,8 +93,10 @@ class Conversions:
     def _on_two(
         self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...]
     ) -> Table:
-        """Return the seconds in the cheaper order of two axes: [sources, targets]. The second converts what the first
-        has made."""
+        """Return the seconds in the cheaper order of two axes: [sources, targets].
+
+        The second converts what the first has made.
+        """
         sizes = self._setting.sizes
         sharded = [np.array([isinstance(s[a], Sharded) for s in sources]) for a in (0, 1)]
         made = [np.array([isinstance(t[a], Sharded) for t in targets]) for a in (0, 1)]

@@ -23,8 +23,10 @@ class Kept:
 
 
 def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tuple[Kept, ...]]:
-    """Return, by operation, the slots that are kept for it and for no earlier one. Several readers of one tensor keep
-    it once."""
+    """Return, by operation, the slots that are kept for it and for no earlier one.
+
+    Several readers of one tensor keep it once.
+    """
     base: dict[str, str] = {}
     seen: set[str] = set()
     found: dict[str, tuple[Kept, ...]] = {}

@@ -64,8 +64,9 @@ class Structure:
 
 
 def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
-    """Fold the runs that are worth it, and find the order for the rest. The nodes to `keep` are neither folded nor
-    eliminated.
+    """Fold the runs that are worth it, and find the order for the rest.
+
+    The nodes to `keep` are neither folded nor eliminated.
 
     Raises `TooWide`.
     """
@@ -102,16 +103,19 @@ def best_choices(
 
 
 def solve_folded(problem: Problem, structure: Structure | None = None) -> Solution:
-    """Return the optimum; `structure`: where it is known. Raises `TooWide`, and `Infeasible` where no choice is
-    legal."""
+    """Return the optimum; `structure`: where it is known.
+
+    Raises `TooWide`, and `Infeasible` where no choice is legal.
+    """
     structure = structure or find_structure(problem)
     choices = best_choices(structure, problem, *tables_of(problem))
     return exact_solution(problem, choices, "folding" if structure.folds else "elimination")
 
 
 def min_marginal(problem: Problem, node: int, price: float = 0.0) -> Table:
-    """Return the best value with `node` fixed to each of its strategies, [k], the other layers folded. Raises
-    `TooWide`.
+    """Return the best value with `node` fixed to each of its strategies, [k], the other layers folded.
+
+    Raises `TooWide`.
 
     With a `price` per unit of memory, that of cost and price times memory: take the `multiplier` of a solution.
     """
