@@ -115,7 +115,7 @@ def compile_traced(
     model: Mapping[str, str],
     progress: Progress | None = None,
 ) -> Program:
-    """`parallelize` from a traced model on."""
+    """Compile as `parallelize`, from a traced model on."""
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
     planned = make(traced.graph, ranks, plan, schedule, micro_batches, replicate)
@@ -142,7 +142,7 @@ def compile_traced(
 
 
 def profiles(communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature]) -> dict[str, Any]:
-    """What a step communicates, holds in memory, and when its passes run: entries of the manifest."""
+    """Return the communication, memory and timeline of a step: entries of the manifest."""
     work = stage_work(communicated, signatures)
     timeline = simulate(order, communicated.edges, [w.forward for w in work], [w.backward for w in work])
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
@@ -165,7 +165,7 @@ def make(
     micro_batches: int | None,
     replicate: Sequence[str],
 ) -> Planned:
-    """The plan that the caller wants, checked against `ranks`."""
+    """Make the plan that the caller wants, checked against `ranks`."""
     known = dict(signatures(graph, default_registry()))
     if isinstance(plan, Plan):
         return Planned(plan.for_ranks(ranks), known, "as given")
@@ -186,7 +186,7 @@ def make(
 
 
 def searched(plan: PlanSource) -> AutoPlan | None:
-    """What is to be searched; None for a plan that is named."""
+    """Return the request of a plan that is to be searched; None for a plan that is named."""
     if plan is None:
         return AutoPlan()
     if isinstance(plan, str):
@@ -203,7 +203,7 @@ def _search(
     micro_batches: int | None,
     replicate: Sequence[str],
 ) -> Planned:
-    """The planner's plan. Another schedule than 1F1B takes the place of the one that was searched."""
+    """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
     check_schedule(schedule, searched=True)
     start = time.perf_counter()
     found = search_plan(graph, known, ranks, wanted, micro_batches=micro_batches, replicate=replicate)

@@ -45,13 +45,13 @@ class Document:
     content: Mapping[str, Any]
 
     def place(self, path: KeyPath) -> SourceLocation:
-        """Where the value at `path` stands; the nearest line above it that can be told."""
+        """Return where the value at `path` stands; the nearest line above it that can be told."""
         lines = self.text.splitlines() or [""]
         number = min(line_of(self.text, path), len(lines))
         return SourceLocation(str(self.file), number, lines[number - 1].strip())
 
     def value(self, path: KeyPath) -> Any:
-        """What stands at `path`; None where nothing does."""
+        """Return the value at `path`; None where there is none."""
         found: Any = self.content
         for key in path:
             if isinstance(key, int):
@@ -100,7 +100,7 @@ def cache_folder(start: Path | None = None) -> Path | None:
 
 
 def find_pyproject(start: Path | None = None) -> Path | None:
-    """The nearest pyproject.toml, from `start` (the current folder) upwards."""
+    """Return the nearest pyproject.toml, from `start` (the current folder) upwards."""
     folder = (start or Path.cwd()).resolve()
     for candidate in (folder, *folder.parents):
         if (candidate / "pyproject.toml").is_file():
@@ -109,7 +109,7 @@ def find_pyproject(start: Path | None = None) -> Path | None:
 
 
 def read_document(file: Path) -> Document:
-    """Raises NnscalerError `no_such_file`, and `bad_settings` for what is no TOML."""
+    """Read a TOML file. Raises NnscalerError `no_such_file`, and `bad_settings` for what is no TOML."""
     try:
         text = file.read_text(encoding="utf-8")
         return Document(file, text, tomllib.loads(text))
@@ -124,7 +124,7 @@ def read_document(file: Path) -> Document:
 
 
 def read_table(document: Document, path: KeyPath, keys: Sequence[Key]) -> dict[str, Any]:
-    """The values of the table at `path`, times as seconds; {} where there is no table.
+    """Return the values of the table at `path`, times as seconds; {} where there is no table.
 
     Raises NnscalerError `bad_settings` for a key that is not among `keys`, a value of the wrong type, and a required
     key that is missing.
@@ -171,7 +171,7 @@ def seconds_of(value: Any) -> float | None:
 
 
 def value_of_variable(key: Key, variable: str, text: str) -> Any:
-    """What an environment variable sets a key to. Raises NnscalerError `bad_settings`."""
+    """Return the value that an environment variable gives to a key. Raises NnscalerError `bad_settings`."""
     value: Any = text
     if key.kind == "seconds":
         value = seconds_of(text)
@@ -232,7 +232,7 @@ def _shown(value: Any) -> str:
 
 
 def line_of(text: str, path: KeyPath) -> int:
-    """The line, from 1, on which the value at `path` starts; that of the nearest part of it that is found."""
+    """Return the line, from 1, on which the value at `path` starts; that of the nearest part of it that is found."""
     lines = text.splitlines()
     start, rest = _header_line(lines, path)
     depth = 0
@@ -248,7 +248,7 @@ def line_of(text: str, path: KeyPath) -> int:
 
 
 def _header_line(lines: Sequence[str], path: KeyPath) -> tuple[int, KeyPath]:
-    """The line of the longest table header that begins `path`, and what of the path is left."""
+    """Return the line of the longest table header that begins `path`, and what of the path is left."""
     best: tuple[int, KeyPath] = (0, path)
     longest = 0
     counts: dict[tuple[str, ...], int] = {}
@@ -267,7 +267,8 @@ def _header_line(lines: Sequence[str], path: KeyPath) -> tuple[int, KeyPath]:
 
 
 def _key_line(lines: Sequence[str], start: int, key: str, first: bool) -> int | None:
-    """The first line from `start` on, before the next header, where `key` is given a value; `first`: at its start."""
+    """Return the first line from `start` on, before the next header, where `key` is given a value; `first`: at its
+    start."""
     name = rf"(?<![\w.\"'-])[\"']?{re.escape(key)}[\"']?\s*[=.]"
     pattern = re.compile(rf"^\s*{name}" if first else name)
     loose = re.compile(name)
@@ -283,7 +284,7 @@ def _key_line(lines: Sequence[str], start: int, key: str, first: bool) -> int | 
 
 
 def _nth_brace(lines: Sequence[str], start: int, position: int) -> int | None:
-    """The line of the `position`-th inline table of a list that starts on line `start`."""
+    """Return the line of the `position`-th inline table of a list that starts on line `start`."""
     count = -1
     for number in range(start, len(lines)):
         if number > start and _HEADER.match(lines[number]):

@@ -140,7 +140,7 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
 
 
 def import_user_file(path: Path) -> ModuleType:
-    """The module. Raises NnscalerError `model_import_failed` with the user's own line."""
+    """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
     from nnscaler.runtime.loader import load_user_module
     from nnscaler.runtime.user_imports import claim_surroundings
 
@@ -164,7 +164,7 @@ def import_user_file(path: Path) -> ModuleType:
 
 
 def _of_arguments(error: BaseException, place: SourceLocation | None) -> str | None:
-    """A hint for code that reads the command line, which is nnscaler's: it is shown one without arguments."""
+    """Return a hint for code that reads the command line, which is nnscaler's: it is shown one without arguments."""
     frames = traceback.extract_tb(error.__traceback__)
     parses = any(Path(frame.filename).name in ("argparse.py", "optparse.py", "getopt.py") for frame in frames)
     if not parses and "argv" not in (place.text if place is not None else ""):

@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells pytest of the marker."""
+    """Tell pytest of the marker."""
     text = f"{MARKER}(ranks=2, plan=None, **options): the function returns a model file, or (module, inputs), to verify"
     config.addinivalue_line("markers", text)
 
@@ -50,7 +50,7 @@ def verify_op() -> Callable[..., Any]:
 
 @pytest.fixture
 def verify_plan(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """A function that verifies a model and fails the test unless it passes.
+    """Return a function that verifies a model and fails the test unless it passes.
 
     Takes a model file (`model.py` or `model.py::factory`), or a module (or a function that makes one) and its inputs;
     and the options of `verify.verify_plan`, for which the marker gives defaults.
@@ -72,7 +72,7 @@ _VERIFIED: pytest.StashKey[bool] = pytest.StashKey()  # of an item in which veri
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Calls a function with the marker, and verifies what it returns. Fails where nothing was verified."""
+    """Call a function with the marker, and verify its result. Fails where nothing was verified."""
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -89,7 +89,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Adds the gate's items, after all others."""
+    """Add the gate's items, after all others."""
     if config.getoption(_OPTION):
         items += list(_gate_items(session))
 
@@ -108,23 +108,26 @@ class GateItem(pytest.Item):
         self._gate = gate
 
     def runtest(self) -> None:
-        """Raises CheckFailed with the report, unless the item passes or its findings are known."""
+        """Verify the item. Raises CheckFailed with the report, unless it passes or its findings are known."""
         for name, value in self._gate.run(self.name).items():
             self.user_properties.append((name, value))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The report; pytest's own representation of anything else."""
+        """Return the report; pytest's own representation of anything else."""
         if excinfo.type.__name__ == "CheckFailed":
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """The settings' file, and the item."""
+        """Return the settings' file, and the item."""
         return self._gate.file, None, f"nnscaler gate: {self.name}"
 
 
 def _tool(kind: Callable[[str], BaseException] = pytest.fail.Exception) -> Any:
-    """What does the work; importing it imports torch. Raises `kind` where `verify` is somebody else's."""
+    """Return the module that does the work; importing it imports torch.
+
+    Raises `kind` where `verify` is somebody else's.
+    """
     from nnscaler.cli.guard import wrong_package
 
     problem = wrong_package()

@@ -1,4 +1,4 @@
-"""What users name on a command line and in settings: a file, or a module of a package, and a function in it."""
+"""Targets on a command line and in settings: a file, or a module of a package, and a function in it."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def find_target(
 
 
 def shown(path: Path) -> str:
-    """The path relative to the current folder where it is inside."""
+    """Return the path relative to the current folder where it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

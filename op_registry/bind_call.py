@@ -43,12 +43,12 @@ def bind_call(spec: OperatorSpec, call: Call) -> BoundAnnotation:
 
 
 def linear_sets(spec: OperatorSpec, call: Call) -> LinearSets:
-    """The sets of tensors (by index) in which this call is jointly linear."""
+    """Return the sets of tensors (by index) in which this call is jointly linear."""
     return spec.linear(call) if callable(spec.linear) else spec.linear
 
 
 def size_arguments(spec: OperatorSpec, call: Call) -> Mapping[str, int]:
-    """The call's integer arguments by name: one that is named like an identifier gives its size."""
+    """Return the call's integer arguments by name: one that is named like an identifier gives its size."""
     found = named_values(spec, call)
     return {n: value for n, value in found if n and isinstance(value, int) and not isinstance(value, bool)}
 
@@ -59,7 +59,7 @@ def named_values(spec: OperatorSpec, call: Call) -> Iterator[tuple[str, Any]]:
 
 
 def _named_arguments(spec: OperatorSpec, call: Call) -> Iterator[tuple[SchemaParameter, Any]]:
-    """The call's arguments in the order of the schema with their parameters; the default for those left out.
+    """Yield the call's arguments in the order of the schema with their parameters; the default for those left out.
 
     Without a schema: the arguments in the order of the call, positional ones without a name.
     """
@@ -78,7 +78,7 @@ def _named_arguments(spec: OperatorSpec, call: Call) -> Iterator[tuple[SchemaPar
 def _match(
     spec: OperatorSpec, call: Call, annotation: Annotation, text: str, tensors: tuple[TensorArgument, ...]
 ) -> list[TensorArgument | None]:
-    """The tensor of each operand of the annotation; None where there is none, and for every `?`.
+    """Return the tensor of each operand of the annotation; None where there is none, and for every `?`.
 
     Tensors take operands in turn. When the next operand is `?`, whatever argument comes takes it (a list of tensors
     as a whole). None in an optional tensor's place takes the tensor's operand.
@@ -119,21 +119,21 @@ class _Matcher:
             self.taken.append(None)
 
     def absent(self, parameter: SchemaParameter) -> bool:
-        """Whether a None stands for a tensor. Without a schema: if operands are left over."""
+        """Return whether a None stands for a tensor. Without a schema: if operands are left over."""
         if self.known:
             return parameter.tensor
         operands_left = sum(isinstance(o, Operand) for o in self.operands[len(self.taken) :])
         return operands_left > self.tensors_left
 
     def fits(self) -> bool:
-        """Whether every tensor got an operand, and every operand a tensor (or an argument, for `?`)."""
+        """Return whether every tensor got an operand, and every operand a tensor (or an argument, for `?`)."""
         while isinstance(self.next, Opaque):
             self.taken.append(None)
         return len(self.taken) == len(self.operands)
 
 
 def _elements(value: Any) -> Iterator[TensorArgument | None]:
-    """The tensors of a list, and its Nones, which keep the place of an optional tensor."""
+    """Yield the tensors of a list, and its Nones, which keep the place of an optional tensor."""
     for item in value.values() if isinstance(value, Mapping) else value:
         if isinstance(item, TensorArgument) or item is None:
             yield item

@@ -34,20 +34,20 @@ class Call:
     outputs: tuple[TensorArgument | None, ...] = ()  # one per output; None for an output that is not a tensor
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at `position`, or given by keyword `name`, or `default`."""
+        """Return the argument at `position`, or given by keyword `name`, or `default`."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def replace(self, position: int, name: str, value: Any) -> Call:
-        """The same call with one argument changed (appended by keyword when it was not given)."""
+        """Return the same call with one argument changed (appended by keyword when it was not given)."""
         if position < len(self.args):
             args = (*self.args[:position], value, *self.args[position + 1 :])
             return Call(self.operator, args, self.kwargs, self.outputs)
         return Call(self.operator, self.args, {**self.kwargs, name: value}, self.outputs)
 
     def tensors(self) -> tuple[TensorArgument, ...]:
-        """The tensors of the call by index."""
+        """Return the tensors of the call by index."""
         return tuple(sorted(iterate_tensors((self.args, dict(self.kwargs))), key=lambda t: t.index))
 
 
@@ -60,9 +60,14 @@ class DType:
 
 @dataclass(frozen=True, slots=True)
 class AxisShard:
-    """How one mesh axis splits an identifier of size n: viewed as (outer, n / outer), each of whose blocks is cut into
-    `parts` equal pieces, or into pieces of `sizes`; or each of its `sections`, one after another, into `parts` equal
-    pieces."""
+    """How one mesh axis splits an identifier of size n, viewed as (outer, n / outer).
+
+    axis       of the mesh
+    parts      equal pieces of each block
+    outer      how many blocks there are
+    sizes      of unequal pieces of each block; empty: they are equal
+    sections   sizes of concatenated parts, each of which is cut into `parts` equal pieces
+    """
 
     axis: str
     parts: int
@@ -77,7 +82,7 @@ class AxisShard:
 
 
 def iterate_tensors(value: Any) -> Iterator[TensorArgument]:
-    """Every tensor in a nested argument, left to right."""
+    """Yield every tensor in a nested argument, left to right."""
     if isinstance(value, TensorArgument):
         yield value
     elif isinstance(value, list | tuple):

@@ -40,7 +40,7 @@ class NnscalerError(Exception):
         return type(self), (self.code, self.message, self.where, self.help)
 
     def at(self, where: SourceLocation | None, prefix: str = "") -> NnscalerError:
-        """The same error with a place (unless it has one) and words before its message."""
+        """Return the same error with a place (unless it has one) and words before its message."""
         return type(self)(self.code, prefix + self.message, self.where or where, self.help)
 
 
@@ -57,12 +57,13 @@ def annotation_error(
     notes: Sequence[str] = (),
     hint: str | None = None,
 ) -> AnnotationError:
-    """An `AnnotationError` that shows the text with carets under `spans` (start, end), then `notes`, one a line."""
+    """Make an `AnnotationError` that shows the text with carets under `spans` (start, end), then `notes`, one a
+    line."""
     return AnnotationError(code, "\n".join([message, *excerpt(text, spans), *(f"  {n}" for n in notes)]), None, hint)
 
 
 def excerpt(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """The text and a line of carets under it, indented by four."""
+    """Return the text and a line of carets under it, indented by four."""
     text = text.replace("\n", " ").replace("\t", " ")
     marks = [" "] * (max([len(text), *(end for _, end in spans)]) + 1)
     for start, end in spans:

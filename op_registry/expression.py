@@ -36,14 +36,17 @@ class Expression:
     __rmul__ = __mul__
 
     def evaluate(self, coordinates: Mapping[str, int]) -> int:
-        """The value on the rank with these coordinates."""
+        """Return the value on the rank with these coordinates."""
         return self.constant + sum(
             c[coordinates[a]] if isinstance(c, tuple) else c * coordinates[a] for a, c in self.terms
         )
 
     def over(self, sizes: Mapping[str, int]) -> tuple[int, Mapping[str, tuple[int, ...]]] | None:
-        """The value at index 0 of every axis, and what is added at each index: the same for all expressions of the same
-        values. None where an axis does not exist or a table has another length. `sizes`: of the axes."""
+        """Return the value at index 0 of every axis, and the increment at each index.
+
+        These are the same for all expressions of the same values. None where an axis does not exist or a table has
+        another length. `sizes`: of the axes.
+        """
         constant, tables = self.constant, dict[str, tuple[int, ...]]()
         for axis, coefficient in self.terms:
             size = sizes.get(axis)
@@ -74,10 +77,10 @@ def _times(coefficient: Coefficient, factor: int) -> Coefficient:
 
 
 def index(axis: str) -> Expression:
-    """The rank's coordinate on `axis`, from 0."""
+    """Return the rank's coordinate on `axis`, from 0."""
     return Expression(0, ((axis, 1),))
 
 
 def by_index(axis: str, values: Sequence[int]) -> Expression:
-    """The entry of `values` at the rank's coordinate on `axis`."""
+    """Return the entry of `values` at the rank's coordinate on `axis`."""
     return Expression(0, ((axis, tuple(values)),))

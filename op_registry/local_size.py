@@ -12,7 +12,7 @@ from op_registry.spec import Refusal
 
 
 def local_size(total: int, axes: Sequence[AxisShard]) -> int | Expression:
-    """The size of one rank's part of `total`: a multiple of the size of an identifier that these axes split.
+    """Return the size of one rank's part of `total`: a multiple of the size of an identifier that these axes split.
 
     Raises `Refusal` where it does not divide.
     """
@@ -33,7 +33,7 @@ def local_size(total: int, axes: Sequence[AxisShard]) -> int | Expression:
 
 
 def block_start(identifier: str, size: int, axes: Sequence[AxisShard]) -> Expression:
-    """The first entry of the shard of an identifier of `size`, split into contiguous blocks by one axis.
+    """Return the first entry of the shard of an identifier of `size`, split into contiguous blocks by one axis.
 
     Raises `Refusal` when the shard is no single block.
     """

@@ -1,4 +1,4 @@
-"""Rewriting a call for one shard: sizes among the arguments follow the shard, then the operator's own hook."""
+"""Rewrite a call for one shard: sizes among the arguments follow the shard, then the operator's own hook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int | Expression, ...]
 
 
 def localise(spec: OperatorSpec, call: Call, shards: Shards, local_output_shapes: Sequence[Shape | None]) -> Call:
-    """The call that one rank makes.
+    """Rewrite a call into the one that one rank makes.
 
     `shards`: how axes split each identifier of the call; `local_output_shapes`: one per output, None where it is
     not a tensor. In order: the shape argument becomes the local output's shape, integer arguments named like a split

@@ -79,7 +79,7 @@ _TARGETS = "a function, an autograd.Function subclass or a torch.library operato
 
 
 def name_of(overload: torch._ops.OpOverload) -> str:
-    """The operator's name in the registry: a registered name, or `aten.linear.default`."""
+    """Return the operator's name in the registry: a registered name, or `aten.linear.default`."""
     operators = default_registry().torch_operators
     registered = None if operators is None else operators.registered_name(overload)
     return str(overload) if registered is None else str(registered)
@@ -180,7 +180,7 @@ def _refuse_other_closure(old: OperatorSpec | None, new: OperatorSpec) -> None:
 
 
 def _source_function(target: Any) -> Any:
-    """The function that the user wrote: under its decorators, or the forward of an autograd.Function."""
+    """Return the function that the user wrote: under its decorators, or the forward of an autograd.Function."""
     if isinstance(target, MethodType):
         target = target.__self__.forward  # type: ignore[attr-defined]
     return None if target is None else inspect.unwrap(target)
@@ -252,7 +252,7 @@ def _annotate_library_operator(draft: OperatorSpec, target: Any, caller: SourceL
 
 
 def _caller() -> SourceLocation:
-    """The line of the user's file that is running: the first frame outside this file."""
+    """Return the line of the user's file that is running: the first frame outside this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -260,7 +260,7 @@ def _caller() -> SourceLocation:
 
 
 def _place_of(target: Any) -> SourceLocation:
-    """Where a function or class is defined: the line of its `def` or `class`."""
+    """Return where a function or class is defined: the line of its `def` or `class`."""
     if isinstance(target, type):
         try:
             file, line = inspect.getsourcefile(target), inspect.getsourcelines(target)[1]
@@ -274,7 +274,7 @@ def _place_of(target: Any) -> SourceLocation:
 
 
 def _first_line(file: str, line: int, keyword: str) -> SourceLocation:
-    """The first line at or after `line` (where decorators start) that holds the keyword."""
+    """Return the first line at or after `line` (where decorators start) that holds the keyword."""
     for number in range(line, line + 50):
         text = getline(file, number).strip()
         if text.startswith((keyword, f"async {keyword}")):

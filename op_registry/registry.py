@@ -25,12 +25,12 @@ class Registry:
         self.torch_operators: Any = None
 
     def lookup(self, name: str) -> OperatorSpec | None:
-        """The operator of this name, or None."""
+        """Return the operator of this name, or None."""
         self._ensure_loaded()
         return self._specs.get(name)
 
     def names(self) -> tuple[str, ...]:
-        """Every name, sorted."""
+        """Return every name, sorted."""
         self._ensure_loaded()
         return tuple(sorted(self._specs))
 
@@ -73,7 +73,7 @@ def _rename(spec: OperatorSpec) -> str:
 
 
 def same_place(old: OperatorSpec, new: OperatorSpec) -> bool:
-    """Whether both were registered from one line of one file (or from one function of a notebook)."""
+    """Return whether both were registered from one line of one file (or from one function of a notebook)."""
     if old.where is None or new.where is None:
         return False
     if old.where.file.startswith("<ipython") or "ipykernel_" in old.where.file:
@@ -92,7 +92,7 @@ def check_annotation(spec: OperatorSpec) -> None:
 
 
 def output_only(spec: OperatorSpec, keywords: Iterable[str] = ()) -> bool | frozenset[str]:
-    """Which identifiers of the operator's annotation may be in outputs only: see `parse_checked`."""
+    """Return which identifiers of the operator's annotation may be in outputs only: see `parse_checked`."""
     if spec.localize is not None or spec.shape_argument is not None:
         return True
     return frozenset((*(p.name for p in spec.parameters if not p.tensor), *keywords))
@@ -106,5 +106,5 @@ def _builtin() -> Iterable[OperatorSpec]:
 
 @cache
 def default_registry() -> Registry:
-    """The registry of the process: built-in operators, and what `register_op` adds."""
+    """Return the registry of the process: built-in operators, and what `register_op` adds."""
     return Registry(_builtin)

@@ -27,7 +27,7 @@ class SchemaError(Exception):
 
 
 def infer_schema(function: Callable[..., Any], annotation: Annotation | None, skip: int = 0) -> str:
-    """The schema of `function` without its first `skip` parameters; `annotation` None: a function of the call.
+    """Infer the schema of `function` without its first `skip` parameters; `annotation` None: a function of the call.
 
     Raises `SchemaError` for parameters or results that a torch operator cannot have.
     """
@@ -59,7 +59,7 @@ def infer_schema(function: Callable[..., Any], annotation: Annotation | None, sk
 def _with_types(
     parameters: Sequence[inspect.Parameter], function: Callable[..., Any], annotation: Annotation | None
 ) -> list[inspect.Parameter]:
-    """The parameters with a type each."""
+    """Return the parameters, with a type for each."""
     operands = None if annotation is None else list(annotation.inputs)
     names = set() if annotation is None else {i.name for i in annotation.identifiers()}
     typed: list[inspect.Parameter] = []
@@ -84,7 +84,7 @@ def _with_types(
 
 
 def _guess(p: inspect.Parameter, operands: list[Operand | Opaque] | None, is_identifier: bool, required: int) -> Any:
-    """The type of a parameter without one. `required`: how many such parameters without a default are left."""
+    """Guess the type of a parameter without one. `required`: how many such parameters without a default are left."""
     import torch
 
     hint = f"give it a type, such as `{p.name}: int` or `{p.name}: torch.Tensor`"
@@ -106,7 +106,7 @@ def _guess(p: inspect.Parameter, operands: list[Operand | Opaque] | None, is_ide
 
 
 def _resolve(kind: Any, function: Callable[..., Any]) -> Any:
-    """A type, also when it is written as text (`from __future__ import annotations`)."""
+    """Resolve a type that may be written as text (`from __future__ import annotations`)."""
     import torch
 
     if not isinstance(kind, str):
@@ -123,7 +123,7 @@ def _resolve(kind: Any, function: Callable[..., Any]) -> Any:
 
 
 def _supported(kind: Any) -> Any:
-    """The type in a spelling that torch takes: tuples of one type become lists."""
+    """Spell a type as torch takes it: tuples of one type become lists."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _supported(arguments[0])
@@ -145,7 +145,7 @@ def _holds_tensors(kind: Any) -> bool:
 
 
 def _result_type(kind: Any, annotation: Annotation | None) -> Any:
-    """The type of the result: as written, else from the number of the annotation's outputs."""
+    """Return the type of the result: as written, else from the number of the annotation's outputs."""
     import torch
 
     outputs = None if annotation is None else annotation.outputs

@@ -16,7 +16,12 @@ Shards = Mapping[str, tuple[AxisShard, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """A place in a user's file. `line` counts from 1; `text` is that line without its indentation."""
+    """A place in a user's file.
+
+    file   its path
+    line   counted from 1
+    text   that line, without its indentation
+    """
 
     file: str
     line: int
@@ -28,8 +33,12 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class SchemaParameter:
-    """A parameter of a registered operator. `tensor`: a tensor or a list of them. `default` is what a call that
-    leaves it out means."""
+    """A parameter of a registered operator.
+
+    name      of the parameter
+    tensor    whether it is a tensor or a list of them
+    default   the value in a call that leaves it out
+    """
 
     name: str
     tensor: bool
@@ -38,7 +47,7 @@ class SchemaParameter:
 
 @dataclass(frozen=True, slots=True)
 class OperatorSpec:
-    """What is known of one operator.
+    """The facts of one operator.
 
     name           `aten.linear.default`, `nnscaler.ce_pick`, or a registered name such as `my_op`
     annotation     text in the annotation language, or a function from the call to it

@@ -17,7 +17,7 @@ NAMESPACE = "nnscaler_user"
 
 
 class TorchOperators:
-    """What this process has defined in `torch.ops.nnscaler_user`. The operators live as long as this object."""
+    """The operators that this process has defined in `torch.ops.nnscaler_user`. They live as long as this object."""
 
     def __init__(self) -> None:
         self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -26,7 +26,7 @@ class TorchOperators:
         self._names: dict[str, str] = {}  # name of the torch operator -> registered name
 
     def define(self, name: str, schema: str, kernel: Callable[..., Any]) -> torch._ops.OpOverload:
-        """The torch operator for the registered `name` with this schema, made or re-pointed to `kernel`."""
+        """Return the torch operator for the registered `name` with this schema, made or re-pointed to `kernel`."""
         operator = self._free_name(name, schema)
         self._kernels[operator] = kernel
         if operator not in self._schemas:
@@ -42,7 +42,7 @@ class TorchOperators:
         return overload
 
     def registered_name(self, overload: torch._ops.OpOverload) -> str | None:
-        """The registered name of one of these operators; None for any other."""
+        """Return the registered name of one of these operators; None for any other."""
         namespace, _, operator = overload._schema.name.partition("::")
         return self._names.get(operator) if namespace == NAMESPACE else None
 

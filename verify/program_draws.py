@@ -28,7 +28,15 @@ _BERNOULLI = "aten.bernoulli_.float"  # how torch draws the mask of every dropou
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One random operation of a graph. `shape` is logical; `dims`: as many leading dims differ (None: all)."""
+    """One random operation of a graph.
+
+    name          of the operation
+    operator      of torch
+    shape         logical
+    probability   with which an element is dropped
+    dims          how many leading dims have draws of their own (None: all)
+    place         file and line in the model
+    """
 
     name: str
     operator: str
@@ -44,8 +52,15 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """One call of a random operator of torch. `keep`: the probability of a one, where that is a number. `callers`: the
-    lines that led to the innermost one, `place`. `overwritten`: the next call drew into the same tensor."""
+    """One call of a random operator of torch.
+
+    operator      of torch
+    shape         of the result
+    keep          the probability of a one, where that is a number
+    place         file and line of the innermost caller
+    callers       the lines that led to it
+    overwritten   whether the next call drew into the same tensor
+    """
 
     operator: str
     shape: tuple[int, ...]
@@ -55,7 +70,7 @@ class Called:
     overwritten: bool = False
 
     def may_be(self, draw: Draw) -> bool:
-        """Whether the operation of the graph can come from this call."""
+        """Return whether the operation of the graph can come from this call."""
         if draw.drops:
             shape = tuple(n if draw.dims is None or i < draw.dims else 1 for i, n in enumerate(draw.shape))
             kept = self.keep is not None and abs(self.keep - (1.0 - draw.probability)) < 1e-9
@@ -68,7 +83,7 @@ class UnmatchedDraws(Exception):
 
 
 def draws_of(graph: Graph) -> tuple[Draw, ...]:
-    """The random operations of a graph, in order; dropout of all or nothing draws nothing."""
+    """Return the random operations of a graph, in order; dropout of all or nothing draws nothing."""
     found = []
     for operation in graph.operations:
         if operation.operator.startswith("nnscaler.random_"):
@@ -196,7 +211,7 @@ class _Named(Now):
 
 
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Tensor:
-    """A tensor of the result's shape: for an operator in place its argument, else the result of another call."""
+    """Return a tensor of the result's shape: for an operator in place its argument, else the result of another call."""
     name = str(func)
     shaped: Tensor = args[0] if name in IN_PLACE else func(*args, **(kwargs or {}))
     return shaped

@@ -30,10 +30,11 @@ def random_plan(
     micro_batches: int = 1,
     stage_axes: Sequence[Axes] = (),
 ) -> Plan:
-    """Every operation draws on every axis among whole, whole with deferred gradients, partial sums and splits.
+    """Draw a choice for every operation on every axis among whole, whole with deferred gradients, partial sums and
+    splits.
 
-    `mesh` may have `pp`: the stages are those of the policy `pipeline`. `stage_axes`: as in `Plan`, with other names
-    on other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis.
+    `mesh` may have `pp`: the stages are those of the policy `pipeline`. `stage_axes`: as in `Plan`, with other names on
+    other devices. Micro-batches follow the batch. Parameters may rest in shards over any axis.
     """
     random = Random(seed)
     plan = Plan(tuple(mesh), (), micro_batches, data_axes=(), stage_axes=tuple(stage_axes))
@@ -56,7 +57,7 @@ def random_plan(
 
 
 def _rests(graph: Graph, plan: Plan, random: Random) -> Iterator[RestStep]:
-    """Some parameters rest in shards over some axis, in every second plan."""
+    """Yield steps that let some parameters rest in shards over some axis, in every second plan."""
     names = sorted({name for axes in plan.device_axes for name, _ in axes})
     parameters = [tensor.fqns[0] for tensor in graph.with_role("parameter")]
     if names and parameters and random.random() < 0.5:
@@ -65,6 +66,6 @@ def _rests(graph: Graph, plan: Plan, random: Random) -> Iterator[RestStep]:
 
 
 def _options(op: Operation, signature: Signature, candidates: Candidates) -> list[Choice]:
-    """All choices; splits are twice as likely."""
+    """Return all choices; splits are twice as likely."""
     splits: list[Split] = 2 * list(candidates[op.name])
     return [RunInvariant(), RunReplicated(), *(RunPartial(slots) for slots in signature.linear), *splits]

@@ -1,4 +1,4 @@
-"""`--comm-profile`: what a program communicates in one step, as a table or as JSON."""
+"""`--comm-profile`: the communication of one step of a program, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProfileOutput:
 
 
 def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds --comm-profile; `options.comm_profile` is None where it is not given."""
+    """Add --comm-profile; `options.comm_profile` is None where it is not given."""
     parser.add_argument(
         "--comm-profile",
         type=profile_output,
@@ -41,7 +41,7 @@ def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
 
 
 def profile_output(text: str) -> ProfileOutput:
-    """Parses the value of --comm-profile."""
+    """Parse the value of --comm-profile."""
     name, _, path = text.partition("=")
     if name != "json" or not path:
         raise argparse.ArgumentTypeError(f"{text!r} is not json=PATH (for the table, put --comm-profile last)")
@@ -49,7 +49,7 @@ def profile_output(text: str) -> ProfileOutput:
 
 
 def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None, console: Console) -> None:
-    """Prints or writes the `communication_profile` of a manifest, as `output` asks. Without `output`, nothing.
+    """Print or write the `communication_profile` of a manifest, as `output` asks. Without `output`, nothing.
 
     Raises NnscalerError: `not_a_program` for a program without a profile, `cannot_write`.
     """
@@ -64,7 +64,7 @@ def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None
 
 
 def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The profile, if there is one. Raises NnscalerError `not_a_program`."""
+    """Return the profile, if there is one. Raises NnscalerError `not_a_program`."""
     if profile is None:
         message = "the program has no communication profile: an older version compiled it"
         raise NnscalerError("not_a_program", message, help="compile it again")
@@ -72,7 +72,7 @@ def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def total_lines(profile: Mapping[str, Any]) -> list[str]:
-    """A line per axis, kind and direction, largest first."""
+    """Return a line per axis, kind and direction, largest first."""
     rows = [(t["axis"], t["kind"], t["direction"], f"{t['calls']:,}", _bytes(t["bytes"])) for t in profile["totals"]]
     if not rows:
         return ["communication: none"]
@@ -80,7 +80,7 @@ def total_lines(profile: Mapping[str, Any]) -> list[str]:
 
 
 def class_lines(profile: Mapping[str, Any]) -> list[str]:
-    """A line per class, largest first; stages that do the same share one."""
+    """Return a line per class, largest first; stages that do the same share one."""
     merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for entry in profile["classes"]:
         key = tuple(entry[n] for n in ("kind", "direction", "axis", "group_size", "dtype", "bytes", "calls", "module"))

@@ -24,7 +24,7 @@ EPILOG = """examples:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "compile",
         help="write the program that every rank runs",
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _loss(target: str | None) -> dict[str, str]:
-    """For the program's record: the loss function outside of the model, if there is one."""
+    """Describe the loss function outside of the model, if there is one, for the program's record."""
     if target is None:
         return {}
     from nnscaler.model_file import load_loss_function

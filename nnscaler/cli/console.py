@@ -28,7 +28,7 @@ STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "un
 
 
 def wants_color(choice: str, environment: Mapping[str, str], stream: TextIO) -> bool:
-    """Whether to colour what is written to `stream`."""
+    """Return whether to colour text that is written to `stream`."""
     if choice != "auto":
         return choice == "always"
     if environment.get("NO_COLOR"):
@@ -65,11 +65,11 @@ class Console:
         self._write(buffer.getvalue())
 
     def result(self, text: str) -> None:
-        """One plain line of results, to stdout."""
+        """Print one plain line of results, to stdout."""
         self._write(text + "\n")
 
     def markdown(self, text: str) -> None:
-        """A page in Markdown, to stdout, at most 100 columns wide."""
+        """Print a page in Markdown, to stdout, at most 100 columns wide."""
         from rich.console import Console as RichConsole
 
         colored = wants_color(self.color, os.environ, self._out)
@@ -117,21 +117,21 @@ class Console:
         silence(self._out)
 
     def progress(self, text: str) -> None:
-        """What is being done, to stderr, with the time since the start; silent under -q."""
+        """Say what is being done, to stderr, with the time since the start; silent under -q."""
         if self.verbosity >= 1:
             self._error(f"[{time.perf_counter() - self._started:5.1f} s] {text}", "dim")
 
     def detail(self, text: str) -> None:
-        """Something only -v shows, to stderr."""
+        """Print something that only -v shows, to stderr."""
         if self.verbosity >= 2:
             self._error(text, "dim")
 
     def warning(self, text: str) -> None:
-        """A warning, to stderr; shown under -q too."""
+        """Print a warning, to stderr; shown under -q too."""
         self._error(f"warning: {text}", "yellow")
 
     def error(self, text: str) -> None:
-        """Why nothing could be done, to stderr."""
+        """Say why nothing could be done, to stderr."""
         self._error(text, "red", head=True)
 
     def _error(self, text: str, style: str, head: bool = False) -> None:
@@ -162,7 +162,7 @@ def _rich(stream: TextIO) -> RichConsole:
 
 
 def _page(text: str) -> Markdown:
-    """The page with its headings at the left, which rich centres."""
+    """Return the page with its headings at the left, which rich centres."""
     from rich import markdown
     from rich.console import ConsoleOptions, RenderResult
 

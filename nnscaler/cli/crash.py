@@ -1,4 +1,4 @@
-"""What is printed when nnScaler itself fails: short, with the whole traceback in a file."""
+"""The message when nnScaler itself fails: short, with the whole traceback in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def crash_report(error: BaseException) -> str:
-    """A few lines for the screen; writes the traceback to a file and names it."""
+    """Return a few lines for the screen; writes the traceback to a file and names it."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"  {Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames[-3:]]
     message = str(error).strip().splitlines()

@@ -37,7 +37,7 @@ _HELP = ("-h", "--help")
 
 
 def command_defaults(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The defaults for a command line, by the names of options. Raises NnscalerError `bad_settings`.
+    """Return the defaults for a command line, by the names of options. Raises NnscalerError `bad_settings`.
 
     A plan or a program has ranks of its own: beside them those of the settings do not count.
     """

@@ -1,4 +1,4 @@
-"""Where the process of a command starts: signals are handled before anything else is imported."""
+"""The start of a command's process: signals are handled before anything else is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process returns. Only a verdict gives 1: Python's own code for an uncaught exception is 1 as well, so
+"""Exit codes of the process. Only a verdict gives 1: Python's own code for an uncaught exception is 1 as well, so
 `main` catches everything."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ EPILOG = """examples:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "explain",
         help="say what the code of a finding means, and what to do",
@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the page of a code, or the list of all."""
+    """Print the page of a code, or the list of all."""
     from verify.catalogue import CODES, page
 
     console: Console = options.console

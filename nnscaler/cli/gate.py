@@ -52,7 +52,7 @@ before the file.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "gate",
         help="verify all models, plans and operators that pyproject.toml names",
@@ -89,7 +89,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def duration(text: str) -> float:
-    """Seconds of `120s`, `2m`, `1h30m` or `120`."""
+    """Read a time in seconds: `120s`, `2m`, `1h30m` or `120`."""
     found = seconds_of(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: 120s, 2m or 1h30m")
@@ -97,7 +97,7 @@ def duration(text: str) -> float:
 
 
 def day(text: str) -> date:
-    """A date as 2027-01-31."""
+    """Read a date such as 2027-01-31."""
     try:
         return date.fromisoformat(text)
     except ValueError:
@@ -105,7 +105,7 @@ def day(text: str) -> date:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verifies every item, prints the summary, and returns the exit code of the worst."""
+    """Verify every item, print the summary, and return the exit code of the worst."""
     settings = gate_settings(options)
     console: Console = options.console
     if options.show_config:
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def gate_settings(options: argparse.Namespace) -> GateSettings:
-    """The settings, with what the command line says. Raises NnscalerError."""
+    """Return the settings, changed by the command line. Raises NnscalerError."""
     from verify.gate.settings import read_settings
 
     asked = {
@@ -166,7 +166,7 @@ def _shown(value: object) -> str:
 
 
 def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry, ...]:
-    """The known findings. Raises NnscalerError, `usage` among others, before anything runs."""
+    """Read the known findings. Raises NnscalerError, `usage` among others, before anything runs."""
     from verify.gate.baseline import read_baseline
 
     file = settings.baseline
@@ -202,7 +202,7 @@ def _chosen(every: Sequence[Item], failed: Sequence[Result], only: Sequence[str]
 def _run(
     chosen: Sequence[Item], results: dict[str, Result], settings: GateSettings, clock: Clock, console: Console
 ) -> None:
-    """Fills `results`, also where it is interrupted."""
+    """Fill `results`, also where it is interrupted."""
     from contextlib import closing
 
     from verify.gate.run import run_items
@@ -241,7 +241,7 @@ def _finish(
     clock: Clock,
     interrupted: bool,
 ) -> int:
-    """Judges, remembers, prints; the exit code."""
+    """Judge, remember, print, and return the exit code."""
     from verify.gate.outcome import judge
     from verify.gate.run import complete
 
@@ -294,7 +294,7 @@ def _remember(settings: GateSettings, outcome: Outcome) -> None:
 def deliver(
     outcome: Outcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
 ) -> None:
-    """The summary to stdout, and every format to where it was asked for.
+    """Write the summary to stdout, and every format to where it was asked for.
 
     Raises NnscalerError `cannot_write` where a file cannot be written, after everything else was.
     """

@@ -15,7 +15,8 @@ NEIGHBOURS = ("op_registry", "verify")
 
 
 def wrong_package(names: tuple[str, ...] = NEIGHBOURS) -> str | None:
-    """What is wrong, with both paths and the cure, if one of `names` would come from elsewhere; None if all is well."""
+    """Say what is wrong, with both paths and the cure, if one of `names` would come from elsewhere; None if all is
+    well."""
     root = Path(__file__).resolve().parents[2]
     for name in names:
         found = _file_of(name)

@@ -1,4 +1,4 @@
-"""Verification inside a test: fails the test with the concise report, unless what is verified passes."""
+"""Verification inside a test: fail the test with the concise report, unless the verification passes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckFailed(Exception):
 
 
 def check_op(operator: Any, **options: Any) -> Report:
-    """The report on an operator that passes; else the test fails."""
+    """Verify an operator: return the report if it passes, else fail the test."""
     __tracebackhide__ = True
     try:
         report = verify_op(operator, **options)
@@ -47,7 +47,10 @@ def check_op(operator: Any, **options: Any) -> Report:
 
 
 def check_plan(model: Any, inputs: Any, *, dtype: Any = None, seed: int = 0, **options: Any) -> Report:
-    """The report on a model's program that passes; else the test fails. `model`: a file, or what `inputs` go into."""
+    """Verify a model's program: return the report if it passes, else fail the test.
+
+    `model`: a file, or an object that takes `inputs`.
+    """
     __tracebackhide__ = True
     try:
         name = None
@@ -76,7 +79,7 @@ def _passing(report: Report) -> Report:
 
 
 def told(report: Report) -> str:
-    """The verdict, and the first findings with all that is known about them."""
+    """Return the verdict, and the first findings with all that is known about them."""
     lines = [last_line([report]).text]
     for finding in report.findings[:SHOWN]:
         lines += ["", *(line.text for line in finding_lines(finding))]
@@ -138,7 +141,7 @@ def _failing(outcome: Outcome) -> list[Report]:
 
 
 def open_gate() -> Gate:
-    """The gate of the nearest pyproject.toml. Raises pytest.UsageError for settings that are wrong, or missing."""
+    """Open the gate of the nearest pyproject.toml. Raises pytest.UsageError for settings that are wrong, or missing."""
     try:
         settings = read_settings(None, {}, os.environ)
         file = settings.baseline

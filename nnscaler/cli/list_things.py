@@ -40,7 +40,7 @@ PLANS = (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     from nnscaler.cli.options import add_verbosity
 
     parser = commands.add_parser(
@@ -69,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the list."""
+    """Print the list."""
     console: Console = options.console
     if options.missing is not None:
         return _missing(options, console)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _missing(options: argparse.Namespace, console: Console) -> int:
-    """Prints what a model lacks; 1 where that is something."""
+    """Print the operators that a model lacks; return 1 where there are some."""
     from nnscaler.errors import NnscalerError
 
     if options.what != "ops":

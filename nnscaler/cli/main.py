@@ -38,7 +38,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code. Never raises."""
+    """Run the command line and return the exit code. Never raises."""
     console: Console | None = None
     try:
         problem = wrong_package()
@@ -77,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.ArgumentParser:
-    """The parser with all its commands. `options.command` is the function that runs the chosen one. `defaults`: of
-    verify-op and verify-plan, as the project sets them; each takes those that it has."""
+    """Build the parser with all its commands. `options.command` is the function that runs the chosen one.
+
+    `defaults`: of verify-op and verify-plan, as the project sets them; each takes those that it has.
+    """
     from nnscaler.cli import (
         compile_command,
         explain,
@@ -129,7 +131,7 @@ def _version() -> str:
 
 
 def _explain(error: BaseException, console: Console | None) -> int:
-    """What the user reads instead of our traceback, and the exit code."""
+    """Print the message that the user reads instead of our traceback, and return the exit code."""
     write = console.error if console is not None else lambda text: print(text, file=sys.stderr)
     from nnscaler.errors import NnscalerError
     from nnscaler.files import machine_error

@@ -1,4 +1,4 @@
-"""What a model file lacks: traced, then asked for annotations."""
+"""List the operators of a model file that lack an annotation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def missing_of(
     target: str, seed: int, loss_fn: str | None, specialise: bool, timeout: float, console: Console
 ) -> MissingReport:
-    """The report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
+    """Report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
     check_targets(target, loss_fn)
     from nnscaler.tracing import trace
     from verify.missing.report import report_missing

@@ -38,7 +38,7 @@ class OutputFormat:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Read a whole number of at least 1."""
     number = _integer(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -46,7 +46,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Read a positive number of seconds."""
     try:
         number = float(text)
     except ValueError:
@@ -57,7 +57,7 @@ def seconds(text: str) -> float:
 
 
 def output_format(text: str) -> OutputFormat:
-    """Parses the value of --output-format."""
+    """Parse the value of --output-format."""
     name, equals, path = text.partition("=")
     known = (*TEXT_FORMATS, *MACHINE_FORMATS)
     if name not in known:
@@ -68,7 +68,7 @@ def output_format(text: str) -> OutputFormat:
 
 
 def html_path(text: str) -> OutputFormat:
-    """Parses the value of --html, which is short for --output-format html=PATH."""
+    """Parse the value of --html, which is short for --output-format html=PATH."""
     if not text:
         raise argparse.ArgumentTypeError("a path is missing")
     return OutputFormat("html", text)
@@ -105,7 +105,7 @@ def _integer(text: str) -> int:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """What decides how the model is laid out."""
+    """Add the options that decide how the model is laid out."""
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--ranks", type=positive, metavar="N", help="how many ranks (processes, devices) run the program"
@@ -138,7 +138,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """What a plan is searched for, and within what."""
+    """Add the options of a search: for which machine, and within which limits."""
     group = parser.add_argument_group("search of a plan")
     group.add_argument(
         "--cluster",
@@ -170,7 +170,7 @@ def compile_request(options: argparse.Namespace) -> CompileRequest:
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """How the result is shown."""
+    """Add the options that say how the result is shown."""
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-format",

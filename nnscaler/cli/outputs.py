@@ -1,4 +1,4 @@
-"""Files that a command will write: whether they can be written is found out before minutes of work, not after."""
+"""Check that the files that a command will write can be written, before minutes of work and not after."""
 
 from __future__ import annotations
 

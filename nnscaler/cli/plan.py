@@ -1,4 +1,4 @@
-"""`nnscaler plan`: the best plan for a described cluster, with what is known of it."""
+"""`nnscaler plan`: the best plan for a described cluster, with its certificate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MANY = 50_000  # passes of micro-batches that are simulated without being asked:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "plan",
         help="search the fastest plan for a cluster, and say how far from optimal it can be",

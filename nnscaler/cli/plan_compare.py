@@ -1,4 +1,5 @@
-"""`nnscaler plan --compare`: what a search changed against another plan, and what the other one takes."""
+"""`nnscaler plan --compare`: differences between the plan that was found and another one, and the time of the other
+one."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ _WORDS = {
 
 
 def other_plan(path: Path, ranks: int) -> Plan:
-    """The plan of a file. Raises NnscalerError("plan_illegal") for what is none, or for other ranks."""
+    """Read the plan of a file.
+
+    Raises NnscalerError("plan_illegal") for a file that has none, or one for other ranks.
+    """
     from nnscaler.transform.plan import Plan
 
     try:
@@ -49,7 +53,7 @@ def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, 
 
 
 def comparison(name: str, before: Replay, now: Replay, every: bool) -> list[str]:
-    """Times, memory, and what is run otherwise. `every`: name all operations."""
+    """Compare times, memory, and the operations that run otherwise. `every`: name all operations."""
     from nnscaler.communication.profile_memory import stage_memory
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
     from nnscaler.planning.difference import differences

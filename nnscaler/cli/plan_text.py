@@ -1,4 +1,4 @@
-"""What `nnscaler plan` prints: the plan with what is known of it, and why an operation is run as it is."""
+"""The output of `nnscaler plan`: the plan with its certificate, and why an operation is run as it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
-    """The plan, stage by stage, and how good it is. `seconds`: the search took."""
+    """Describe the plan, stage by stage, and how good it is. `seconds`: the search took."""
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
 
     best, told = found.best, found.certificate
@@ -50,7 +50,10 @@ def _replayed(replayed: Replay | None) -> str:
 
 
 def explanation(found: Found, name: str) -> list[str]:
-    """What other choices cost. Raises NnscalerError("plan_illegal") for an operation that there is not."""
+    """Return lines with the cost of other choices.
+
+    Raises NnscalerError("plan_illegal") for an operation that there is not.
+    """
     from nnscaler.planning.cluster.units import show_bytes, show_seconds
     from nnscaler.planning.planner.explain import alternatives
     from nnscaler.transform.select import select

@@ -21,7 +21,7 @@ EPILOG = """examples:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "profile",
         help="measure what a model's operators and collectives take on this machine",
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(profile: Profile) -> list[str]:
-    """The machine's figures and the calibration errors, a line each."""
+    """Describe the machine's figures and the calibration errors, a line each."""
     device, level = profile.cluster.device, profile.cluster.levels[0]
     peaks = ", ".join(f"{dtype} {peak / 1e9:.3g} GFLOP/s" for dtype, peak in sorted(device.peak.items()))
     memory = f"memory {device.bandwidth / 1e9:.3g} GB/s; launch {device.launch * 1e6:.3g} us"

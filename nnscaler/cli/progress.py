@@ -1,4 +1,4 @@
-"""How far a run over many operators is: one line that changes on a terminal, a line for each elsewhere. To stderr."""
+"""Progress of a run over many operators: one line that changes on a terminal, a line for each elsewhere. To stderr."""
 
 from __future__ import annotations
 

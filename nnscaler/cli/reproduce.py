@@ -1,4 +1,4 @@
-"""`nnscaler reproduce`: replays the case of a finding."""
+"""`nnscaler reproduce`: replay the case of a finding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ to that. A file that was changed since is replayed as it is now, with a warning.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "reproduce",
         help="replay the case of a finding",

@@ -28,7 +28,7 @@ exit code 0: every required rate holds; 1: one does not.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     from nnscaler.cli.options import add_verbosity
 
     parser = commands.add_parser(
@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the self-test, prints its tables, and returns 0 or 1."""
+    """Run the self-test, print its tables, and return 0 or 1."""
     check_temporary()
     if options.what == "ops":
         return _run_ops(options)

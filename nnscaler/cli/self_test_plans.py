@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run_plans(options: argparse.Namespace) -> int:
-    """Plants errors in programs, or Table T, and returns 0 or 1. Raises NnscalerError for senseless options."""
+    """Plant errors in programs, or print Table T, and return 0 or 1. Raises NnscalerError for senseless options."""
     import torch
 
     torch.set_num_threads(1)

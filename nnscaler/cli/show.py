@@ -27,7 +27,7 @@ class Destinations:
 
 
 def destinations(asked: Sequence[OutputFormat], environment: Mapping[str, str]) -> Destinations:
-    """What `--output-format` means.
+    """Return where each format that `--output-format` asks for goes.
 
     The text goes to stdout unless another format without a path takes it. In GitHub Actions the annotations follow the
     text where no format was asked for; wherever `github` is shown, a summary of the step is written too.
@@ -81,5 +81,5 @@ def write_files(where: Destinations, text: Callable[[str], str], summary: Callab
 
 
 def print_report(report: Report, asked: Sequence[OutputFormat], console: Console) -> None:
-    """One report."""
+    """Print one report."""
     print_reports([report], asked, console)

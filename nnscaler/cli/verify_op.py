@@ -45,7 +45,7 @@ until anything that they depend on changes.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "verify-op",
         help="check an operator's annotation against the operator",
@@ -105,7 +105,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verifies, prints the reports, and returns the exit code of the worst."""
+    """Verify, print the reports, and return the exit code of the worst."""
     from verify.op_checks.options import OpOptions
     from verify.op_run.targets import find_jobs
 

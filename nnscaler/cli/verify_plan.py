@@ -108,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verifies, prints the report, and returns the verdict's exit code."""
+    """Verify, print the report, and return the verdict's exit code."""
     from nnscaler.cli.show import print_report
 
     request = plan_request(options)
@@ -164,7 +164,7 @@ def _check_outputs(options: argparse.Namespace, request: PlanRequest) -> None:
 
 
 def _write_certificate(path: Path, report: Report, console: Console) -> None:
-    """The proof as JSON; where there is none, a warning and no file: an old certificate would be believed."""
+    """Write the proof as JSON; where there is none, warn and write no file: an old certificate would be believed."""
     import json
 
     found = report.attachments.get("certificate")

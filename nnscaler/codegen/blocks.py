@@ -13,8 +13,14 @@ from nnscaler.ir.operation import Region
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`header`: the `with` line around the statements, "" for none. `recompute`: the name of the function that they
-    become; `reads` and `writes` are its arguments and results."""
+    """Consecutive statements of one region or recomputed group.
+
+    statements   in order
+    header       the `with` line around them, "" for none
+    recompute    the name of the function that they become; None outside of recomputation
+    reads        arguments of that function
+    writes       results of that function
+    """
 
     statements: tuple[Statement, ...]
     header: str = ""
@@ -54,7 +60,7 @@ def _key(graph: Graph, statements: Sequence[Statement], position: int) -> tuple[
 
 
 def header(region: Region) -> str:
-    """The `with` line of a region."""
+    """Return the `with` line of a region."""
     parts: list[str] = []
     if not region.grad_enabled:
         parts.append("torch.no_grad()")

@@ -14,7 +14,7 @@ def conversion_text(move: Move, sizes: Sequence[int], value: str, axis: str) -> 
 
 
 def _cut(move: Move, sizes: Sequence[int]) -> list[str]:
-    """Where the dim is cut, in the local coordinates that the other axes leave."""
+    """Return where the dim is cut, in the local coordinates that the other axes leave."""
     before, after = move.source[move.axis], move.target[move.axis]
     if isinstance(before, Sharded) and isinstance(after, Sharded):
         outers = [local_outer(layout, sizes, move.axis) for layout in (move.source, move.target)]

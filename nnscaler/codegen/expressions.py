@@ -11,7 +11,7 @@ from op_registry.expression import Coefficient, Expression
 
 
 def literal(value: Any, variables: Sequence[str]) -> str:
-    """One argument; `variables[i]` is the text of the call's i-th tensor."""
+    """Write one argument; `variables[i]` is the text of the call's i-th tensor."""
     match value:
         case TensorArgument(index=index):
             return variables[index]
@@ -34,7 +34,7 @@ def literal(value: Any, variables: Sequence[str]) -> str:
 
 
 def expression(value: Expression) -> str:
-    """`5 + 20 * self.tp.index`, `(7, 7, 6)[self.tp.index]`."""
+    """Write an expression of the rank's place: `5 + 20 * self.tp.index`, `(7, 7, 6)[self.tp.index]`."""
     terms = [_term(f"self.{axis}.index", factor) for axis, factor in value.terms]
     if value.constant or not terms:
         terms.insert(0, str(value.constant))
@@ -48,6 +48,6 @@ def _term(index: str, factor: Coefficient) -> str:
 
 
 def arguments(call: Call, variables: Sequence[str]) -> list[str]:
-    """All arguments of a call, positional ones first."""
+    """Write all arguments of a call, positional ones first."""
     positional = [literal(v, variables) for v in call.args]
     return [*positional, *(f"{k}={literal(v, variables)}" for k, v in call.kwargs.items())]

@@ -50,7 +50,7 @@ def manifest(
     model: Mapping[str, str],
     origins: Mapping[str, Origin],
 ) -> dict[str, Any]:
-    """What a program is, as JSON data."""
+    """Describe a program as JSON data."""
     partitioned = communicated.partitioned
     graph = partitioned.graph
     roles = []
@@ -89,7 +89,7 @@ def manifest(
 
 
 def listed(graph: Graph) -> dict[str, list[dict[str, Any]]]:
-    """The model's inputs, parameters and buffers, as a manifest lists them."""
+    """Return the model's inputs, parameters and buffers, as a manifest lists them."""
     return {
         "inputs": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("input")],
         "parameters": [

@@ -13,7 +13,7 @@ from nnscaler.ir.mesh import Axis
 
 
 def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> str:
-    """The text for a tensor of logical `shape`; axes of size 1 are left out."""
+    """Write the layout of a tensor of logical `shape`; axes of size 1 are left out."""
     states = [(axis.name, axis.size, state) for axis, state in zip(axes, layout, strict=True) if axis.size > 1]
     dims = [str(size) for size in shape]
     cuts = sorted((s.outer, name, parts, s) for name, parts, s in states if isinstance(s, Sharded))

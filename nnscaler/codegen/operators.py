@@ -1,4 +1,4 @@
-"""How a rank program names an operator."""
+"""The names of operators in a rank program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RANDOM = frozenset(
 
 @cache
 def schema(operator: str) -> torch.FunctionSchema | None:
-    """The schema of a torch.ops overload named `namespace.name.overload`; None where there is none here."""
+    """Return the schema of a torch.ops overload named `namespace.name.overload`; None where there is none here."""
     parts = operator.split(".")
     if len(parts) != 3:
         return None
@@ -55,13 +55,13 @@ def schema(operator: str) -> torch.FunctionSchema | None:
 
 
 def is_builtin(operator: str) -> bool:
-    """Whether a program can name it without loading anything of the user's."""
+    """Return whether a program can name an operator without loading anything of the user's."""
     return operator.startswith(("aten.", "nnscaler."))
 
 
 @cache
 def function_text(operator: str) -> str:
-    """`aten.linear`, `aten.add.Tensor`, `ops.ce_max`, `user.my_op`."""
+    """Return the text that calls an operator: `aten.linear`, `aten.add.Tensor`, `ops.ce_max`, `user.my_op`."""
     namespace, _, rest = operator.partition(".")
     if namespace == "nnscaler" and rest:
         return f"ops.{rest}"
@@ -74,7 +74,7 @@ def function_text(operator: str) -> str:
 
 
 def user_name(operator: str) -> str:
-    """The attribute under which a program reaches an operator that is not built in."""
+    """Return the attribute under which a program reaches an operator that is not built in."""
     return re.sub(r"\W", "_", operator)
 
 
@@ -84,7 +84,7 @@ def needs_device(operator: str) -> bool:
 
 
 def returns_sequence(operator: str, outputs: int) -> bool:
-    """Whether the operator's result has to be unpacked."""
+    """Return whether the operator's result has to be unpacked."""
     if outputs != 1:
         return True
     found = schema(operator)

@@ -1,4 +1,4 @@
-"""Where a rank process finds the operators that are not built in."""
+"""Locate the operators that are not built in, for rank processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Origin = tuple[str, str]  # a file, or the dotted name of an installed module; a
 
 
 def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[..., Any] | type]) -> dict[str, Origin]:
-    """Operator -> origin: of its registration, of the `autograd.Function` that it stands for, or of the
-    `torch.library` definition that some package made. Operators that a process cannot load are left out."""
+    """Return, by operator, the origin from which a process can load it.
+
+    That is the place of its registration, of the `autograd.Function` that it stands for, or of the `torch.library`
+    definition that some package made. Operators that a process cannot load are left out.
+    """
     registry = default_registry()
     found: dict[str, Origin] = {}
     for operator in sorted({o for o in operators if not is_builtin(o)}):
@@ -36,16 +39,22 @@ def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[
 
 
 def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
-    """Name, as it stands in rank programs -> file. The programs name no folder of this machine, except where two files
-    have one name: a program must not take the one for the other."""
+    """Return, by name as it stands in rank programs, the file of operators.
+
+    The programs name no folder of this machine, except where two files have one name: a program must not take the one
+    for the other.
+    """
     files = sorted({file for file, _ in origins.values() if file.endswith(".py")})
     names = [Path(file).name for file in files]
     return {name if names.count(name) == 1 else file: file for name, file in zip(names, files, strict=True)}
 
 
 def operator_records(origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
-    """Name, as it stands in rank programs -> the file's absolute path, and its hash (None for one that is no longer
-    there): a program is for operators as they were when it was compiled."""
+    """Return, by name as it stands in rank programs, the file's absolute path, and its hash (None for one that is no
+    longer there).
+
+    A program is for operators as they were when it was compiled.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, file in operator_files(origins).items():
         path = Path(file).absolute()
@@ -55,13 +64,13 @@ def operator_records(origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]
 
 
 def written_origins(origins: Mapping[str, Origin]) -> dict[str, Origin]:
-    """The origins as they stand in rank programs."""
+    """Return the origins as they stand in rank programs."""
     names = {file: name for name, file in operator_files(origins).items()}
     return {operator: (names.get(file, file), qualname) for operator, (file, qualname) in origins.items()}
 
 
 def origin_of(thing: Callable[..., Any] | type) -> Origin:
-    """The module's name where the module belongs to a package, whose relative imports need it; else its file."""
+    """Return the module's name where the module belongs to a package, whose relative imports need it; else its file."""
     module = sys.modules.get(thing.__module__)
     private = thing.__module__.startswith("_nnscaler_user")  # a model file: the runtime's loader named it
     if module is not None and getattr(module, "__package__", None) and not private:

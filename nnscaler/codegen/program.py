@@ -21,9 +21,14 @@ from nnscaler.transform.plan import Plan
 
 @dataclass(frozen=True)
 class Program:
-    """`sources`: file name -> text of a role. `state`: fqn -> logical tensor of the model. `inputs`: the sample batch.
+    """A compiled program. The same model, plan and versions give the same bytes.
 
-    The same model, plan and versions give the same bytes.
+    sources    file name -> text of a role
+    manifest   describes the program, as JSON data
+    plan       by which it was partitioned
+    graph      of the whole model
+    state      fqn -> logical tensor of the model
+    inputs     the sample batch
     """
 
     sources: Mapping[str, str]
@@ -34,7 +39,7 @@ class Program:
     inputs: Mapping[str, torch.Tensor]
 
     def source(self, rank: int) -> str:
-        """The text that this rank runs. Raises NnscalerError for a rank that the program does not have."""
+        """Return the text that this rank runs. Raises NnscalerError for a rank that the program does not have."""
         for role in self.manifest["roles"]:
             if rank in role["ranks"]:
                 return self.sources[role["file"]]
@@ -64,7 +69,7 @@ class Program:
         return path
 
     def _manifest_at(self, folder: Path) -> dict[str, Any]:
-        """The manifest, which also says where the operators' files lie from the folder: both may be moved together."""
+        """Return the manifest with the operators' files relative to the folder: both may be moved together."""
         files = {
             name: {**entry, "from_here": Path(os.path.relpath(entry["file"], folder.absolute())).as_posix()}
             for name, entry in self.manifest.get("operator_files", {}).items()

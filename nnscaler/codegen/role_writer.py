@@ -31,8 +31,10 @@ def write_role(
     order: str,
     origins: Mapping[str, tuple[str, str]],
 ) -> str:
-    """The source of one role. `programs`: its stages; `every`: all stages; `origins`: user operator -> (file,
-    qualified name)."""
+    """Return the source of one role.
+
+    `programs`: its stages; `every`: all stages; `origins`: user operator -> (file, qualified name).
+    """
     ranks = programs[0].stage.mesh.ranks
     axes = ", ".join(f"{a.name}={a.size}" for a in programs[0].stage.mesh.axes) or "one rank"
     lines = [
@@ -233,5 +235,5 @@ def _without_grad(message: Message) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """A tuple of names, as one writes it."""
+    """Write a tuple of names."""
     return "(" + ", ".join(f'"{n}"' for n in names) + ("," if len(names) == 1 else "") + ")"

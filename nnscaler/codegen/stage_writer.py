@@ -32,12 +32,12 @@ class StageWriter:
         return self.program.stage
 
     def text_of(self, version: Version) -> str:
-        """The variable, or the attribute of the stage for a stored tensor."""
+        """Return the variable, or the attribute of the stage for a stored tensor."""
         stored = any(s.variable == version.variable for s in self.program.stored)
         return f"self.{version.variable}" if stored else version.variable
 
     def body(self, statements: Sequence[Statement], after: frozenset[str]) -> list[str]:
-        """The statements as lines. `after`: variables that are read after the body."""
+        """Return the statements as lines. `after`: variables that are read after the body."""
         lines: list[str] = []
         places = Places(self.graph.name)
         start = 0
@@ -59,7 +59,7 @@ class StageWriter:
             yield inner + self._line(statement)
 
     def _recomputed(self, block: Block, name: str, places: Places) -> Iterator[str]:
-        """A function of the statements, and its call."""
+        """Yield a function of the statements, and its call."""
         yield from ("", f"def {name}({', '.join(block.reads)}):")
         places.forget_line()
         for i, statement in enumerate(block.statements):
@@ -73,7 +73,7 @@ class StageWriter:
         places.forget_line()
 
     def _line(self, statement: Statement) -> str:
-        """A statement, and what it makes: the layout of results, the row of conversions."""
+        """Write a statement with its result: the layout of its outputs, or the row of its conversion."""
         if isinstance(statement, Convert):
             before, after = (v.layout[statement.move.axis] for v in (statement.source, statement.target))
             needs_grad = self.graph.tensors[statement.source.tensor].needs_grad

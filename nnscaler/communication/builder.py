@@ -33,7 +33,7 @@ class StageBuilder:
     names: set[str] = field(default_factory=set)
 
     def variable(self, tensor: str) -> str:
-        """A fresh name: the tensor's, then with a number."""
+        """Return a fresh name: the tensor's, or that with a number."""
         base = "".join(c if f"a{c}".isidentifier() else "_" for c in tensor)
         if not is_free_name(base) or base in self.stage.names:
             base = f"t_{base}"
@@ -48,11 +48,11 @@ class StageBuilder:
         return version
 
     def known(self, tensor: str, prepare: bool = False) -> dict[Layout, Version]:
-        """The versions of a tensor in scope, by layout."""
+        """Return the versions of a tensor in scope, by layout."""
         return self.versions[prepare].get(tensor, {})
 
     def path(self, source: Layout, target: Layout, tensor: str) -> tuple[float, tuple[Move, ...]] | None:
-        """The cheapest conversion on this stage's mesh."""
+        """Return the cheapest conversion on this stage's mesh."""
         described = self.graph.tensors[tensor]
         return find_path(
             source, target, self.stage.sizes, described.shape, described.needs_grad, len(self.stage.sizes) - 1
@@ -61,7 +61,7 @@ class StageBuilder:
     def cheapest(
         self, tensor: str, target: Layout, prepare: bool = False
     ) -> tuple[float, Version, tuple[Move, ...]] | None:
-        """The version from which the target layout is reached at the least cost."""
+        """Return the version from which the target layout is reached at the least cost."""
         best: tuple[float, Version, tuple[Move, ...]] | None = None
         for layout, version in self.known(tensor, prepare).items():
             found = self.path(layout, target, tensor)
@@ -88,7 +88,7 @@ class StageBuilder:
         (self.prepare_feeds if prepare else self.feeds).append(Feed(version))
 
     def obtain(self, tensor: str, layout: Layout, prepare: bool = False) -> Version:
-        """The version of `tensor` in `layout`, converting what there is."""
+        """Return the version of `tensor` in `layout`, converting one that there is if need be."""
         there = self.known(tensor, prepare).get(layout)
         if there is not None:
             return there

@@ -15,7 +15,12 @@ from nnscaler.ir.placement import PartitionedGraph, Placement, Stage
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One layout in which a stage holds a logical tensor, and the variable of the rank program that has it."""
+    """One layout in which a stage holds a logical tensor.
+
+    tensor     its name
+    layout     a state per axis of the stage
+    variable   of the rank program that has it
+    """
 
     tensor: str
     layout: Layout
@@ -24,7 +29,14 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operation on shards. `call` has the arguments for one shard."""
+    """One operation on shards.
+
+    operation   of the graph
+    placement   its stages and choices
+    call        with the arguments for one shard
+    inputs      by slot
+    outputs     by position; None for one that is not used
+    """
 
     operation: Operation
     placement: Placement
@@ -46,12 +58,12 @@ Statement = Compute | Convert
 
 
 def reads(statement: Statement) -> tuple[Version, ...]:
-    """Versions that a statement reads."""
+    """Return the versions that a statement reads."""
     return statement.inputs if isinstance(statement, Compute) else (statement.source,)
 
 
 def writes(statement: Statement) -> tuple[Version, ...]:
-    """Versions that a statement makes."""
+    """Return the versions that a statement makes."""
     if isinstance(statement, Compute):
         return tuple(v for v in statement.outputs if v is not None)
     return (statement.target,)
@@ -59,9 +71,15 @@ def writes(statement: Statement) -> tuple[Version, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A parameter, buffer or constant on a stage. `leaf` is the layout of the autograd leaf: `at_rest` with
-    `Replicated` where the reduction of the gradient is deferred to the end of the step, over the axes `reduce`.
-    `copies`: the stages that hold it."""
+    """A parameter, buffer or constant on a stage.
+
+    tensor     its name
+    variable   of the rank program
+    at_rest    the layout that optimizer and checkpoint see
+    leaf       the layout of the autograd leaf: `at_rest` with `Replicated` where the gradient's reduction is deferred
+    reduce     the axes over which the gradient is summed at the end of the step
+    copies     the stages that hold it
+    """
 
     tensor: str
     variable: str
@@ -80,8 +98,18 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor that goes from one stage to a later one, rank to rank in position order, in one layout; or, between
-    meshes of different shape, from `source` to `target` by regions."""
+    """A tensor that goes from one stage to a later one.
+
+    Between meshes of one shape it goes rank to rank in position order, in one layout; between others, from `source` to
+    `target` by regions.
+
+    tensor         its name
+    source_stage   that sends it
+    target_stage   that reads it
+    source         the version that is sent
+    target         the version that is received
+    needs_grad     whether its gradient comes back
+    """
 
     tensor: str
     source_stage: int
@@ -98,7 +126,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """What one stage does. `prepare` runs once per step, `forward` once per micro-batch."""
+    """The program of one stage.
+
+    stage           its mesh and device
+    stored          parameters, buffers and constants
+    feeds           pieces of inputs that `forward` reads
+    prepare_feeds   pieces of inputs that `prepare` reads
+    prepare         statements that run once per step
+    prepared        versions that `prepare` hands to `forward`
+    forward         statements that run once per micro-batch
+    receives        messages from earlier stages
+    sends           messages to later stages
+    loss            on the stage that computes it
+    updates         (buffer, its new value)
+    """
 
     stage: Stage
     stored: tuple[Stored, ...]
@@ -115,7 +156,12 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class CommunicatedGraph:
-    """A partitioned graph with its communication. `unused`: parameters that no operation reads."""
+    """A partitioned graph with its communication.
+
+    partitioned   the graph without communication
+    stages        one program per stage
+    volumes       (axis, collective) -> (calls, elements sent by one rank) in one step
+    """
 
     partitioned: PartitionedGraph
     stages: tuple[StageProgram, ...]
@@ -123,5 +169,5 @@ class CommunicatedGraph:
 
     @property
     def edges(self) -> frozenset[tuple[int, int]]:
-        """(producing stage, consuming stage) of every message."""
+        """Pairs (producing stage, consuming stage) of all messages."""
         return frozenset((m.source_stage, m.target_stage) for s in self.stages for m in s.receives)

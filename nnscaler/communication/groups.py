@@ -1,4 +1,4 @@
-"""Groups of ranks, sizes of elements: what the profile of a program is counted in."""
+"""Groups of ranks and sizes of elements: the units of a program's communication profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ranks = tuple[int, ...]
 
 @lru_cache(maxsize=1024)
 def groups_over(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
-    """The groups of ranks of a mesh that differ on these axes only, each in the order of the mesh."""
+    """Return the groups of ranks of a mesh that differ on these axes only, each in the order of the mesh."""
     outside = [[0] if a.name in axes else range(a.size) for a in mesh.axes]
     inside = [range(a.size) if a.name in axes else [0] for a in mesh.axes]
 
@@ -30,7 +30,7 @@ def groups_over(mesh: DeviceMesh, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
 def by_bytes(
     members: Sequence[Ranks], stage: Stage, layout: Layout, shape: Sequence[int], dtype: str
 ) -> dict[int, tuple[Ranks, ...]]:
-    """The groups by the bytes that a rank of them has of a tensor; by those of the largest shard in a group."""
+    """Return the groups by the bytes that a rank of them has of a tensor; by those of the largest shard in a group."""
     if not is_uneven(layout):
         return {prod(local_shape(layout, stage.sizes, shape)) * element_bytes(dtype): tuple(members)}
     found: dict[int, list[Ranks]] = {}
@@ -41,7 +41,7 @@ def by_bytes(
 
 
 def bytes_on(rank: int, stage: Stage, layout: Layout, shape: Sequence[int], dtype: str) -> int:
-    """The bytes of the shard of one rank."""
+    """Return the bytes of the shard of one rank."""
     at = (*stage.mesh.coordinates(rank).values(), 0)
     return prod(local_shape(layout, stage.sizes, shape, at)) * element_bytes(dtype)
 

@@ -98,7 +98,7 @@ def _localise(
     choices: Sequence[Choice],
     made: Sequence[Layout],
 ) -> Call:
-    """The operation's arguments for one shard."""
+    """Rewrite the operation's arguments for one shard."""
     stage = builder.stage
     axes = [(a.name, a.size) for a in stage.axes]
     shards = shards_of(signature, choices, axes)
@@ -132,14 +132,14 @@ def _stage_of_loss(partitioned: PartitionedGraph) -> int:
 
 
 def _finish_loss(builder: StageBuilder, graph: Graph) -> Version:
-    """The loss with gradient one on every rank: whole or a partial sum on each axis."""
+    """Convert the loss so that its gradient is one on every rank: whole or a partial sum on each axis."""
     layout = next(iter(builder.known(graph.loss)))
     final = tuple(s if isinstance(s, Partial) else INVARIANT for s in layout)
     return builder.obtain(graph.loss, final)
 
 
 def _finish_updates(builder: StageBuilder) -> tuple[tuple[str, Version], ...]:
-    """The new values of buffers, which rest whole."""
+    """Convert the new values of buffers so that they rest whole."""
     result: list[tuple[str, Version]] = []
     for buffer, value in builder.graph.updates:
         for prepare in (True, False):

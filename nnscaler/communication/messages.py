@@ -37,7 +37,7 @@ def bring(builders: list[StageBuilder], target: StageBuilder, tensor: str, layou
 
 
 def _holder(builders: list[StageBuilder], target: StageBuilder, tensor: str) -> StageBuilder:
-    """The nearest earlier stage that made the tensor itself."""
+    """Return the nearest earlier stage that made the tensor itself."""
     received = {(b.stage.index, m.tensor) for b in builders for m in b.receives}
     for builder in reversed(builders[: target.stage.index]):
         if builder.known(tensor) and (builder.stage.index, tensor) not in received:

@@ -1,4 +1,4 @@
-"""The communication profile: what every rank sends in one step, in classes of equal calls.
+"""The communication profile: the bytes that every rank sends in one step, in classes of equal calls.
 
 It is computed from the communicated graph and the schedule, without running anything, and a test counts the calls that
 programs make on the simulator: kinds, groups, bytes and times are theirs.
@@ -25,8 +25,13 @@ _RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_al
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """When in a step. `first` and `last`: positions among the `of` instructions of the ranks that call; None for what
-    is outside of the schedule."""
+    """A time within a step.
+
+    text    in words
+    first   position of the first call among the instructions of the ranks that call; None outside of the schedule
+    last    position of the last call
+    of      how many instructions there are
+    """
 
     text: str
     first: int | None
@@ -36,8 +41,12 @@ class When:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveClass:
-    """Equal calls of one stage. `members`: every group that makes them (for messages: every (source, target) pair);
-    `calls`: per step and rank of a group."""
+    """Equal calls of one stage.
+
+    call    kind, bytes and place; its members are all groups that make it (for messages: (source, target) pairs)
+    calls   per step and rank of a group
+    when    in a step
+    """
 
     call: Call
     calls: int
@@ -49,13 +58,13 @@ class CollectiveClass:
 
     @property
     def total_bytes(self) -> int:
-        """Per step, over all ranks that hand something over."""
+        """Bytes per step, over all ranks that hand something over."""
         senders = 1 if self.call.kind == "send/recv" else len(self.members[0])
         return self.call.bytes * self.calls * len(self.members) * senders
 
     @property
     def wire_bytes(self) -> float:
-        """What one rank sends in one step."""
+        """Bytes that one rank sends in one step."""
         size = len(self.members[0])
         if self.call.kind == "send/recv":
             return float(self.call.bytes * self.calls)
@@ -93,7 +102,14 @@ class CollectiveClass:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Sums over classes of one axis, kind and direction. `calls`: over all groups."""
+    """Sums over classes of one axis, kind and direction.
+
+    axis        of the mesh
+    kind        of the collective
+    direction   forward, backward, gradient or loss
+    calls       over all groups
+    bytes       over all ranks
+    """
 
     axis: str
     kind: str
@@ -110,7 +126,7 @@ class CommunicationProfile:
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Per axis, kind and direction, largest first."""
+        """Sums per axis, kind and direction, largest first."""
         sums: dict[tuple[str, str, str], tuple[int, int]] = {}
         for c in self.classes:
             key = (c.call.axis, c.call.kind, c.call.direction)
@@ -120,7 +136,7 @@ class CommunicationProfile:
         return tuple(sorted(found, key=lambda t: (-t.bytes, t.axis, t.kind, t.direction)))
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON data; docs/reports/comm-profile.schema.json describes it."""
+        """Return the profile as JSON data; docs/reports/comm-profile.schema.json describes it."""
         totals = [
             {"axis": t.axis, "kind": t.kind, "direction": t.direction, "calls": t.calls, "bytes": t.bytes}
             for t in self.totals
@@ -134,7 +150,7 @@ class CommunicationProfile:
 
 
 def communication_profile(communicated: CommunicatedGraph, schedule: Schedule) -> CommunicationProfile:
-    """What one training step of the program communicates."""
+    """Return the profile of one training step of the program."""
     counts: dict[Call, int] = {}
     for call, times in _all_calls(communicated):
         counts[call] = counts.get(call, 0) + times
@@ -162,5 +178,5 @@ def _when(call: Call, schedule: Schedule) -> When:
 
 
 def largest_first(classes: Iterable[CollectiveClass]) -> list[CollectiveClass]:
-    """By bytes per step."""
+    """Sort classes by bytes per step."""
     return sorted(classes, key=lambda c: -c.total_bytes)

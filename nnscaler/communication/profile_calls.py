@@ -30,9 +30,21 @@ from nnscaler.ir.operation import Operation
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One class of calls. `bytes`: what a rank hands over, the one with the largest shard if they are unequal.
-    `members`: the groups, or (source, target) pairs. `phase`: the instruction that makes it (F, B) or prepare,
-    gradient, loss. `module` and `where`: the part of the model that causes it, layers written `*`."""
+    """One class of calls.
+
+    kind        of the collective, or "send/recv"
+    direction   forward, backward, gradient or loss
+    phase       the instruction that makes it (F, B), or prepare, gradient, loss
+    stage       that calls
+    axis        of the mesh
+    dtype       of the tensor
+    bytes       that a rank hands over; of the largest shard if they are unequal
+    members     the groups, or (source, target) pairs
+    module      the part of the model that causes it, layers written `*`
+    where       file and line that cause it
+    to_stage    the other stage of a message
+    reduction   of a reducing collective
+    """
 
     kind: str
     direction: str

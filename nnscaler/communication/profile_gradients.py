@@ -31,7 +31,7 @@ class _Gradient:
 
 
 def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]]:
-    """One call per bucket and group, on every role."""
+    """Yield one call per bucket and group, on every role."""
     graph = communicated.partitioned.graph
     devices: dict[int, list[StageProgram]] = {}
     for program in communicated.stages:
@@ -46,7 +46,8 @@ def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]
 
 
 def _alike(gradients: Sequence[_Gradient]) -> list[_Gradient]:
-    """The gradients, for groups apart whose ranks have other sizes of some: these fill their buckets otherwise."""
+    """Return the gradients, for groups apart whose ranks have other sizes of some: these fill their buckets
+    otherwise."""
     together: dict[tuple[Ranks, ...], list[_Gradient]] = {}
     for gradient in gradients:
         together.setdefault(gradient.members, []).append(gradient)

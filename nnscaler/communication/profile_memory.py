@@ -1,4 +1,4 @@
-"""What every stage holds in memory and computes, by a model: estimates for a report, not measurements.
+"""Memory and work of every stage, by a model: estimates for a report, not measurements.
 
 Memory, of one rank, in bytes, at the moment of the step when most is held:
 
@@ -6,9 +6,9 @@ Memory, of one rank, in bytes, at the moment of the step when most is held:
 * gradients: one per trainable parameter, in float32 where the parameter is of half precision;
 * activations: the shards whose values backward reads, of every micro-batch between its forward and its backward, by the
   order of the schedule. A value is read by backward where the operator is not linear in it (`recomputed.kept_inputs`);
-  views count as what they show. Of a recomputed group only what goes in is kept.
+  views count as the tensors that they show. Of a recomputed group only its inputs are kept.
 
-Not counted: the optimizer's state, what an operator needs for itself, fragmentation, buffers of communication.
+Not counted: the optimizer's state, scratch memory of operators, fragmentation, buffers of communication.
 
 Work of a forward pass: floating point operations of matmul-like operators and elements written, of one rank.
 """
@@ -61,7 +61,7 @@ class StageMemory:
 
 
 def stage_memory(communicated: CommunicatedGraph, schedule: Schedule) -> tuple[StageMemory, ...]:
-    """The memory of every stage."""
+    """Return the memory of every stage."""
     graph = communicated.partitioned.graph
     return tuple(
         StageMemory(
@@ -77,7 +77,7 @@ def stage_memory(communicated: CommunicatedGraph, schedule: Schedule) -> tuple[S
 
 
 def kept_bytes(graph: Graph, program: StageProgram) -> int:
-    """What one micro-batch keeps on a rank from its forward to its backward."""
+    """Return the bytes that one micro-batch keeps on a rank from its forward to its backward."""
     stored = {s.variable for s in program.stored}
     base: dict[str, Version] = {}
     inside: dict[str, str] = {}  # variable -> the recomputed group that makes it
@@ -116,14 +116,18 @@ def _bytes(graph: Graph, tensor: str, layout: Layout, program: StageProgram) -> 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """Operations of one rank for one micro-batch. `backward`: twice the forward, and what is recomputed."""
+    """Operations of one rank for one micro-batch.
+
+    forward    floating point operations and elements written
+    backward   twice the forward, and recomputation
+    """
 
     forward: float
     backward: float
 
 
 def stage_work(communicated: CommunicatedGraph, signatures: Mapping[str, Signature]) -> tuple[StageWork, ...]:
-    """The work of every stage; at least one operation, so that every pass takes time."""
+    """Return the work of every stage; at least one operation, so that every pass takes time."""
     graph = communicated.partitioned.graph
     found = []
     for program in communicated.stages:

@@ -1,4 +1,4 @@
-"""What the derivative of an operation keeps, and which conversions a recomputed group repeats in backward."""
+"""Activations that operations keep, and conversions that a recomputed group repeats in backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nnscaler.transform.kept import kept_slots
 
 
 def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
-    """The inputs whose values backward reads."""
+    """Return the inputs whose values backward reads."""
     recorded = statement.operation.region.grad_enabled and any(
         v is not None and graph.tensors[v.tensor].needs_grad for v in statement.outputs
     )
@@ -27,8 +27,11 @@ def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:
 
 
 def group_of(graph: Graph, statements: Sequence[Statement], position: int) -> str | None:
-    """The recomputed group of a statement. A conversion belongs to a group when the operations around it do; that of a
-    parameter, when the operation that reads it does, so that what was gathered need not be kept."""
+    """Return the recomputed group of a statement; None outside of any.
+
+    A conversion belongs to a group when the operations around it do; that of a parameter, when the operation that reads
+    it does, so that the gathered parameter need not be kept.
+    """
     statement = statements[position]
     if isinstance(statement, Compute):
         return statement.placement.recompute
@@ -41,8 +44,10 @@ def group_of(graph: Graph, statements: Sequence[Statement], position: int) -> st
 
 
 def repeated_in_backward(graph: Graph, statements: Sequence[Statement]) -> frozenset[int]:
-    """Positions of conversions that run again in backward. A group is run again up to the last value that backward
-    reads: what comes after it is not needed."""
+    """Return the positions of conversions that run again in backward.
+
+    A group is run again up to the last value that backward reads: the rest of it is not needed.
+    """
     if not any(isinstance(s, Compute) and s.placement.recompute for s in statements):
         return frozenset()
     found: set[int] = set()

@@ -29,8 +29,13 @@ Overlap = tuple[tuple[Slice, Slice], ...]  # pieces of one dim: where they lie a
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One block that rank `source` sends to rank `target` (a local copy if they are equal). Slices are one per dim,
-    in the local coordinates of the two shards, and select blocks of one shape."""
+    """One block that rank `source` sends to rank `target` (a local copy if they are equal).
+
+    source          rank
+    target          rank
+    source_slices   one per dim, in the local coordinates of the source's shard
+    target_slices   one per dim, in the local coordinates of the target's shard; they select a block of the same shape
+    """
 
     source: int
     target: int
@@ -45,12 +50,12 @@ class Message:
 def transfer(
     shape: Sequence[int], source: DeviceMesh, source_layout: Layout, target: DeviceMesh, target_layout: Layout
 ) -> tuple[Message, ...]:
-    """The messages that carry a tensor of logical `shape` from one mesh and layout to another.
+    """Return the messages that carry a tensor of logical `shape` from one mesh and layout to another.
 
     Every target rank receives each cell of its shard exactly once. A rank that holds a cell itself copies it; the
-    others are served by the source's replicas in turn, so that no replica sends much more than another. A pair of
-    ranks has several messages where their common part is not one strided block. Sorted by target, then source, in the
-    order of the meshes.
+    others are served by the source's replicas in turn, so that no replica sends much more than another. A pair of ranks
+    has several messages where their common part is not one strided block. Sorted by target, then source, in the order
+    of the meshes.
     """
     holders: dict[tuple[Digits, ...], list[int]] = defaultdict(list)
     for rank, digits in _shards(shape, source, source_layout):
@@ -74,7 +79,8 @@ def transfer(
 def without_axis(
     shape: Sequence[int], layout: Layout, sizes: Sequence[int], axis: int
 ) -> tuple[tuple[int, ...], Layout]:
-    """The logical shape and the layout that remain when one axis (`micro`, for one micro-batch) is taken away."""
+    """Return the logical shape and the layout that remain when one axis (`micro`, for one micro-batch) is taken
+    away."""
     state = layout[axis]
     rest = [s for i, s in enumerate(layout) if i != axis]
     if not isinstance(state, Sharded):
@@ -87,7 +93,7 @@ def without_axis(
 
 
 def _shards(shape: Sequence[int], mesh: DeviceMesh, layout: Layout) -> Iterator[tuple[int, tuple[Digits, ...]]]:
-    """(rank, per dim the digits that its shard fixes), in the order of the mesh. Equal digits are replicas."""
+    """Yield (rank, per dim the digits that its shard fixes), in the order of the mesh. Equal digits are replicas."""
     problem = explain_illegal(layout, mesh.sizes, shape)
     assert problem is None and all(isinstance(s, Invariant | Sharded) for s in layout), (problem, layout)
     for rank in mesh.ranks:
@@ -102,7 +108,8 @@ def _shards(shape: Sequence[int], mesh: DeviceMesh, layout: Layout) -> Iterator[
 def _assign(
     blocks: Sequence[tuple[int, int, int, list[Overlap]]], replicas: Sequence[int]
 ) -> Iterator[tuple[int, int, int, list[Overlap]]]:
-    """(position, sender, rank, overlaps) for blocks (elements, position, rank, overlaps) that all `replicas` hold.
+    """Yield (position, sender, rank, overlaps) for blocks (elements, position, rank, overlaps) that all `replicas`
+    hold.
 
     A replica serves itself. The others' blocks go, largest first, to the replica that sends least so far.
     """
@@ -118,13 +125,13 @@ def _assign(
 
 @lru_cache(maxsize=4096)
 def _overlap(size: int, source: Digits, target: Digits) -> Overlap:
-    """What two shards of a dim share, as few strided pieces."""
+    """Return the common part of two shards of a dim, as few strided pieces."""
     return tuple(_strided(_intersect(_runs(size, source), _runs(size, target))))
 
 
 @lru_cache(maxsize=4096)
 def _runs(size: int, digits: Digits) -> tuple[Run, ...]:
-    """The logical indices of a shard as ascending runs."""
+    """Return the logical indices of a shard as ascending runs."""
     runs: list[Run] = [(0, size)]
     for state, parts, coordinate in digits:
         sections = state.sections or (size // state.outer,) * state.outer
@@ -140,7 +147,7 @@ def _runs(size: int, digits: Digits) -> tuple[Run, ...]:
 
 
 def _meeting(first: Sequence[Run], second: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Every pair of runs that have an index in common, ascending. Linear in the number of runs."""
+    """Yield every pair of runs that have an index in common, ascending. Linear in the number of runs."""
     i = j = 0
     while i < len(first) and j < len(second):
         if max(first[i][0], second[j][0]) < min(first[i][1], second[j][1]):
@@ -152,7 +159,7 @@ def _meeting(first: Sequence[Run], second: Sequence[Run]) -> Iterator[tuple[Run,
 
 
 def _intersect(source: Sequence[Run], target: Sequence[Run]) -> list[Piece]:
-    """The common indices as pieces that are contiguous at both ends, as long as possible."""
+    """Return the common indices as pieces that are contiguous at both ends, as long as possible."""
     at_source, at_target = _local_starts(source), _local_starts(target)
     pieces: list[Piece] = []
     for a, b in _meeting(source, target):
@@ -175,8 +182,11 @@ def _local_starts(runs: Sequence[Run]) -> dict[Run, int]:
 
 
 def _strided(pieces: Sequence[Piece]) -> Iterator[tuple[Slice, Slice]]:
-    """Slices that cover the pieces. Pieces of one length at equal distances are taken either one by one, or as one
-    strided slice per index within a piece, whichever gives fewer."""
+    """Yield slices that cover the pieces.
+
+    Pieces of one length at equal distances are taken either one by one, or as one strided slice per index within a
+    piece, whichever gives fewer.
+    """
     i = 0
     while i < len(pieces):
         length, a, b = pieces[i]

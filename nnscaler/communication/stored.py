@@ -26,8 +26,13 @@ MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer st
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """`reduce`: mesh axes over which the gradient is a partial sum. `stages`: the stages that hold the tensor; they
-    have meshes of one shape, or the tensor has no gradient and rests whole."""
+    """The layouts of a stored tensor.
+
+    at_rest   the layout that optimizer and checkpoint see
+    leaf      the layout of the autograd leaf
+    reduce    mesh axes over which the gradient is a partial sum
+    stages    the stages that hold the tensor; they have meshes of one shape, or it has no gradient and rests whole
+    """
 
     at_rest: Layout
     leaf: Layout
@@ -35,19 +40,19 @@ class StoredLayout:
     stages: tuple[int, ...]
 
     def on(self, stage: Stage) -> tuple[Layout, Layout]:
-        """(at rest, leaf) on one of the stages."""
+        """Return (at rest, leaf) on one of the stages."""
         if all(isinstance(state, Invariant) for state in self.leaf):
             return whole(stage), whole(stage)
         return self.at_rest, self.leaf
 
 
 def whole(stage: Stage) -> Layout:
-    """Every rank holds the tensor, at all times."""
+    """Return the layout in which every rank holds the tensor, at all times."""
     return (INVARIANT,) * len(stage.axes)
 
 
 def stored_layouts(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> dict[str, StoredLayout]:
-    """Parameters, buffers and constants -> layouts. Unused ones rest whole on the first stage."""
+    """Return the layouts of parameters, buffers and constants. Unused ones rest whole on the first stage."""
     graph = partitioned.graph
     uses: dict[str, list[tuple[int, Layout]]] = {t.name: [] for t in graph.with_role("parameter", "buffer", "constant")}
     for op in graph.operations:
@@ -98,7 +103,7 @@ def _at_rest(layout: Layout) -> Layout:
 
 
 def leaf_layout(tensor: LogicalTensor, stage: Stage, at_rest: Layout, wanted: Iterable[Layout]) -> Layout:
-    """The layout of the autograd leaf."""
+    """Return the layout of the autograd leaf."""
     if not tensor.needs_grad:
         return at_rest
     leaf = list(at_rest)

@@ -38,7 +38,12 @@ STEP = 0.01  # tie-break: fewer conversions
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`function` names the runtime's autograd function; `forward` and `backward` the collectives that it runs."""
+    """One row of the conversion table.
+
+    function   name of the runtime's autograd function
+    forward    the collective that it runs in forward; None for none
+    backward   the collective that it runs in backward; None for none
+    """
 
     function: str
     forward: str | None
@@ -123,7 +128,7 @@ def find_path(
     needs_grad: bool,
     in_time: int | None = None,
 ) -> tuple[float, tuple[Move, ...]] | None:
-    """The cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
+    """Return the cheapest moves from one layout to another (Dijkstra), and their cost; None where there is no way.
 
     `in_time`: the position of the micro-batch axis, if there is one.
     """

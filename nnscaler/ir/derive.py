@@ -39,7 +39,7 @@ def operand_state(bound: BoundAnnotation, operand: BoundOperand | None, split: S
 
 
 def input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
-    """The state that each input slot needs on an axis with this choice."""
+    """Return the state that each input slot needs on an axis with this choice."""
     found: tuple[State, ...] | None = signature.memo.get(("inputs", choice))
     if found is None:
         found = signature.memo["inputs", choice] = _input_states(signature, choice)
@@ -71,7 +71,7 @@ def _input_states(signature: Signature, choice: Choice) -> tuple[State, ...]:
 
 
 def output_states(signature: Signature, choice: Choice, count: int) -> tuple[State, ...]:
-    """The state in which each output arises on an axis with this choice."""
+    """Return the state in which each output arises on an axis with this choice."""
     found: tuple[State, ...] | None = signature.memo.get(("outputs", choice, count))
     if found is None:
         found = signature.memo["outputs", choice, count] = _output_states(signature, choice, count)
@@ -101,7 +101,7 @@ def _output_states(signature: Signature, choice: Choice, count: int) -> tuple[St
 
 
 def input_layouts(graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice]) -> tuple[Layout, ...]:
-    """The layout that each input slot needs, canonical for tensors without gradient."""
+    """Return the layout that each input slot needs, canonical for tensors without gradient."""
     per_axis = [input_states(signature, c) for c in choices]
     layouts: list[Layout] = []
     for slot, name in enumerate(op.inputs):
@@ -111,7 +111,7 @@ def input_layouts(graph: Graph, op: Operation, signature: Signature, choices: Se
 
 
 def output_layouts(graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice]) -> tuple[Layout, ...]:
-    """The layout in which each output arises, canonical for tensors without gradient."""
+    """Return the layout in which each output arises, canonical for tensors without gradient."""
     per_axis = [output_states(signature, c, len(op.outputs)) for c in choices]
     layouts: list[Layout] = []
     for index, name in enumerate(op.outputs):
@@ -134,7 +134,7 @@ def shards_of(
 
 
 def explain_illegal_choice(signature: Signature, choice: Choice, parts: int) -> str | None:
-    """Why this choice on an axis of `parts` is illegal by itself; None if it is legal."""
+    """Say why this choice on an axis of `parts` is illegal by itself; None if it is legal."""
     if isinstance(choice, RunInvariant | RunReplicated):
         return None
     key = ("illegal", choice, parts)
@@ -161,7 +161,7 @@ def _explain_illegal_choice(signature: Signature, choice: Split | RunPartial, pa
 def explain_illegal_choices(
     graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]
 ) -> str | None:
-    """Why these choices, one per axis, cannot be made together; None if they can."""
+    """Say why these choices, one per axis, cannot be made together; None if they can."""
     tensors = tuple(None if name is None else graph.tensors[name] for name in (*op.inputs, *op.outputs))
     described = tuple(None if t is None else (t.shape, t.needs_grad) for t in tensors)
     key = ("together", tuple(choices), tuple(axes), described)
@@ -178,7 +178,7 @@ def explain_illegal_choices(
 def _explain_together(
     graph: Graph, op: Operation, signature: Signature, choices: Sequence[Choice], axes: Sequence[tuple[str, int]]
 ) -> tuple[int | None, str] | None:
-    """The operand that the reason is about (inputs, then outputs), and the reason."""
+    """Return the operand that the reason is about (inputs, then outputs), and the reason."""
     sizes = [parts for _, parts in axes]
     split_by: dict[str, int] = {}
     for choice, (axis, parts) in zip(choices, axes, strict=True):
@@ -208,7 +208,7 @@ def _explain_together(
 
 
 def resolve(operand: BoundOperand | None, state: State, parts: int) -> Split | None:
-    """The split that gives this operand that sharded state: the inverse of `operand_state`.
+    """Return the split that gives this operand that sharded state: the inverse of `operand_state`.
 
     None when the state straddles factors or falls on a literal: the operand then has to be converted.
     """
@@ -239,7 +239,8 @@ def resolve(operand: BoundOperand | None, state: State, parts: int) -> Split | N
 
 
 def _uneven(dim: BoundDim, factor: Factor, before: int, outer: int, sizes: tuple[int, ...]) -> Split | None:
-    """The split of a factor of a dim whose blocks are cut into `sizes`: whole numbers of what lies inside of it."""
+    """Return the split of a factor of a dim whose blocks are cut into `sizes`: whole numbers of what lies inside of
+    it."""
     after = dim.size // (before * factor.size)
     fits = factor.identifier is not None and outer < factor.size and factor.size * after == sum(sizes) * outer
     if not fits or any(size % after for size in sizes):
@@ -248,7 +249,8 @@ def _uneven(dim: BoundDim, factor: Factor, before: int, outer: int, sizes: tuple
 
 
 def even_or_balanced(signature: Signature, identifier: str, parts: int) -> Split:
-    """The split into equal shards, or, where the identifier's size does not divide, into sizes that differ by one."""
+    """Return the split into equal shards, or, where the identifier's size does not divide, into sizes that differ by
+    one."""
     size = signature.bound.sizes.get(identifier, 0) if signature.bound is not None else 0
     return Split(identifier, sizes=balanced(size, parts))
 

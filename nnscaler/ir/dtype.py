@@ -7,7 +7,7 @@ _BYTES = {"bool": 1, "complex32": 4, "complex64": 8, "complex128": 16, "bfloat16
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element: `float32` -> 4."""
+    """Return the bytes of one element: `float32` -> 4."""
     if dtype in _BYTES:
         return _BYTES[dtype]
     digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())  # float8_e4m3fn

@@ -59,7 +59,7 @@ class Graph:
         return {op.name: op for op in self.operations}
 
     def with_role(self, *roles: str) -> tuple[LogicalTensor, ...]:
-        """Tensors with one of these roles, in order of definition."""
+        """Return the tensors with one of these roles, in order of definition."""
         return tuple(t for t in self.tensors.values() if t.role in roles)
 
     def replace(self, **changes: object) -> Graph:

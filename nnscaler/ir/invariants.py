@@ -1,4 +1,4 @@
-"""What holds for every graph, as an executable specification. It runs between passes in tests."""
+"""Invariants of every graph, as an executable specification. It runs between passes in tests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class InternalError(AssertionError):
 
 
 def check_graph(graph: Graph) -> None:
-    """Raises InternalError listing everything that is wrong with the graph."""
+    """Check all invariants. Raises InternalError listing everything that is wrong with the graph."""
     found = list(violations(graph))
     if found:
         raise InternalError("\n".join([f"the graph {graph.name} is malformed:", *(f"  {text}" for text in found)]))
 
 
 def violations(graph: Graph) -> Iterator[str]:
-    """Each broken invariant in words."""
+    """Yield each broken invariant in words."""
     yield from _names(graph)
     yield from _order(graph)
     for operation in graph.operations:
@@ -33,7 +33,7 @@ def violations(graph: Graph) -> Iterator[str]:
 
 
 def is_floating_name(dtype: str) -> bool:
-    """Whether tensors of a dtype of this name can have gradients."""
+    """Return whether tensors of a dtype of this name can have gradients."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
@@ -53,7 +53,7 @@ def _names(graph: Graph) -> Iterator[str]:
 
 
 def _order(graph: Graph) -> Iterator[str]:
-    """Every tensor is made once, before it is used."""
+    """Check that every tensor is made once, before it is used."""
     ready = {name for name, t in graph.tensors.items() if t.role != "activation"}
     for operation in graph.operations:
         for name in operation.inputs:
@@ -75,7 +75,7 @@ def _order(graph: Graph) -> Iterator[str]:
 
 
 def _slots(operation: Operation) -> Iterator[str]:
-    """Arguments have one slot per input, numbered in their order."""
+    """Check that arguments have one slot per input, numbered in their order."""
     found = list(_iterate_slots([operation.args, [v for _, v in operation.kwargs]]))
     if found != list(range(len(operation.inputs))):
         yield f"{operation.name} has slots {found} for {len(operation.inputs)} inputs"
@@ -103,7 +103,7 @@ def _gradients(operation: Operation, graph: Graph) -> Iterator[str]:
 
 
 def _is_in_place(operator: str) -> bool:
-    """By torch's convention: `add_`, `__iand__`."""
+    """Return whether an operator writes into its input, by torch's convention: `add_`, `__iand__`."""
     parts = operator.split(".")
     if len(parts) != 3:
         return False

@@ -73,17 +73,17 @@ PARTIAL = Partial()
 
 
 def letter(state: State) -> str:
-    """I, R, S or P: for compact listings."""
+    """Return I, R, S or P: for compact listings."""
     return type(state).__name__[0]
 
 
 def intervals_nest(outer_a: int, parts_a: int, outer_b: int, parts_b: int) -> bool:
-    """Whether two axes may split one dim: their radix intervals do not overlap, and the digits divide."""
+    """Return whether two axes may split one dim: their radix intervals do not overlap, and the digits divide."""
     return outer_b % (outer_a * parts_a) == 0 or outer_a % (outer_b * parts_b) == 0
 
 
 def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) -> str | None:
-    """Why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can."""
+    """Say why `layout` cannot hold a tensor of `shape` on a mesh with these axis sizes; None if it can."""
     on_dim: dict[int, list[tuple[int, int]]] = {}
     alone: dict[int, str] = {}  # dims that one axis takes whole, and how they are
     for state, parts in zip(layout, sizes, strict=True):
@@ -117,7 +117,7 @@ def explain_illegal(layout: Layout, sizes: Sequence[int], shape: Sequence[int]) 
 def local_shape(
     layout: Layout, sizes: Sequence[int], shape: Sequence[int], at: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of one rank's shard: of that with index `at[axis]` on each axis, or of the largest one."""
+    """Return the shape of one rank's shard: of that with index `at[axis]` on each axis, or of the largest one."""
     local = list(shape)
     for axis, (state, parts) in enumerate(zip(layout, sizes, strict=True)):
         if isinstance(state, Sharded) and state.sizes:
@@ -128,14 +128,14 @@ def local_shape(
 
 
 def is_uneven(layout: Layout) -> bool:
-    """Whether ranks have shards of unequal sizes."""
+    """Return whether ranks have shards of unequal sizes."""
     return any(isinstance(state, Sharded) and state.sizes for state in layout)
 
 
 def shape_of_rank(
     layout: Layout, axes: Sequence[tuple[str, int]], shape: Sequence[int]
 ) -> tuple[int | Expression, ...]:
-    """The shape of one rank's shard, as expressions of its place where shards differ. `axes`: (name, size)."""
+    """Return the shape of one rank's shard, as expressions of its place where shards differ. `axes`: (name, size)."""
     local: list[int | Expression] = list(local_shape(layout, [parts for _, parts in axes], shape))
     for state, (axis, _) in zip(layout, axes, strict=True):
         if isinstance(state, Sharded) and state.sizes:
@@ -144,12 +144,12 @@ def shape_of_rank(
 
 
 def full_along(layout: Layout, sizes: Sequence[int], shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    """The local shape of a tensor that is whole along one axis."""
+    """Return the local shape of a tensor that is whole along one axis."""
     return local_shape((*layout[:axis], INVARIANT, *layout[axis + 1 :]), sizes, shape)
 
 
 def local_outer(layout: Layout, sizes: Sequence[int], axis: int) -> int:
-    """The `outer` of the state on `axis`, measured in the local dim that the other axes leave."""
+    """Return the `outer` of the state on `axis`, measured in the local dim that the other axes leave."""
     state = layout[axis]
     assert isinstance(state, Sharded)
     inner_of = prod(
@@ -162,12 +162,12 @@ def local_outer(layout: Layout, sizes: Sequence[int], axis: int) -> int:
 
 
 def without_gradient(layout: Layout) -> Layout:
-    """The canonical layout of a tensor that needs no gradient: `Replicated` and `Invariant` coincide."""
+    """Return the canonical layout of a tensor that needs no gradient: `Replicated` and `Invariant` coincide."""
     return tuple(INVARIANT if isinstance(s, Replicated) else s for s in layout)
 
 
 def format_layout(layout: Layout, axes: Sequence[str]) -> str:
-    """`dp: Sharded(0), tp: Partial()`; empty when every axis is `Invariant`."""
+    """Write a layout as `dp: Sharded(0), tp: Partial()`; empty when every axis is `Invariant`."""
     return ", ".join(f"{a}: {s}" for a, s in zip(axes, layout, strict=True) if not isinstance(s, Invariant))
 
 
@@ -176,7 +176,7 @@ _STATE = re.compile(r"(Invariant|Replicated|Sharded|Partial)(?:\((.*)\))?$")
 
 @lru_cache(maxsize=4096)
 def parse_state(text: str) -> State:
-    """The inverse of `str(state)`. Raises ValueError on any other text."""
+    """Read the text of `str(state)`. Raises ValueError on any other text."""
     match = _STATE.match(text.strip())
     if not match:
         raise ValueError(f"not a layout state: {text!r}")

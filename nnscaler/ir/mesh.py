@@ -41,7 +41,7 @@ class DeviceMesh:
         return self.axes == other.axes
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        """The rank's coordinate on each axis. Raises ValueError if the rank is not in the mesh."""
+        """Return the rank's coordinate on each axis. Raises ValueError if the rank is not in the mesh."""
         position = self.ranks.index(rank)
         result: dict[str, int] = {}
         for axis in reversed(self.axes):

@@ -13,5 +13,5 @@ RESERVED = frozenset(
 
 
 def is_free_name(name: str) -> bool:
-    """Whether the name is an identifier of Python that a rank program does not use already."""
+    """Return whether the name is an identifier of Python that a rank program does not use already."""
     return name.isidentifier() and not keyword.iskeyword(name) and name not in RESERVED

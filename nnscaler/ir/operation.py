@@ -21,8 +21,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What surrounded the operation in the model: gradient recording, and autocast (dtype name, or "off"). `recompute`:
-    the call of `torch.utils.checkpoint` that computes it again in backward, which changes nothing of what it means."""
+    """The modes around the operation in the model.
+
+    grad_enabled   whether gradients are recorded
+    autocast       dtype name, or "off"; None outside of any region
+    recompute      the call of `torch.utils.checkpoint` that computes it again in backward, which does not change its
+                   meaning
+    """
 
     grad_enabled: bool = True
     autocast: str | None = None
@@ -31,11 +36,18 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call of an operator.
+    """One call of an operator. A tensor that is used twice has two slots.
 
-    `inputs` are tensor names; `args` and `kwargs` hold a `Slot` where a tensor stands. The same tensor used twice has
-    two slots. `outputs` are tensor names, None for an output that is not a tensor or is never used. `module` is the
-    path of the module that ran it (`blocks.0.attn`, "" at the top), `module_type` its class name.
+    name          unique in the graph
+    operator      `aten.linear.default`
+    inputs        tensor names, by slot
+    args          positional arguments, with a `Slot` where a tensor stands
+    kwargs        keyword arguments, with a `Slot` where a tensor stands
+    outputs       tensor names; None for an output that is not a tensor or is never used
+    region        modes in which it ran
+    where         place in the model's code
+    module        path of the module that ran it (`blocks.0.attn`, "" at the top)
+    module_type   class name of that module
     """
 
     name: str
@@ -62,7 +74,7 @@ def map_slots(value: Any, function: Any) -> Any:
 
 
 def as_call(operation: Operation, tensors: Mapping[str, LogicalTensor]) -> Call:
-    """The operation as the registry's functions see it."""
+    """Return the operation in the form in which the registry's functions take it."""
 
     def argument(slot: Slot) -> TensorArgument:
         tensor = tensors[operation.inputs[slot.index]]

@@ -27,9 +27,13 @@ class RunReplicated:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The identifier is split over the axis, viewed as (outer, parts, inner), or, with `sections`, as a
-    concatenation of parts each of which is split. `sizes`: each of the `outer` blocks is cut into these unequal pieces,
-    one per rank."""
+    """The choice to split an identifier over an axis.
+
+    identifier   of the annotation, viewed as (outer, parts, inner)
+    outer        how many blocks it has, each of which is split
+    sections     sizes of concatenated parts, each of which is split; excludes `outer` and `sizes`
+    sizes        of unequal pieces of each block, one per rank
+    """
 
     identifier: str
     outer: int = 1
@@ -80,12 +84,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`stages`: where the operation runs (more than one: it is repeated on each). `choices`: per stage of the graph
-    one choice per axis of that stage's `axes`; also where the operation does not run, since it may be repeated there.
-    `prepare`: it runs once per step, on all micro-batches together, before the first forward. `recompute`: a group
-    whose activations are recomputed in backward.
+    """Where and how an operation runs.
 
     Invariant: the choice for micro-batches, the last one, is the same on all stages.
+
+    stages      where it runs (more than one: it is repeated on each)
+    choices     per stage of the graph, one choice per axis of that stage's `axes`; also where the operation does not
+                run, since it may be repeated there
+    prepare     whether it runs once per step, on all micro-batches together, before the first forward
+    recompute   a group whose activations are recomputed in backward; None for none
     """
 
     stages: tuple[int, ...]

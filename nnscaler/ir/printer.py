@@ -23,7 +23,7 @@ _WORD = re.compile(r"[A-Za-z_][\w.:]*\Z")
 
 
 def print_graph(graph: Graph) -> str:
-    """The graph as text; equal graphs give equal texts."""
+    """Write the graph as text; equal graphs give equal texts."""
     lines = [f"graph {_word(graph.name)}"]
     for tensor in graph.tensors.values():
         if tensor.role != "activation":
@@ -36,7 +36,7 @@ def print_graph(graph: Graph) -> str:
 
 
 def print_operation(operation: Operation, graph: Graph) -> str:
-    """One operation on one line."""
+    """Write one operation on one line."""
     outputs = ", ".join("_" if name is None else _typed(graph.tensors[name]) for name in operation.outputs) or "()"
     arguments = [_value(a, operation) for a in operation.args]
     arguments += [f"{key}={_value(v, operation)}" for key, v in operation.kwargs]

@@ -1,4 +1,4 @@
-"""What the registry says of each operation of a graph: its bound annotation and linear sets.
+"""Registry facts of each operation of a graph: its bound annotation and linear sets.
 
 Repeated layers call the same operators with the same shapes: bindings are shared by call.
 """
@@ -23,7 +23,14 @@ from nnscaler.ir.operation import as_call
 
 @dataclass(frozen=True)
 class Signature:
-    """`bound` and `spec` are None for an operator without annotation: it can only be run whole."""
+    """Registry facts of one call. An operator without annotation (`spec` and `bound` None) can only be run whole.
+
+    call     operator, arguments and outputs
+    spec     of the operator
+    bound    its annotation with the sizes of this call
+    linear   sets of input slots in which the operator is jointly linear
+    reason   why there is no annotation
+    """
 
     call: Call
     spec: OperatorSpec | None
@@ -33,7 +40,7 @@ class Signature:
 
     @cached_property
     def memo(self) -> dict[tuple[Any, ...], Any]:
-        """What `rules` worked out for this signature: layers that repeat share their signatures."""
+        """Results that others work out from this signature, by key: layers that repeat share their signatures."""
         return {}
 
     @cached_property
@@ -50,12 +57,14 @@ class Signature:
 
     @cached_property
     def flops(self) -> int:
-        """`flops_of` the whole call."""
+        """FLOP of the whole call, see `flops_of`."""
         return self.flops_of(self.bound.sizes) if self.bound is not None else 0
 
     def flops_of(self, sizes: Mapping[str, int]) -> int:
-        """Multiply-adds times two when the operator contracts an identifier (matmul-like), else 0. `sizes`: of every
-        identifier, those of the call or of a shard."""
+        """Return multiply-adds times two when the operator contracts an identifier (matmul-like), else 0.
+
+        `sizes`: of every identifier, those of the call or of a shard.
+        """
         if self.bound is None or self.spec is None:
             return 0
         if self.spec.flops is not None:
@@ -71,7 +80,7 @@ class Signature:
 
 
 def signatures(graph: Graph, registry: Registry | None = None) -> Mapping[str, Signature]:
-    """operation name -> signature."""
+    """Return, by operation, its signature."""
     registry = registry or default_registry()
     cache: dict[Any, Signature] = {}
     result: dict[str, Signature] = {}
@@ -85,7 +94,7 @@ def signatures(graph: Graph, registry: Registry | None = None) -> Mapping[str, S
 
 
 def signature_of(call: Call, registry: Registry) -> Signature:
-    """The signature of one call."""
+    """Return the signature of one call."""
     spec = registry.lookup(call.operator)
     if spec is None:
         return Signature(call, None, None, (), f"{call.operator} has no annotation")

@@ -13,8 +13,13 @@ Role = Literal["parameter", "buffer", "constant", "input", "activation"]
 class LogicalTensor:
     """A tensor of the graph.
 
-    `fqns` are a parameter's or buffer's names in the model's state, all of them when it is tied (the first is the
-    canonical one); an input's path in the sample inputs; empty otherwise. `needs_grad` is by dataflow.
+    name         unique in the graph
+    shape        of the whole tensor
+    dtype        its name: `float32`
+    role         parameter, buffer, constant, input or activation
+    needs_grad   whether gradients flow through it, by dataflow
+    fqns         a parameter's or buffer's names in the model's state, all of them when it is tied (the first is the
+                 canonical one); an input's path in the sample inputs; empty otherwise
     """
 
     name: str

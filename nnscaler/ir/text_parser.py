@@ -1,4 +1,4 @@
-"""Reads what `printer.print_graph` writes: `parse_graph(print_graph(graph)) == graph`."""
+"""Read the text that `printer.print_graph` writes: `parse_graph(print_graph(graph)) == graph`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that a text describes; empty lines and lines that start with `#` are skipped.
+    """Read the graph that a text describes; empty lines and lines that start with `#` are skipped.
 
     Raises ValueError with the number of the line that is not in the language.
     """
@@ -115,7 +115,7 @@ class _Reader:
             raise self.error(f"{self.peek()!r} is not expected")
 
     def text(self) -> str:
-        """A word, or a string in quotes."""
+        """Read a word, or a string in quotes."""
         kind = self.tokens[self.at][0] if self.at < len(self.tokens) else ""
         token = self.take()
         return str(json.loads(token)) if kind == "string" else token
@@ -124,7 +124,7 @@ class _Reader:
         return self.take("tensor")[1:]
 
     def typed(self, role: Role) -> LogicalTensor:
-        """`%name: dtype[shape] grad`."""
+        """Read `%name: dtype[shape] grad`."""
         name = self.tensor()
         self.expect(":")
         dtype = self.take("word")
@@ -208,7 +208,7 @@ class _Reader:
         return found
 
     def value(self) -> Any:
-        """An argument; tensors become slots, in order."""
+        """Read an argument; tensors become slots, in order."""
         if self.at >= len(self.tokens):
             raise self.error("the line ends too early")
         kind, token = self.tokens[self.at]

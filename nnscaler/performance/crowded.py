@@ -1,4 +1,5 @@
-"""Event simulation of a schedule on devices that share the cores of one machine: the fewer compute, the faster each."""
+"""Event simulation of a schedule on devices that share the cores of one machine: a device is faster while others
+wait."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ def simulate_crowded(
     ranks: Sequence[int],
     relief: Callable[[int], float],
 ) -> Timeline:
-    """As `timeline.simulate`, with costs per stage that hold while every rank computes. `ranks`: of each device;
-    `relief(n)`: what part of its cost an instruction takes while n ranks compute. A device that waits computes nothing.
+    """Simulate as `timeline.simulate`, with costs per stage that hold while every rank computes.
+
+    `ranks`: of each device; `relief(n)`: the share of its cost that an instruction takes while n ranks compute. A
+    device that waits computes nothing.
     """
     check_acyclic(schedule, edges)
     costs = {"F": forward, "B": backward}

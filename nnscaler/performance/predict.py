@@ -1,4 +1,4 @@
-"""What a step of a program takes, by a cost model: its statements priced one by one, its schedule replayed.
+"""Predict the time of a step of a program by a cost model: its statements priced one by one, its schedule replayed.
 
 The planner prices choices; this prices the program that came of them, with the conversions that it really has, so that
 the two can be compared, and any plan can be given a time.
@@ -29,9 +29,16 @@ from nnscaler.scheduling.timeline import Timeline, simulate
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step. `forward`, `backward`: of one micro-batch, per stage; `once`: per stage, sums of gradients at
-    the rate of full buckets and what all micro-batches share; `beside`: per stage, what the planner's tables leave out:
-    the buckets' own latency, sums of the loss, and what each step takes anyway."""
+    """Seconds of a step.
+
+    seconds    of the whole step
+    forward    per stage, of one micro-batch
+    backward   per stage, of one micro-batch
+    once       per stage, sums of gradients at the rate of full buckets, and work that all micro-batches share
+    beside     per stage, time that the planner's tables leave out: the buckets' own latency, sums of the loss, and
+               overheads of every step
+    timeline   when each pass runs
+    """
 
     seconds: float
     forward: tuple[float, ...]
@@ -44,7 +51,7 @@ class Prediction:
 def predict(
     communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature], cost: CostModel
 ) -> Prediction:
-    """The step of a program with this schedule. A message takes its time where it is received: senders do not wait."""
+    """Predict one step of a program. A message takes its time where it is received: senders do not wait."""
     graph = communicated.partitioned.graph
     found = [_stage(graph, program, signatures, cost) for program in communicated.stages]
     forward, backward, once, beside = (tuple(values) for values in zip(*found, strict=True))
@@ -61,7 +68,7 @@ def predict(
 
 
 def place_of(stage: Stage, axis: str) -> AxisPlace:
-    """Where an axis lies among the ranks of a stage: the last one varies fastest."""
+    """Return where an axis lies among the ranks of a stage: the last one varies fastest."""
     names = [a.name for a in stage.mesh.axes]
     position = names.index(axis)
     inner = prod(a.size for a in stage.mesh.axes[position + 1 :])
@@ -111,7 +118,8 @@ def _once(graph: Graph, program: StageProgram, signatures: Mapping[str, Signatur
 
 
 def _beside(graph: Graph, program: StageProgram, cost: CostModel) -> float:
-    """What the runtime's buckets take more than their bytes do at full rate, and the sum of the loss."""
+    """Return the seconds that the runtime's buckets take above those of their bytes at full rate, and those of the sum
+    of the loss."""
     stage, beside = program.stage, cost.overheads.step
     sizes: dict[tuple[str, AxisPlace], int] = {}
     for stored in _trained(graph, program):
@@ -142,7 +150,8 @@ def _gradient_bytes(graph: Graph, stage: Stage, stored: Stored) -> int:
 
 
 def _holders(stage: Stage, stored: Stored) -> AxisPlace:
-    """The ranks whose gradients of a parameter are added up, in one group: over axes, and over stages that share it."""
+    """Return the ranks whose gradients of a parameter are added up, in one group: over axes, and over stages that share
+    it."""
     axes = [place_of(stage, axis) for axis in stored.reduce]
     inner = min((place.inner for place in axes), default=len(stage.mesh.ranks))
     return AxisPlace(prod(place.size for place in axes) * max(1, len(stored.copies)), inner)

@@ -1,4 +1,4 @@
-"""A plan replayed: its program is made as far as its communication, priced, and its schedule simulated."""
+"""Replay a plan: its program is made as far as its communication, priced, and its schedule simulated."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ from nnscaler.transform.plan import Plan
 
 @dataclass(frozen=True)
 class Replay:
-    """What the program of a plan does in a step, by a cost model. Per pipeline device: `busy`, the share of the step in
-    which it computes or communicates; `sent`, the bytes that a rank of it sends in ring algorithms."""
+    """One step of the program of a plan, by a cost model.
+
+    plan           what was replayed
+    communicated   its program, as far as its communication
+    order          the schedule
+    prediction     times of stages and passes
+    busy           by pipeline device, the share of the step in which it computes or communicates
+    profile        what every rank sends
+    sent           by pipeline device, the bytes that a rank of it sends in ring algorithms
+    """
 
     plan: Plan
     communicated: CommunicatedGraph
@@ -33,7 +41,7 @@ class Replay:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.prediction.seconds
 
 
@@ -46,19 +54,22 @@ class Programmed:
     signatures: Mapping[str, Signature]
 
     def predicted(self, cost: CostModel) -> Prediction:
-        """Of one step."""
+        """Predict one step by a cost model."""
         return predict(self.communicated, self.order, self.signatures, cost)
 
 
 def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) -> Programmed:
-    """Raises NnscalerError for a plan that is not legal for the graph."""
+    """Make the program of a plan, as far as its communication.
+
+    Raises NnscalerError for a plan that is not legal for the graph.
+    """
     known = dict(signatures)  # `apply_plan` adds those of operations that it makes
     communicated = materialise(apply_plan(graph, known, plan), known)
     return Programmed(communicated, get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches), known)
 
 
 def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:
-    """Raises NnscalerError for a plan that is not legal for the graph."""
+    """Predict one step of a plan. Raises NnscalerError for a plan that is not legal for the graph."""
     program = programmed(graph, signatures, plan)
     communicated, order = program.communicated, program.order
     found = program.predicted(cost)

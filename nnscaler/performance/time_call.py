@@ -1,4 +1,4 @@
-"""How long an operator takes on this machine: one call, run on random tensors, forward and backward."""
+"""Time one call of an operator on this machine, on random tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST = 1e-6  # seconds of a backward that is lost in the noise
 
 
 def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tuple[float, float]:
-    """Seconds of forward and of backward, each the median of some repetitions after one that does not count.
+    """Time forward and backward, in seconds: each the median of some repetitions after one that does not count.
 
     Of backward, what it takes to start autograd is left out: a step does it once, not for each operator. `needs_grad`:
     of each tensor. Raises what the operator raises.
@@ -51,7 +51,7 @@ def time_call(call: Call, needs_grad: Sequence[bool], device: str = "cpu") -> tu
 
 
 def _start_of_autograd(device: torch.device) -> float:
-    """Seconds of a backward pass that does nothing."""
+    """Return the seconds of a backward pass that does nothing."""
     leaf = torch.ones((), device=device, requires_grad=True)
     return _repeat(lambda: leaf.view(()), [leaf], device)[1]
 

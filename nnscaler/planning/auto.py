@@ -1,4 +1,4 @@
-"""The plan that is searched where none is named: for which machine, within which limits."""
+"""The plan that is searched for where none is named: for which machine, within which limits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class AutoPlan:
-    """What a plan is searched for.
+    """The request for a plan that is to be searched.
 
     cluster      a description, its file, or the name of a ready one; None: what is found on this machine
     memory       bytes of a rank; None: what the cluster says
-    constraints  what the plan has to keep to: a file, or a `Constraint` of `nnscaler.planning.constraints`
+    constraints  a file, or a `Constraint` of `nnscaler.planning.constraints`, that the plan has to keep to
     profile      a file with costs that `nnscaler profile` measured; None: the analytic model
     """
 
@@ -37,13 +37,13 @@ class AutoPlan:
 
 
 def parse_auto(text: str) -> AutoPlan | None:
-    """What `auto` and `auto:CLUSTER` say; None for what names a plan."""
+    """Return the request that `auto` or `auto:CLUSTER` makes; None for text that names a plan."""
     name, _, cluster = text.partition(":")
     return AutoPlan(cluster=cluster or None) if name == AUTO else None
 
 
 def cluster_of(wanted: AutoPlan, ranks: int) -> Cluster:
-    """The cluster with so many devices. Raises NnscalerError("cluster_invalid")."""
+    """Return the cluster with so many devices. Raises NnscalerError("cluster_invalid")."""
     from nnscaler.planning.cluster.read import load_cluster
 
     given = wanted.cluster
@@ -55,7 +55,7 @@ def cluster_of(wanted: AutoPlan, ranks: int) -> Cluster:
 
 
 def cost_of(wanted: AutoPlan, cluster: Cluster) -> CostModel:
-    """What was measured, or the analytic model."""
+    """Return the cost model of the profile, or else the analytic one."""
     from nnscaler.planning.cost.analytic import AnalyticCost
     from nnscaler.planning.cost.table import load_profile
     from nnscaler.planning.cost.table_cost import TableCost
@@ -76,8 +76,9 @@ def search_plan(
     cost: CostModel | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """The planner's plan. `micro_batches` None: searched. `replicate`: patterns of modules left whole. `cost`: instead
-    of what `wanted` says.
+    """Search the plan that is asked for.
+
+    `micro_batches` None: searched. `replicate`: patterns of modules left whole. `cost`: instead of that of `wanted`.
 
     Raises NnscalerError: `cluster_invalid`; `plan_too_large` where nothing fits; `plan_illegal` for a constraint that
     is wrong or cannot hold.
@@ -113,7 +114,7 @@ def search_plan(
 
 
 def told(found: Found, seconds: float) -> str:
-    """How a plan was found, in a sentence: `seconds` is what the search took."""
+    """Return a sentence on how a plan was found: `seconds` is the time of the search."""
     from nnscaler.planning.cluster.units import show_seconds
 
     of = found.certificate

@@ -1,4 +1,4 @@
-"""What two plans of one graph do otherwise, operation by operation."""
+"""Compare two plans of one graph operation by operation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`kind`: "split", "stage" or "recomputed", how the operation was run `before`, and how it is `now`; or "at rest",
-    of a parameter."""
+    """One thing that two plans do otherwise.
+
+    kind        "split", "stage" or "recomputed" of an operation; "at rest" of a parameter
+    operation   its name, or that of the parameter
+    before      how it was
+    now         how it is
+    """
 
     kind: str
     operation: str
@@ -20,7 +25,10 @@ class Difference:
 
 
 def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Difference, ...]:
-    """In the order of the graph, of what both run. Sizes of axes do not count, nor does what splits nothing."""
+    """Return the differences in the order of the graph, for operations that both run.
+
+    Sizes of axes do not count, nor does a choice that splits nothing.
+    """
     found = []
     for op in now.graph.operations:
         if op.name not in before.placements:  # what micro-batches share is an operation of its own
@@ -38,7 +46,7 @@ def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Differ
 
 
 def splits_of(graph: PartitionedGraph, operation: str) -> str:
-    """`dp b, tp n`: what every axis splits; `whole` where none does."""
+    """Return the identifiers that every axis splits: `dp b, tp n`; `whole` where none does."""
     placement = graph.placements[operation]
     first = placement.stages[0]
     shown = []
@@ -49,10 +57,10 @@ def splits_of(graph: PartitionedGraph, operation: str) -> str:
 
 
 def stages_of(graph: PartitionedGraph, operation: str) -> str:
-    """`0`, or `0, 1` where it is repeated."""
+    """Return the stages of an operation: `0`, or `0, 1` where it is repeated."""
     return ", ".join(map(str, graph.placements[operation].stages))
 
 
 def recomputed(graph: PartitionedGraph, operation: str) -> str:
-    """`yes` where backward computes it again, else `no`."""
+    """Return `yes` where backward computes the operation again, else `no`."""
     return "no" if graph.placements[operation].recompute is None else "yes"

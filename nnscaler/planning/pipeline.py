@@ -12,7 +12,7 @@ from nnscaler.transform.stages import partition_stages
 
 
 def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, chunks: int) -> tuple[Step, ...]:
-    """Assign steps for `devices * chunks` stages; chunks of an interleaved pipeline may be cut inside a layer.
+    """Return assign steps for `devices * chunks` stages; chunks of an interleaved pipeline may be cut inside a layer.
 
     Raises NnscalerError("plan_illegal") when there are fewer layers than devices.
     """

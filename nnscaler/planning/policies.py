@@ -1,4 +1,4 @@
-"""From a short specification to a plan: `dp=2,tp=2,pp=2`."""
+"""Make a plan from a short specification: `dp=2,tp=2,pp=2`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AXES = {
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """`dp=2,tp=2,pp=2,zero=3` as a dict. Raises NnscalerError("plan_illegal")."""
+    """Return `dp=2,tp=2,pp=2,zero=3` as a dict. Raises NnscalerError("plan_illegal")."""
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -57,7 +57,10 @@ def ranks_in(sizes: Mapping[str, int]) -> int:
 
 
 def parse_spec(text: str, ranks: int) -> dict[str, int]:
-    """As `parse_axes`. Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is `ranks`."""
+    """Parse as `parse_axes`.
+
+    Raises NnscalerError("plan_illegal") as well unless the product of dp, tp and pp is `ranks`.
+    """
     sizes = parse_axes(text)
     count = ranks_in(sizes)
     if count != ranks:
@@ -80,10 +83,11 @@ def make_plan(
     replicate: Sequence[str] = (),
     chunks: int | None = None,
 ) -> Plan:
-    """The product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in shards.
+    """Return the product of the policies data_parallel, tensor_parallel and pipeline; with `zero`, parameters rest in
+    shards.
 
-    `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline.
-    `replicate`: patterns of modules or operations that tensor parallelism leaves whole.
+    `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline. `replicate`:
+    patterns of modules or operations that tensor parallelism leaves whole.
     """
     dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
     interleaved = (schedule or "").lower().startswith("interleaved")

@@ -1,14 +1,18 @@
-"""The cheapest choices of all operations on one axis, by a dynamic program over operations in topological order.
+"""The cheapest choices of all operations on one axis, by a dynamic program over operations in topological order, cut to
+a beam.
 
 Its state is the set of layouts in which each live tensor exists, so that conversions which several consumers share are
-paid once. A state from which another one is reached at less than the difference in cost replaces it, and what is left
-is cut to the `BEAM` cheapest. Partial sums look cheap until they are reduced, and could fill the whole frontier: so
-further searches do without operations on partial sums, and without strided splits, and the best answer is taken.
+paid once. A state from which another one is reached at less than the difference in cost dominates it, and of what is
+left the `BEAM` cheapest states are kept. Partial sums look cheap until they are reduced, and could fill the whole
+frontier: so further searches do without operations on partial sums, and without strided splits, and the best answer is
+taken.
 
-What a step does to a frontier depends on the frontier's
-states, their costs relative to the cheapest, and how the operation refers to live tensors, but not on names: a step
-that was made before, in an earlier of many equal layers, is looked up. Costs are whole numbers, so that layers that are
-equal have frontiers that are equal.
+The step from one frontier to the next depends on the frontier's states, their costs relative to the cheapest, and how
+the operation refers to live tensors, but not on names: a step that was made before, in an earlier of many equal layers,
+is looked up. Costs are whole numbers, so that layers that are equal have frontiers that are equal.
+
+Costs have no unit of time: they count elements that are communicated, and `FLOP`, `TRAFFIC` and `MEMORY` say what other
+work weighs beside one such element.
 """
 
 from __future__ import annotations
@@ -30,10 +34,11 @@ from nnscaler.ir.tensor import LogicalTensor
 
 BEAM = 48
 RIVALS = 4  # cheapest states that others are compared with
+# what other work weighs, in elements communicated
 FLOP = 0.3  # per floating point operation, forward and twice backward
 TRAFFIC = 0.1  # per element written
 MEMORY = 1.0  # per element of a parameter at rest
-UNIT = 1024  # of one element's cost
+UNIT = 1024  # steps of one element's cost, which are counted in whole numbers
 
 Versions = frozenset[State]
 Frontier = tuple[tuple[tuple[Versions, ...], int], ...]  # (versions of each live tensor, cost above the cheapest)
@@ -42,7 +47,13 @@ Place = tuple[str, int]  # "live", "input" or "output", and which
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What one choice does: its cost, the versions of the inputs after it, and the states of the outputs."""
+    """The effect of one choice.
+
+    choice    of the operation
+    cost      in 1 / `UNIT` of an element communicated
+    inputs    the versions of each input after it
+    outputs   the state of each output
+    """
 
     choice: Choice
     cost: int
@@ -52,8 +63,16 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An operation as a frontier sees it. `slots`: the live tensor that each input is, or None at its first use.
-    `kept`: where each tensor that is live afterwards comes from."""
+    """An operation as a frontier sees it, without names.
+
+    signature   its identity
+    options     choices to compare
+    slots       by input, the position of its live tensor; None at its first use
+    same        by input, the first slot with the same tensor
+    inputs      by input, (role, needs gradient)
+    outputs     by output, whether it needs a gradient; None for one that is not used
+    kept        where each tensor that is live afterwards comes from
+    """
 
     signature: int
     options: tuple[Choice, ...]
@@ -66,8 +85,13 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Advance:
-    """A frontier after an operation, the number by which it is known, what its cheapest state cost, and for each state
-    the one before it and the choice made."""
+    """A frontier after an operation.
+
+    frontier   its states
+    number     by which it is known
+    cost       that its cheapest state added
+    origins    by state, the number of the state before it and the choice made
+    """
 
     frontier: Frontier
     number: int
@@ -78,7 +102,7 @@ class _Advance:
 def cheapest_choices(
     graph: Graph, signatures: Mapping[str, Signature], parts: int, options: Mapping[str, tuple[Choice, ...]]
 ) -> dict[str, Choice]:
-    """For every operation one of its options, such that all together are cheap."""
+    """Return, for every operation, one of its options, such that all together are cheap."""
     reduced = {name: tuple(c for c in made if not isinstance(c, RunPartial)) for name, made in options.items()}
     blocks = {name: tuple(c for c in made if getattr(c, "outer", 1) == 1) for name, made in reduced.items()}
     found = [_search(graph, signatures, parts, given) for given in (blocks, reduced, options)]
@@ -88,7 +112,7 @@ def cheapest_choices(
 def _search(
     graph: Graph, signatures: Mapping[str, Signature], parts: int, options: Mapping[str, tuple[Choice, ...]]
 ) -> tuple[int, dict[str, Choice]]:
-    """The cost, and the choice for every operation."""
+    """Return the cost, and the choice for every operation."""
     last_use = {name: i for i, op in enumerate(graph.operations) for name in op.inputs}
     live: tuple[str, ...] = ()
     start: Frontier = (((), 0),)
@@ -146,7 +170,7 @@ def _step(
 def _advance(
     graph: Graph, op: Operation, signature: Signature, step: _Step, parts: int, frontier: Frontier
 ) -> dict[tuple[Versions, ...], tuple[int, int, Choice]]:
-    """The states after the operation: what each costs, the state before it and the choice made."""
+    """Return the states after the operation: what each costs, the state before it and the choice made."""
     best: dict[tuple[Versions, ...], tuple[int, int, Choice]] = {}
     cache: dict[Any, list[_Outcome]] = {}
     for number, (versions, cost) in enumerate(frontier):
@@ -167,7 +191,7 @@ def _advance(
 def _undominated(
     candidates: Mapping[tuple[Versions, ...], tuple[int, int, Choice]], tensors: Sequence[LogicalTensor], parts: int
 ) -> list[tuple[tuple[Versions, ...], tuple[int, int, Choice]]]:
-    """The cheapest states, cheapest first, without those that one of the `RIVALS` cheapest makes superfluous."""
+    """Return the cheapest states, cheapest first, without those that one of the `RIVALS` cheapest dominates."""
     kept: list[tuple[tuple[Versions, ...], tuple[int, int, Choice]]] = []
     for versions, found in sorted(candidates.items(), key=lambda item: item[1][0]):
         if all(there[0] + _distance(have, versions, tensors, parts) > found[0] for have, there in kept[:RIVALS]):
@@ -180,7 +204,7 @@ def _undominated(
 def _distance(
     have: tuple[Versions, ...], wanted: tuple[Versions, ...], tensors: Sequence[LogicalTensor], parts: int
 ) -> float:
-    """What it costs to make the versions of one state from those of another; infinite where that cannot be."""
+    """Return the cost of making the versions of one state from those of another; infinite where that cannot be."""
     total = 0.0
     for here, there, tensor in zip(have, wanted, tensors, strict=True):
         if here != there:
@@ -190,7 +214,7 @@ def _distance(
 
 @lru_cache(maxsize=65536)
 def _addition(here: Versions, there: Versions, parts: int, shape: tuple[int, ...], needs_grad: bool) -> float:
-    """What it costs to make the versions `there` of a tensor that has those `here`."""
+    """Return the cost of making the versions `there` of a tensor that has those `here`."""
     total = 0.0
     for state in there - here:
         paths = (find_path((s,), (state,), (parts,), shape, needs_grad) for s in here)
@@ -246,15 +270,18 @@ def _outcome(
 
 
 def _shards(state: State, parts: int) -> float:
-    """How many times the largest shard goes into the whole. Work is counted as if shards were equal: at the weight of
-    an operation, a gather that evens it out would seem to pay, which on no hardware it does."""
+    """Return how many times the largest shard goes into the whole.
+
+    Work is counted as if shards were equal: at the weight of an operation, a gather that evens it out would seem to
+    pay, which is so on no hardware.
+    """
     if not isinstance(state, Sharded):
         return 1
     return sum(state.sizes) / max(state.sizes) if state.sizes else parts
 
 
 def _first_use(role: str, needs_grad: bool, needed: State, elements: int, parts: int) -> tuple[Versions, float]:
-    """The versions of a stored tensor or an input at its first use, and what holding it so costs."""
+    """Return the versions of a stored tensor or an input at its first use, and the cost of holding it so."""
     if role == "input":
         return frozenset((INVARIANT,)), 0.0
     if isinstance(needed, Sharded):

@@ -5,7 +5,7 @@ pattern of an MLP and head-parallel attention by itself, through views and packe
 parameter names.
 
 Splits that the dims of the inputs reach (batch, sequence) are left to other axes. Unequal shards serve where a size
-does not divide; what no parameter reaches is small, and is not worth them.
+does not divide; operations that no parameter reaches are small, and not worth them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def tensor_parallel(
     made: Mapping[str, tuple[Choice, ...]] | None = None,
     axes: Sequence[tuple[str, int]] = (),
 ) -> tuple[Step, ...]:
-    """Steps for every operation on `axis`. Operations in `whole` are replicated. `made`: the choices on other axes,
-    with which the new ones must be legal together."""
+    """Return steps for every operation on `axis`.
+
+    Operations in `whole` are replicated. `made`: the choices on other axes, with which the new ones must be legal
+    together.
+    """
     candidates = _options(graph, signatures, parts, whole)
     every = (*axes, (axis, parts))
 
@@ -51,7 +54,7 @@ def tensor_parallel(
 def _options(
     graph: Graph, signatures: Mapping[str, Signature], parts: int, whole: Collection[str]
 ) -> dict[str, tuple[Choice, ...]]:
-    """The choices to compare, whole first: it wins ties."""
+    """Return the choices to compare, whole first: it wins ties."""
     candidates = all_candidates(graph, signatures, parts)
     taken: dict[str, set[Split]] = {op.name: set() for op in graph.operations}
     inputs = graph.with_role("input")
@@ -74,7 +77,7 @@ def _options(
 
 
 def steps_of(graph: Graph, axis: str, choices: Mapping[str, Choice]) -> tuple[Step, ...]:
-    """Choices as plan steps, operations with the same choice of the same operator together."""
+    """Return choices as plan steps, operations with the same choice of the same operator together."""
     groups: dict[tuple[str, Choice], list[str]] = {}
     for op in graph.operations:
         groups.setdefault((op.operator, choices[op.name]), []).append(op.name)
@@ -82,7 +85,7 @@ def steps_of(graph: Graph, axis: str, choices: Mapping[str, Choice]) -> tuple[St
 
 
 def step_of(operations: tuple[str, ...], axis: str, choice: Choice) -> Step:
-    """One choice as a plan step."""
+    """Return one choice as a plan step."""
     if isinstance(choice, Split):
         return SplitStep(operations, axis, choice.identifier, choice.outer, choice.sections, choice.sizes)
     if isinstance(choice, RunPartial):

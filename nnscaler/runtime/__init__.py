@@ -1,4 +1,4 @@
-"""Runs generated rank programs: what role modules import, and the executor that runs them. Imports torch only."""
+"""Run generated rank programs: what role modules import, and the executor that runs them. Imports torch only."""
 
 from nnscaler.runtime import comm, ops
 from nnscaler.runtime.communicator import CommunicationError, Communicator, ProgramError

@@ -32,9 +32,13 @@ class AutocastUnknown(Exception):
 
 @dataclass
 class Regions:
-    """What is known while `autocast_on` is open. `named`: (device, dtype) of each region that names another device than
-    the one that runs, with the file and line where it is first entered. `switched_off`: (device, device around it) of
-    each disabled region that names another device than the enabled one that it is in, with its place."""
+    """The regions that were entered while `autocast_on` is open.
+
+    device         the device that runs
+    named          (device, dtype) of each region that names another device -> file and line where it is first entered
+    switched_off   (device, device around it) of each disabled region that names another device than the enabled one
+                   around it -> its place
+    """
 
     device: str
     named: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
@@ -50,7 +54,7 @@ _thread = threading.local()
 
 @contextmanager
 def autocast_on(device: str) -> Iterator[Regions]:
-    """While open, in this thread: autocast of any device is that of `device`.
+    """Make autocast of any device that of `device`, in this thread and while open.
 
     Raises AutocastUnknown from a region that cannot be read.
     """
@@ -156,8 +160,10 @@ def _exit(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _entered() -> list[tuple[Any, Any, list[tuple[str, bool, torch.dtype]]]]:
-    """The regions that this thread is in: what was entered, the region of this device, and what torch was to answer for
-    other devices before."""
+    """Return the regions that this thread is in.
+
+    Each is the region that was entered, the region of this device, and torch's earlier answers for other devices.
+    """
     if not hasattr(_thread, "entered"):
         _thread.entered = []
     found: list[tuple[Any, Any, list[tuple[str, bool, torch.dtype]]]] = _thread.entered
@@ -165,7 +171,7 @@ def _entered() -> list[tuple[Any, Any, list[tuple[str, bool, torch.dtype]]]]:
 
 
 def _cast(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`custom_fwd(device_type="cuda", cast_inputs=...)` casts tensors of that device alone."""
+    """Wrap the cast of `custom_fwd(device_type="cuda", cast_inputs=...)`, which casts tensors of that device alone."""
 
     def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         regions = _current.get()
@@ -175,7 +181,8 @@ def _cast(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_again(region: Any, regions: Regions) -> Any:
-    """The region of this device for one that was made, for another, before `autocast_on` was open: a decorator."""
+    """Return the region of this device for one that was made, for another, before `autocast_on` was open: a
+    decorator."""
     enabled = bool(region._enabled) or _was_wanted(region)
     made = autocast_mode.autocast(regions.device, region.fast_dtype, enabled, region._cache_enabled)
     made._nnscaler_named = region.device  # type: ignore[attr-defined]
@@ -183,7 +190,7 @@ def _made_again(region: Any, regions: Regions) -> Any:
 
 
 def _was_wanted(region: Any) -> bool:
-    """Whether the region was made with `enabled=True`: torch switches it off on a machine without such a device.
+    """Return whether the region was made with `enabled=True`: torch switches it off on a machine without such a device.
 
     Raises AutocastUnknown where that is not written in the decorator of the function that is called.
     """
@@ -201,7 +208,8 @@ def _was_wanted(region: Any) -> bool:
 
 
 def _decorated(function: Any) -> bool | None:
-    """What the only autocast among the function's decorators says of `enabled`; None where it is no literal."""
+    """Return the literal `enabled` of the only autocast among the function's decorators; None where it is no
+    literal."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):
@@ -227,7 +235,7 @@ def _literal(value: ast.expr) -> Any:
 
 
 def _place(frame: FrameType) -> tuple[str, int]:
-    """File and line of the model's code that enters a region; of a decorated function its first line."""
+    """Return file and line of the model's code that enters a region; of a decorated function its first line."""
     found = frame
     while found.f_globals.get("__name__", "").startswith(("torch.", "contextlib")) and found.f_back is not None:
         function = found.f_locals.get("func") if found.f_code.co_name == "decorate_autocast" else None

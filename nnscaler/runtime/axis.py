@@ -13,9 +13,15 @@ from nnscaler.runtime.communicator import Communicator, ProgramError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup:
-    """The ranks that differ from this one only in their coordinate on axis `name`, in the order of that coordinate.
+    """The ranks that differ from this one only in their coordinate on one axis.
 
     The micro-batch axis has an `index` (the current micro-batch) and no communicator: its "ranks" are moments.
+
+    name           of the axis
+    size           number of ranks
+    index          this rank's coordinate
+    ranks          in the order of the coordinate
+    communicator   None on the micro-batch axis
     """
 
     name: str
@@ -25,7 +31,7 @@ class AxisGroup:
     communicator: Communicator | None = None
 
     def connected(self) -> Communicator:
-        """The communicator. Raises ProgramError on the micro-batch axis, over which nothing can be sent."""
+        """Return the communicator. Raises ProgramError on the micro-batch axis, over which nothing can be sent."""
         if self.communicator is None:
             raise ProgramError(f"axis {self.name!r} has no ranks to communicate with")
         return self.communicator
@@ -33,8 +39,13 @@ class AxisGroup:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one axis splits one local dim: the dim, viewed as (outer, parts, inner), or section by section; with
-    `sizes`, each of the `outer` blocks is cut into pieces of these sizes, one per rank."""
+    """How one axis splits one local dim, viewed as (outer, parts, inner).
+
+    dim        that is split
+    outer      how many blocks it has, each of which is split
+    sections   sizes of concatenated parts, each of which is split
+    sizes      of unequal pieces of each block, one per rank
+    """
 
     dim: int
     outer: int = 1
@@ -42,7 +53,7 @@ class Cut:
     sizes: tuple[int, ...] = ()
 
     def piece(self, tensor: Tensor, parts: int, index: int) -> Tensor:
-        """The piece of `index`; may be a view. Raises ValueError when the dim does not divide."""
+        """Return the piece of `index`; may be a view. Raises ValueError when the dim does not divide."""
         size = tensor.shape[self.dim]
         if self.sizes:
             return self._uneven_piece(tensor, parts, index)
@@ -69,7 +80,7 @@ class Cut:
         return view.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1)
 
     def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
-        """The shape of the piece of `index`, from the shape of any of them."""
+        """Return the shape of the piece of `index`, from the shape of any of them."""
         if not self.sizes:
             return tuple(piece)
         return (*piece[: self.dim], self.sizes[index] * self.outer, *piece[self.dim + 1 :])
@@ -78,7 +89,7 @@ class Cut:
         return [self.piece(tensor, parts, index) for index in range(parts)]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The inverse of `pieces`."""
+        """Join all pieces: the inverse of `pieces`."""
         parts = len(pieces)
         if self.sections:
             cut = [p.split([s // parts for s in self.sections], self.dim) for p in pieces]
@@ -89,6 +100,6 @@ class Cut:
         return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def place(self, piece: Tensor, parts: int, index: int) -> Tensor:
-        """The whole dim, with `piece` at its place and zeros elsewhere."""
+        """Return the whole dim, with `piece` at its place and zeros elsewhere."""
         shapes = [self.shape_at(piece.shape, i) for i in range(parts)]
         return self.join([piece if i == index else piece.new_zeros(shape) for i, shape in enumerate(shapes)])

@@ -1,4 +1,4 @@
-"""Makes the stage objects of one rank: axis groups, and local tensors cut from the logical state."""
+"""Make the stage objects of one rank: axis groups, and local tensors cut from the logical state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StageBuilder:
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:
-    """The stage classes of a role module, by index. Raises ProgramError when the module is not for this rank."""
+    """Return the stage classes of a role module, by index. Raises ProgramError when the module is not for this rank."""
     ranks = getattr(module, "RANKS", ())
     if rank not in ranks:
         raise ProgramError(f"rank {rank} does not run {module.__name__}, which is for ranks {ranks}")

@@ -1,4 +1,5 @@
-"""Checkpoints: each rank writes what it holds first, and what is read is the whole model, whatever plan comes next.
+"""Checkpoints: each rank writes the shards of which it holds the first copy, and the whole model is read, whatever plan
+comes next.
 
     <folder>/rank_<r>.pt    steps, ranks, names of all that it holds, and its pieces: name, logical shape and indices
 
@@ -32,8 +33,12 @@ _FILE = re.compile(r"rank_(\d+)\.pt$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`state`: logical tensors by name, on the CPU. `step`: optimizer steps that were made. `passes`: batches
-    that were run, by which random numbers are drawn."""
+    """The saved state of a training run.
+
+    step     optimizer steps that were made
+    state    logical tensors by name, on the CPU
+    passes   batches that were run, by which random numbers are drawn
+    """
 
     step: int
     state: Mapping[str, Tensor]
@@ -79,7 +84,7 @@ def _temporary(folder: Path, rank: int) -> Path:
 
 
 def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
-    """Writes this rank's part; every rank calls it. The checkpoint is complete when all have returned."""
+    """Write this rank's part; every rank calls it. The checkpoint is complete when all have returned."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     stages = list(executor.stages.values())
@@ -99,7 +104,8 @@ def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """The whole model. Raises ProgramError when files are missing, do not belong together or leave elements out."""
+    """Read the whole model. Raises ProgramError when files are missing, do not belong together or leave elements
+    out."""
     parts = _read(Path(folder))
     value: dict[str, Tensor] = {}
     known: dict[str, Tensor] = {}

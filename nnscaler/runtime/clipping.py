@@ -20,7 +20,7 @@ EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
 def holds_first_copy(stage: Stage, description: Parameter | Buffer) -> bool:
-    """Whether no rank before this one, and no stage before, holds the same elements."""
+    """Return whether no rank before this one, and no stage before, holds the same elements."""
     coordinates = stage.coordinates()
     states = description.states
     if any(coordinates[axis] for axis in stage.axes if not isinstance(states.get(axis), Sharded)):
@@ -30,7 +30,9 @@ def holds_first_copy(stage: Stage, description: Parameter | Buffer) -> bool:
 
 
 def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients, in float64, the same bits on every rank. Every rank of the program must call it.
+    """Return the norm of all gradients, in float64, the same bits on every rank.
+
+    Every rank of the program must call it.
 
     Raises ProgramError for a norm that is not positive.
     """
@@ -47,7 +49,7 @@ def gradient_norm(stages: Sequence[Stage], communicator: Communicator, norm_type
 
 
 def clip_gradients(stages: Sequence[Stage], norm: Tensor, max_norm: float) -> None:
-    """Scales every gradient by max_norm / norm where that is below 1."""
+    """Scale every gradient by max_norm / norm where that is below 1."""
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     for parameter in {id(p): p for stage in stages for p in _trained(stage)}.values():
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""How long collectives take between the ranks of a job. A job's function: see `launcher.launch`."""
+"""Time collectives between the ranks of a job. A job's function: see `launcher.launch`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TOGETHER = 3  # calls between two barriers, which ranks leave at different times
 
 
 def time_collectives(communicator: Communicator, calls: Sequence[tuple[str, int, int]]) -> list[float]:
-    """Seconds of each call (kind, ranks of a group, bytes) on this rank: the lower quartile of some, since whatever
-    else the machine does only adds to them. Groups of consecutive ranks call at the same time.
+    """Time each call (kind, ranks of a group, bytes) on this rank, in seconds.
 
-    Bytes are those of the tensor whole along the group; of the message, for `send`. All sizes are rounded up to
-    elements of float32.
+    A time is the lower quartile of some, since whatever else the machine does only adds to them. Groups of consecutive
+    ranks call at the same time. Bytes are those of the tensor whole along the group; of the message, for `send`. All
+    sizes are rounded up to elements of float32.
     """
     everyone = tuple(range(communicator.world_size))
     taken: list[float] = []

@@ -1,4 +1,4 @@
-"""What a rank program may ask of the other ranks: the protocol, the record of each call, and the common checks.
+"""Communication of a rank program with other ranks: the protocol, the record of each call, and the common checks.
 
 Two implementations: `simulator` (a thread per rank) and `distributed` (torch.distributed). Rank programs cannot tell
 them apart. Semantics, for both:
@@ -57,7 +57,8 @@ class CommunicationCall:
     context: str = ""  # the instruction that runs, "F0.1"
 
     def arriving(self, rank: int) -> list[tuple[int, ...]]:
-        """The shapes of what each rank of the group gives to `rank` in an all_gather, reduce_scatter or all_to_all."""
+        """Return the shapes that each rank of the group gives to `rank` in an all_gather, reduce_scatter or
+        all_to_all."""
         here, count = self.ranks.index(rank), len(self.ranks)
         if self.kind == "all_gather":
             return list(self.shapes) if len(self.shapes) == count else [self.shapes[0]] * count
@@ -109,7 +110,8 @@ _OWN_MODULES = ("nnscaler.runtime.", "torch.", "contextlib", "threading")
 
 
 def program_place() -> str | None:
-    """file:line of the innermost frame outside the runtime and torch: the line of the rank program that called."""
+    """Return file:line of the innermost frame outside the runtime and torch: the line of the rank program that
+    called."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -136,7 +138,7 @@ class CommunicatorBase:
 
     @contextmanager
     def at(self, place: str | None) -> Iterator[None]:
-        """Calls inside are recorded as made at `place` (None: search the stack, the default)."""
+        """Record calls inside as made at `place` (None: search the stack, the default)."""
         before, self._place = self._place, place
         try:
             yield
@@ -153,7 +155,7 @@ class CommunicatorBase:
         return value.clone() if len(call.ranks) == 1 else self._all_reduce(value.contiguous(), call)
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
-        """`shapes`: of every rank's tensor, where they differ."""
+        """Gather the tensors of all ranks. `shapes`: of every rank's tensor, where they differ."""
         call = self._record("all_gather", ranks, [tensor], shapes=shapes)
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
@@ -161,7 +163,7 @@ class CommunicatorBase:
         return [value.clone()] if len(call.ranks) == 1 else self._all_gather(value.contiguous(), call)
 
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
-        """The reduction of piece i of every rank goes to the i-th rank of the group."""
+        """Reduce piece i of every rank for the i-th rank of the group."""
         call = self._record("reduce_scatter", ranks, pieces, reduction=reduction)
         self._check_count(pieces, call)
         values = [p.detach().contiguous() for p in pieces]
@@ -170,8 +172,10 @@ class CommunicatorBase:
     def all_to_all(
         self, pieces: Sequence[Tensor], ranks: Sequence[int], shapes: Sequence[Sequence[Shape]] | None = None
     ) -> list[Tensor]:
-        """Piece i goes to the i-th rank of the group; the result holds what each rank sent here. `shapes[i][j]`: of
-        what the i-th rank gives to the j-th one, where they differ."""
+        """Send piece i to the i-th rank of the group, and return the pieces that each rank sent here.
+
+        `shapes[i][j]`: of the piece that the i-th rank gives to the j-th one, where they differ.
+        """
         flat = None if shapes is None else [shape for row in shapes for shape in row]
         call = self._record("all_to_all", ranks, pieces, shapes=flat)
         self._check_count(pieces, call)
@@ -181,7 +185,7 @@ class CommunicatorBase:
         return [values[0].clone()] if len(call.ranks) == 1 else self._all_to_all(values, call)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
-        """`tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
+        """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
         call = self._record("broadcast", ranks, [tensor], source=source)
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
@@ -194,7 +198,7 @@ class CommunicatorBase:
             self._barrier(call)
 
     def send(self, tensor: Tensor, destination: int, key: Key) -> None:
-        """Hands the message over and returns; `key` names it for the receiver."""
+        """Hand the message over and return; `key` names it for the receiver."""
         call = self._record("send", (self.rank, destination), [tensor], key=key)
         self._send(tensor.detach().contiguous(), call)
 
@@ -203,7 +207,7 @@ class CommunicatorBase:
         return self._recv(call)
 
     def finish(self) -> None:
-        """Returns when the messages sent from here no longer need their memory. The executor calls it after a step."""
+        """Wait until the messages sent from here no longer need their memory. The executor calls it after a step."""
 
     # -- for implementations --------------------------------------------------------------------------------------
 
@@ -248,7 +252,7 @@ class CommunicatorBase:
             raise CommunicationError(f"rank {self.rank}: {call}: {len(pieces)} pieces for {len(call.ranks)} ranks")
 
     def _check_given(self, given: Sequence[Tensor], told: Sequence[Shape], call: CommunicationCall) -> None:
-        """What this rank gives has the shapes that the group was told."""
+        """Check that this rank gives tensors of the shapes that the group was told."""
         if [tuple(t.shape) for t in given] != [tuple(shape) for shape in told]:
             found = [list(t.shape) for t in given]
             raise CommunicationError(f"rank {self.rank}: {call}: gives {found}, and says {[list(s) for s in told]}")

@@ -1,4 +1,4 @@
-"""How long steps of a program of one rank take, alone and in several processes at once. A job's function: see
+"""Time steps of a program of one rank, alone and in several processes at once. A job's function: see
 `launcher.launch`."""
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ ROUNDS = 7  # in which everything takes a turn, so that what disturbs the machin
 def time_crowded(
     communicator: Communicator, programs: Sequence[str], counts: Sequence[int], seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a step: of each of `programs` on the first rank alone, the lower quartile, since what else the machine
-    does only adds to them; and of the first of them in the first `count` ranks at once, for each of `counts`, on this
-    rank: the median of the turns' means, since a rank that waits for a core takes longer by what others get. nan where
-    this rank did not take part. Each turn takes about `seconds`."""
+    """Time steps, in seconds: alone, and while other ranks compute.
+
+    The first result has each of `programs` on the first rank alone: the lower quartile, since whatever else the machine
+    does only adds to it. The second has the first program in the first `count` ranks at once, for each of `counts`, on
+    this rank: the median of the turns' means, since a rank that waits for a core takes longer by what others get. nan
+    where this rank did not take part. Each turn takes about `seconds`.
+    """
     steps = [_Steps(program) for program in programs]
     alone: list[list[float]] = [[] for _ in programs]
     crowded: list[list[float]] = [[] for _ in counts]

@@ -53,7 +53,7 @@ class TorchCommunicator(CommunicatorBase):
 
 
 def reduce_in_order(tensors: Sequence[Tensor], reduction: str) -> Tensor:
-    """The reduction of the tensors in their order: the same bits wherever it is computed."""
+    """Reduce the tensors in their order: the same bits wherever it is computed."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = torch.maximum(total, tensor) if reduction == "max" else total.add_(tensor)

@@ -1,4 +1,4 @@
-"""Runs a role module on one rank: the instructions of a step, and what a training loop needs of it.
+"""Run a role module on one rank: the instructions of a step, and the methods that a training loop needs.
 
 A step cuts this rank's pieces out of the global batch, runs `prepare` of each stage once, then SCHEDULE instruction by
 instruction, then sums gradients over ranks. Gradients accumulate over micro-batches in the parameter's `.grad`, in
@@ -102,7 +102,8 @@ class RankExecutor:
     # -- a training step ------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, last: bool = True) -> Tensor | None:
-        """Forward and backward of the global `batch`; the loss, on the ranks whose stage computes it (else None).
+        """Run forward and backward of the global `batch`; return the loss on the ranks whose stage computes it (else
+        None).
 
         Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
         `context.step` counts this as an optimizer step. Where gradients of several batches are added up for one, `last`
@@ -133,7 +134,8 @@ class RankExecutor:
             parameter.grad = None
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; the norm before, the same on every rank.
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, the same on every
+        rank.
 
         The norm is that of the whole model, as torch.nn.utils.clip_grad_norm_ has it on one device. Every rank calls
         this after `step`.
@@ -167,7 +169,7 @@ class RankExecutor:
     # -- instructions ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Batch, *, backward: bool) -> Tensor | None:
-        """The instructions of one step, or only its forwards."""
+        """Run the instructions of one step, or only its forwards."""
         self._in_flight.clear()
         self._updated.clear()
         self._mail.clear()
@@ -219,7 +221,8 @@ class RankExecutor:
     def _forward(
         self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch, *, keep: bool
     ) -> Tensor | None:
-        """Runs the micro-batch, sends what other stages read, and returns the local loss if this stage has one.
+        """Run the micro-batch, send the tensors that other stages read, and return the local loss if this stage has
+        one.
 
         `keep`: what backward needs, and new values of buffers.
         """
@@ -249,7 +252,7 @@ class RankExecutor:
             return outputs["loss"].detach() if stage.loss is not None else None
 
     def _backward(self, stage: Stage, instruction: Instruction) -> None:
-        """Receives the gradients of what was sent, runs backward, and returns the gradients of what was received."""
+        """Receive the gradients of sent tensors, run backward, and return the gradients of received tensors."""
         micro = instruction.micro
         with self._working(str(instruction), stage):
             self._running = ("backward", micro)
@@ -280,7 +283,7 @@ class RankExecutor:
         return torch.full_like(loss, self.loss_scale)
 
     def _total(self, stage: Stage, losses: list[Tensor]) -> Tensor:
-        """The loss of the step: the sum over micro-batches and ranks on the axes where it is a partial sum."""
+        """Sum the loss of the step over micro-batches and ranks, on the axes where it is a partial sum."""
         assert stage.loss is not None
         states = stage.loss.states
         total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]

@@ -31,7 +31,7 @@ _PRELOADED = ("torch", "torch.distributed", "nnscaler.runtime", "nnscaler.runtim
 
 
 def main(descriptor: int, launcher: int, preload: Sequence[str]) -> None:
-    """Serves the launcher, process `launcher`, at the other end of the socket until it goes away."""
+    """Serve the launcher, process `launcher`, at the other end of the socket until it goes away."""
     leave_stopping_to_parent()
     gc.disable()  # imports make hardly any garbage, and looking for it would take a fifth of their time
     for name in (*_PRELOADED, *preload):
@@ -84,7 +84,7 @@ class _Server:
                 return
 
     def _obey(self) -> bool:
-        """Carries out the launcher's commands; False when it closed the connection."""
+        """Carry out the launcher's commands; False when it closed the connection."""
         data = self._connection.recv(65536)
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
@@ -119,7 +119,7 @@ class _Server:
                 os.setpgid(process, process)
 
     def _become_rank(self, command: dict[str, Any], rank: int, log: str, server: int) -> int:
-        """The life of a forked rank; its exit code."""
+        """Live as a forked rank, and return its exit code."""
         assert self._done is not None
         assert self._gate is not None
         signal.set_wakeup_fd(-1)
@@ -157,7 +157,7 @@ class _Server:
                 os.killpg(process, number) if number == signal.SIGKILL else os.kill(process, number)
 
     def _reap(self) -> None:
-        """Tells the launcher of the ranks that have ended."""
+        """Tell the launcher of the ranks that have ended."""
         while self._ranks:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
@@ -172,7 +172,7 @@ class _Server:
                 self.send({"event": "exit", "rank": rank, "code": code, "time": time.monotonic()})
 
     def stop(self) -> None:
-        """Kills every rank and waits until they are gone."""
+        """Kill every rank and wait until they are gone."""
         self._signal(signal.SIGKILL)
         for process in self._ranks:
             with contextlib.suppress(ChildProcessError):

@@ -71,7 +71,7 @@ class GlooCommunicator(TorchCommunicator):
         return content.to(self.device)
 
     def _settle(self, destination: int, key: Key | None) -> None:
-        """Lets go of one message of this key to `destination`, which has arrived."""
+        """Let go of one message of this key to `destination`, which has arrived."""
         waiting = None if key is None else self._sent.get((destination, key))
         if waiting:
             waiting.popleft()[1].wait()
@@ -132,14 +132,20 @@ class GlooCommunicator(TorchCommunicator):
             self._gather(torch.zeros(1, dtype=torch.uint8), call)
 
     def _gather(self, tensor: Tensor, call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
-        """The tensors of the group in its order, none of them `tensor` itself. `shapes`: theirs, where they differ."""
+        """Return the tensors of the group in its order, none of them `tensor` itself.
+
+        `shapes`: theirs, where they differ.
+        """
         there = zip(call.ranks, shapes or [tuple(tensor.shape)] * len(call.ranks), strict=True)
         results = [tensor.clone() if rank == self.rank else tensor.new_empty(shape) for rank, shape in there]
         self._exchange(dict.fromkeys(call.ranks, tensor), dict(zip(call.ranks, results, strict=True)), call)
         return results
 
     def _scatter(self, pieces: Sequence[Tensor], call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
-        """What each rank of the group has for this one; this rank's own piece is not copied. `shapes`: as `_gather`."""
+        """Return the pieces that the ranks of the group send to this one; its own piece is not copied.
+
+        `shapes`: as `_gather`.
+        """
         mine = pieces[call.ranks.index(self.rank)]
         there = zip(call.ranks, shapes or [tuple(mine.shape)] * len(call.ranks), strict=True)
         results = [mine if rank == self.rank else mine.new_empty(shape) for rank, shape in there]
@@ -150,7 +156,7 @@ class GlooCommunicator(TorchCommunicator):
     def _exchange(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
     ) -> None:
-        """Sends and fills tensors by rank, all at once; entries of this rank are ignored."""
+        """Send and fill tensors by rank, all at once; entries of this rank are ignored."""
         tag = self._tag(call)
         works = [self._start_recv(t, rank, tag) for rank, t in incoming.items() if rank != self.rank]
         works += [self._start_send(t, rank, tag) for rank, t in outgoing.items() if rank != self.rank]
@@ -167,7 +173,7 @@ class GlooCommunicator(TorchCommunicator):
         return self._world.recv([_bytes(tensor)], rank, tag) if tensor.numel() else None
 
     def _tag(self, call: CommunicationCall) -> int:
-        """A number of 31 bits for what both sides agree on. Raises CommunicationError when two calls share one."""
+        """Hash the agreement of both sides to 31 bits. Raises CommunicationError when two calls share a tag."""
         agreement = _agreement(call)
         if agreement not in self._tags:
             tag = int.from_bytes(hashlib.sha256(agreement.encode()).digest()[:4], "big") >> 1
@@ -180,14 +186,16 @@ class GlooCommunicator(TorchCommunicator):
 
 
 def _agreement(call: CommunicationCall) -> str:
-    """What sender and receiver, or all ranks of a collective, say alike."""
+    """Return the part of a call that sender and receiver, or all ranks of a collective, have in common."""
     kind = "message" if call.kind in ("send", "recv") else call.kind
     return repr((kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key))
 
 
 def _forward_of(key: Key) -> Key | None:
-    """The key of the message whose gradient has `key`; None if `key` is not a gradient's. A gradient comes back only
-    after its message has arrived."""
+    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
+
+    A gradient comes back only after its message has arrived.
+    """
     for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
         if place >= 0 and key[place] == "B":
             return (*key[:place], "F", *key[place + 1 :])
@@ -195,7 +203,7 @@ def _forward_of(key: Key) -> Key | None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, itself if it is there."""
+    """Return the tensor in host memory, itself if it is there."""
     return tensor.cpu()
 
 
@@ -204,5 +212,5 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)

@@ -39,7 +39,7 @@ class Gradients:
             parameter.grad = None
 
     def collect(self) -> None:
-        """After each backward: moves gradients of half precision into float32."""
+        """Move gradients of half precision into float32, after each backward."""
         for parameter in self._holdings:
             if parameter.dtype in _HALF and parameter.grad is not None:
                 wide = parameter.grad.float()

@@ -1,10 +1,10 @@
-"""One job of the local launcher: the directory through which launcher and ranks talk, and what came of it.
+"""One job of the local launcher: the directory through which launcher and ranks talk, and its outcome.
 
-    job.pt            what to run: written by the launcher, read by every rank
-    store             where the ranks find each other
-    status            what each rank is doing (`status`)
-    result_<rank>.pt  what the function returned, or
-    error_<rank>.json what it raised
+job.pt            what to run: written by the launcher, read by every rank
+store             where the ranks find each other
+status            what each rank is doing (`status`)
+result_<rank>.pt  what the function returned, or
+error_<rank>.json what it raised
 
 Results are files because tensors that travel through shared memory need a process that outlives the job.
 """
@@ -37,18 +37,20 @@ class LaunchError(ProgramError):
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What became of one rank.
+    """The end of one rank.
 
-    status   "finished"; "raised" an exception; "died" by a signal or an exit; or, when the job was ended from outside
-             (another rank failed, time-out, deadlock), what it was doing: "blocked" in a communication call, "running"
-             other code, "starting"
-    result   what the function returned
-    error    one line: the exception, or how the process died
-    traceback of the exception
-    waiting  the communication call in which it was, or the last one before that
-    secondary: it raised only because a peer had gone
-    errno    of the operating system's error behind the exception: a full disk, say
-    log      the file with the rank's output, if the caller named a directory; log_tail: its end
+    status      "finished"; "raised" an exception; "died" by a signal or an exit; or, when the job was ended from
+                outside (another rank failed, time-out, deadlock), its activity then: "blocked" in a communication
+                call, "running" other code, "starting"
+    result      returned by the function
+    error       one line: the exception, or how the process died
+    traceback   of the exception
+    waiting     the communication call in which it was, or the last one before that
+    secondary   whether it raised only because a peer had gone
+    errno       of the operating system's error behind the exception: a full disk, say
+    log         the file with the rank's output, if the caller named a directory
+    log_tail    the end of its output
+    time        seconds of a monotonic clock at which it ended
     """
 
     rank: int
@@ -70,8 +72,13 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome(Sequence[RankOutcome]):
-    """The ranks of a job in order, and how it ended: "finished", "failed" (a rank raised or died), "timeout", or
-    "deadlock" (every unfinished rank waited in a communication call and none got on)."""
+    """The ranks of a job in order, and its end.
+
+    ranks     one outcome each
+    end       "finished", "failed" (a rank raised or died), "timeout", or "deadlock" (every unfinished rank waited in a
+              communication call and none got on)
+    seconds   from start to end
+    """
 
     ranks: tuple[RankOutcome, ...]
     end: JobEnd
@@ -92,7 +99,7 @@ class JobOutcome(Sequence[RankOutcome]):
 
     @property
     def all_blocked(self) -> bool:
-        """Every rank that had not finished was inside a communication call."""
+        """True where every rank that had not finished was inside a communication call."""
         unfinished = [r for r in self.ranks if r.status != "finished"]
         return bool(unfinished) and all(r.status == "blocked" for r in unfinished)
 
@@ -103,7 +110,7 @@ class JobOutcome(Sequence[RankOutcome]):
         return failed[0] if failed else None
 
     def results(self) -> list[Any]:
-        """What the ranks returned. Raises CommunicationError for a deadlock, else LaunchError when the job failed."""
+        """Return the ranks' results. Raises CommunicationError for a deadlock, else LaunchError when the job failed."""
         if self.end == "deadlock":
             waiting = {r.rank: r.waiting for r in self.ranks if r.status == "blocked"}
             raise CommunicationError(self.describe(), waiting=waiting)
@@ -112,7 +119,7 @@ class JobOutcome(Sequence[RankOutcome]):
         return [r.result for r in self.ranks]
 
     def describe(self) -> str:
-        """How the job ended and what each unfinished rank was doing, for people."""
+        """Say how the job ended and what each unfinished rank was doing, for people."""
         if self.ok:
             return f"{len(self.ranks)} ranks finished in {self.seconds:.1f} s"
         failure = self.first_failure
@@ -136,7 +143,17 @@ def _activity(outcome: RankOutcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSpecification:
-    """What every rank needs to know. `rank_kwargs[rank]` is added to `kwargs`."""
+    """A job as every rank reads it.
+
+    target        "package.module:function" or "file.py:function"
+    world_size    number of ranks
+    backend       of torch.distributed
+    devices       by rank
+    kwargs        of the function
+    rank_kwargs   by rank, added to `kwargs`
+    groups        of ranks, see `torch_communicator`
+    pairs         of ranks, see `torch_communicator`
+    """
 
     target: str
     world_size: int
@@ -163,7 +180,7 @@ class JobDirectory:
         return self.path / "status"
 
     def write_specification(self, specification: JobSpecification) -> None:
-        """Raises LaunchError when an argument cannot be pickled."""
+        """Write `job.pt`. Raises LaunchError when an argument cannot be pickled."""
         fields = {name: getattr(specification, name) for name in JobSpecification.__slots__}
         try:
             with (self.path / "job.pt").open("wb") as file:
@@ -183,7 +200,7 @@ class JobDirectory:
         temporary.rename(self.path / f"result_{rank}.pt")
 
     def write_error(self, rank: int, error: BaseException) -> int:
-        """Returns the exit code of the process."""
+        """Write the error of a rank, and return the exit code of the process."""
         text = f"{type(error).__name__}: {error}"
         record = {
             "error": text,
@@ -201,7 +218,7 @@ class JobDirectory:
         return 1
 
     def outcome(self, rank: int, exit_code: int | None, ended: float, log: Path) -> RankOutcome | None:
-        """What the files and the exit code of a rank say; None when it has neither finished nor failed."""
+        """Read the outcome of a rank from its files and exit code; None when it has neither finished nor failed."""
         error, result = self.path / f"error_{rank}.json", self.path / f"result_{rank}.pt"
         tail = log_tail(log)
         if error.exists():
@@ -217,7 +234,7 @@ class JobDirectory:
 
 
 def log_tail(log: Path, size: int = 4000) -> str:
-    """The end of a rank's log; empty when there is none."""
+    """Return the end of a rank's log; empty when there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
@@ -227,7 +244,7 @@ def log_tail(log: Path, size: int = 4000) -> str:
 
 
 def _errno_of(error: BaseException) -> int | None:
-    """The number of the OSError behind an exception; None where there is none."""
+    """Return the number of the OSError behind an exception; None where there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

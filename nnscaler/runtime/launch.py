@@ -39,8 +39,11 @@ COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 2 when the program cannot run so, or its checkpoint cannot be written; 3 when a loss was not
-    finite and training stopped for that; 101 when running it failed; 130 interrupted."""
+    """Run the command, and return the exit code.
+
+    It is 0; 2 when the program cannot run so, or its checkpoint cannot be written; 3 when a loss was not finite and
+    training stopped for that; 101 when running it failed; 130 interrupted.
+    """
     options = _parse(arguments)
     try:
         place = torchrun_place() or Place(0, 1, 0, 1)
@@ -183,7 +186,7 @@ def _train(
 
 
 def _report(value: float | None, number: int, more: str, options: argparse.Namespace) -> None:
-    """A line for the step, and a word where its loss is no number. On rank 0 alone, which has the value."""
+    """Print a line for the step, with a word where its loss is no number. On rank 0 alone, which has the value."""
     if value is None:
         return
     print(f"step {number}  loss {value!r}{more}", flush=True)
@@ -195,13 +198,13 @@ def _report(value: float | None, number: int, more: str, options: argparse.Names
 
 
 def _anywhere(here: bool, communicator: Communicator, device: torch.device) -> bool:
-    """Whether it is so on any rank; every rank calls this."""
+    """Return whether `here` is true on any rank; every rank calls this."""
     told = torch.tensor(float(here), device=device)
     return bool(communicator.all_reduce(told, tuple(range(communicator.world_size)), "max"))
 
 
 def _start(program: ProgramDirectory, place: Place, options: argparse.Namespace) -> Checkpoint:
-    """The tensors that training starts from: the program's, and those of a checkpoint in their places.
+    """Return the tensors that training starts from: the program's, and those of a checkpoint in their places.
 
     Raises ProgramError where there is no checkpoint or it is another model's, and where the program's tensors are not
     those that it was compiled with. The ranks of a machine share the reading.
@@ -293,7 +296,7 @@ def _optimizer(options: argparse.Namespace, executor: RankExecutor) -> torch.opt
 
 
 def _loss_at_rank_0(loss: torch.Tensor | None, source: int, communicator: Communicator, step: int) -> float | None:
-    """The loss on rank 0, wherever it was computed; None on other ranks."""
+    """Return the loss on rank 0, wherever it was computed; None on other ranks."""
     value = None if loss is None else loss.detach().double()
     key = ("loss", step)
     if source != 0 and communicator.rank == source:

@@ -1,4 +1,4 @@
-"""Runs a function as the ranks of a job on this machine: real processes, watched until all have ended.
+"""Run a function as the ranks of a job on this machine: real processes, watched until all have ended.
 
 No process outlives `launch`: on the first failure, a time-out, a deadlock or an interrupt every rank is killed and
 reaped, and when the launching process is killed its ranks go with it. A deadlock is seen from the ranks' own reports:
@@ -90,7 +90,7 @@ class ForkServer:
         return self._process.pid
 
     def close(self) -> None:
-        """Ends the server and what it still runs."""
+        """End the server and the ranks that it still runs."""
         self._connection.close()
         if not self._is_ready:  # it would hear of it only after all its imports
             self._process.kill()
@@ -102,7 +102,7 @@ class ForkServer:
         self._folder.cleanup()
 
     def wait_until_ready(self) -> None:
-        """Raises LaunchError when the server does not start."""
+        """Wait until the server has imported torch. Raises LaunchError when it does not start."""
         if not self._is_ready:
             clock = FairClock(self._process.pid)
             while not self._is_ready and clock.seconds() < _START_LIMIT:
@@ -117,7 +117,10 @@ class ForkServer:
             raise LaunchError(f"the fork server has ended\n{log_tail(self._log)}") from None
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """What the server says within `timeout` seconds; returns at its first words. Raises LaunchError if it ended."""
+        """Return the server's messages of up to `timeout` seconds, as soon as there are any.
+
+        Raises LaunchError if it ended.
+        """
         ready, _, _ = select.select([self._connection], [], [], timeout)
         if not ready:
             return []
@@ -132,7 +135,7 @@ class ForkServer:
 
 
 def _module_path() -> list[str]:
-    """Where this process finds modules, for another one: the entry "" means the current folder."""
+    """Return the module path of this process for another one: the entry "" means the current folder."""
     return list(dict.fromkeys(entry or str(Path.cwd()) for entry in sys.path))
 
 
@@ -151,13 +154,13 @@ def launch(
     pairs: Sequence[tuple[int, int]] = (),
     server: ForkServer | None = None,
 ) -> JobOutcome:
-    """Runs `function(communicator, **kwargs)` on `world_size` ranks and returns what became of each.
+    """Run `function(communicator, **kwargs)` on `world_size` ranks and return the outcome of each.
 
     target       "package.module:function" or "file.py:function"
     kwargs       picklable; `rank_kwargs[rank]` is added to them
     timeout      seconds for the whole job; stall: seconds without progress that make a deadlock (min(20, timeout / 2));
                  both of a FairClock, which stands while ranks wait for a processor
-    log_dir      where the ranks' output goes, rank_<n>.log each; without it only its end is kept, in the outcome
+    log_dir      folder for the ranks' output, rank_<n>.log each; without it only its end is kept, in the outcome
     devices      of each rank, "cpu" without
     groups, pairs: see `torch_communicator`
     server       to start from; without, one is started for this job (a second or two)
@@ -226,7 +229,7 @@ class _Watch:
         return JobOutcome(ranks, end, time.monotonic() - begin)
 
     def _follow(self, status: StatusReader, clock: FairClock, timeout: float, stall: float) -> JobEnd:
-        """Waits for the end of the job; how it ended."""
+        """Wait for the end of the job, and return how it ended."""
         while len(self._exits) < len(self._logs):
             self._listen(0.1)
             if any(code != 0 for code, _ in self._exits.values()):
@@ -246,7 +249,7 @@ class _Watch:
                 self._exits[event["rank"]] = (event["code"], event["time"])
 
     def _wait_for_cause(self) -> None:
-        """A rank whose peer is gone may be heard of before that peer."""
+        """Wait for the failure behind a lost connection: a rank whose peer is gone may be heard of before that peer."""
         clock = FairClock(self._server.process_id)
         while clock.seconds() < _CAUSE_LIMIT and len(self._exits) < len(self._logs):
             failures = [self._ended(rank) for rank, (code, _) in self._exits.items() if code != 0]
@@ -268,7 +271,7 @@ class _Watch:
         return 0 < unfinished == blocked
 
     def _end(self) -> None:
-        """Kills what still runs; returns when every process of the job is gone."""
+        """Kill the processes that still run, and return when every process of the job is gone."""
         gone, limit = set(self._exits), time.monotonic() + _KILL_LIMIT
         with contextlib.suppress(LaunchError):  # a server that has ended took its ranks with it
             if len(gone) < len(self._logs):

@@ -60,7 +60,7 @@ States = Mapping[str, State]  # by axis name; an axis that is missing is Invaria
 
 
 def gradient_states(states: States) -> dict[str, State]:
-    """How the gradient of a tensor with these states lies, read as a value."""
+    """Return how the gradient of a tensor with these states lies, read as a value."""
     return {axis: _GRADIENT.get(type(state), state) for axis, state in states.items()}
 
 

@@ -1,4 +1,4 @@
-"""Loads Python files by path, under names of our own: roles of a program, and users' files.
+"""Load Python files by path, under names of our own: roles of a program, and users' files.
 
 A user's file may be called anything and stand beside files called anything (`verify.py`, `ir.py`, `types.py`). It is
 loaded as `_nnscaler_user_<folder>.<file>`; its folder goes to the end of `sys.path`, so that it never shadows what
@@ -29,7 +29,7 @@ class UserFileError(ProgramError):
 
 
 def load_role(path: str | Path, *, transform: Transform | None = None) -> ModuleType:
-    """Executes a role file from its text, under a private name; `transform(source, filename)` may compile it instead.
+    """Execute a role file from its text, under a private name; `transform(source, filename)` may compile it instead.
 
     Raises ProgramError when the file is missing or is not Python; what its code raises is passed on.
     """
@@ -54,11 +54,10 @@ def load_role(path: str | Path, *, transform: Transform | None = None) -> Module
 
 
 def load_user_module(path: str | Path) -> ModuleType:
-    """The module of a user's file, executed once per process. It sees a command line without arguments: nnscaler's are
-    not for it.
+    """Load the module of a user's file, which is executed once per process.
 
-    Raises UserFileError when the file is missing or imports relatively to a package that it is not in; what its code
-    raises is passed on.
+    It sees a command line without arguments: nnscaler's are not for it. Raises UserFileError when the file is missing
+    or imports relatively to a package that it is not in; an exception of its code is passed on.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -125,6 +124,6 @@ def _digest(*texts: str) -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """The path as people know it: relative to the current folder when it is inside."""
+    """Return the path as people know it: relative to the current folder when it is inside."""
     file = Path(path).resolve()
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)

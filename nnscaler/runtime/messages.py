@@ -55,7 +55,7 @@ class Mail:
         return self._receive_pieces(stage.local(receive.shape), dtype, receive.messages, key)
 
     def send_gradient(self, stage: Stage, receive: Receive | Exchange, gradient: Tensor, micro: int) -> None:
-        """The gradient of a received value goes back to where the value came from."""
+        """Send the gradient of a received value back to where the value came from."""
         key: Key = (receive.key, receive.stage, stage.index, micro, "B")
         if isinstance(receive, Receive):
             self._send(gradient, receive.peers[_position(stage)], key)
@@ -63,7 +63,7 @@ class Mail:
             self._send_pieces(gradient, receive.backward, key)
 
     def receive_gradient(self, stage: Stage, send: Send | Exchange, value: Tensor, micro: int) -> Tensor:
-        """The gradient of a sent value."""
+        """Receive the gradient of a sent value."""
         key: Key = (send.key, stage.index, send.stage, micro, "B")
         if isinstance(send, Send):
             return self._receive(tuple(value.shape), value.dtype, send.peers[_position(stage)], key)
@@ -89,7 +89,7 @@ def _position(stage: Stage) -> int:
 
 
 def _numbered(messages: Sequence[Message]) -> Iterator[tuple[int, Message]]:
-    """Each message with its number among those of the same source and destination."""
+    """Yield each message with its number among those of the same source and destination."""
     seen: dict[tuple[int, int], int] = {}
     for message in messages:
         number = seen.get(message[:2], 0)

@@ -67,7 +67,7 @@ class NcclCommunicator(GlooCommunicator):
             return torch.distributed.new_group(list(members), backend=backend)
 
     def _connect(self, pair: Pair, group: ProcessGroup) -> None:
-        """A first message makes NCCL connect now, where both sides are known to be."""
+        """Send a first message, so that NCCL connects now, where both sides are known to be."""
         with self._inside(f"connects ranks {pair[0]} -> {pair[1]}"):
             probe = torch.zeros(1, device=self.device)
             if self.rank == pair[0]:
@@ -194,17 +194,17 @@ class NcclCommunicator(GlooCommunicator):
 
 
 def _position(rank: int, pair: tuple[int, ...]) -> int:
-    """The number of `rank` in the torch group of two ranks, which is sorted."""
+    """Return the number of `rank` in the torch group of two ranks, which is sorted."""
     return sorted(pair).index(rank)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype that NCCL reduces: bool as uint8."""
+    """Return the tensor in a dtype that NCCL reduces: bool as uint8."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _in_axis_order(results: list[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:
-    """From the order of a torch group, which is sorted, to the order of the axis."""
+    """Reorder tensors from the order of a torch group, which is sorted, to the order of the axis."""
     members = sorted(ranks)
     return [results[members.index(rank)] for rank in ranks]
 

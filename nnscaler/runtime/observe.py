@@ -19,7 +19,7 @@ _PARSING = threading.Lock()
 
 
 def instrument(source: str, filename: str) -> CodeType:
-    """The code of a role module in which each assignment inside a method reports the names that it assigns."""
+    """Compile a role module so that each assignment inside a method reports the names that it assigns."""
     with _PARSING:
         tree = ast.parse(source, filename)
     tree = _Instrument().visit(tree)
@@ -27,7 +27,7 @@ def instrument(source: str, filename: str) -> CodeType:
 
 
 def observed_copy(module: ModuleType) -> ModuleType:
-    """`module` executed again from its file, instrumented, under the same name. Raises ProgramError without a file."""
+    """Execute `module` again from its file, instrumented, under the same name. Raises ProgramError without a file."""
     filename = getattr(module, "__file__", None)
     if filename is None or not Path(filename).is_file():
         raise ProgramError(f"{module.__name__} has no source file, so that it cannot be observed")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def _within(index: Tensor, first: int, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Indices into the block, and which of them are: those that are not read entry 0."""
+    """Return the indices into the block, and which of them are: those that are not read entry 0."""
     local = torch.where(index < 0, index + size, index) - first
     here = (local >= 0) & (local < length)
     return torch.where(here, local, 0), here

@@ -32,7 +32,7 @@ def dropout(
     logical_shape: Sequence[int] = (),
     dims: int | None = None,
 ) -> Tensor:
-    """`x` with each element zeroed with probability `p` and the others divided by 1 - p.
+    """Return `x` with each element zeroed with probability `p` and the others divided by 1 - p.
 
     `name` is the operation's, `states` the layout of `x` ("micro" included) and `logical_shape` the shape of the whole
     tensor; `dims`: how many leading dims have draws of their own (None: all). Without a stage, or when the executor was
@@ -54,7 +54,7 @@ def feature_dropout(
     states: Mapping[str, State] | None = None,
     logical_shape: Sequence[int] = (),
 ) -> Tensor:
-    """`dropout` of whole channels: one draw for each index of the first two dims."""
+    """Drop whole channels as `dropout` drops elements: one draw for each index of the first two dims."""
     return dropout(x, p, stage, name, states, logical_shape, dims=2)
 
 
@@ -67,7 +67,7 @@ def alpha_dropout(
     logical_shape: Sequence[int] = (),
     dims: int | None = None,
 ) -> Tensor:
-    """What is dropped becomes SELU's negative limit, and mean and variance are kept; other arguments as `dropout`."""
+    """Set dropped elements to SELU's negative limit, keeping mean and variance; other arguments as `dropout`."""
     if stage is None or not stage.context.dropout or p == 0.0:
         return x.view_as(x)
     if p >= 1.0:
@@ -85,7 +85,7 @@ def feature_alpha_dropout(
     states: Mapping[str, State] | None = None,
     logical_shape: Sequence[int] = (),
 ) -> Tensor:
-    """`alpha_dropout` of whole channels: one draw for each index of the first two dims."""
+    """Drop whole channels as `alpha_dropout` drops elements: one draw for each index of the first two dims."""
     return alpha_dropout(x, p, stage, name, states, logical_shape, dims=2)
 
 
@@ -98,7 +98,7 @@ def random_uniform(
     logical_shape: Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Numbers in (0, 1), this rank's `size` of the `logical_shape`; other arguments as `dropout`.
+    """Draw numbers in (0, 1), this rank's `size` of the `logical_shape`; other arguments as `dropout`.
 
     Without a stage, or when the executor was told so, they depend on their place alone.
     """
@@ -116,12 +116,12 @@ def random_normal(
     logical_shape: Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """As `random_uniform`, with mean 0 and variance 1."""
+    """Draw as `random_uniform`, with mean 0 and variance 1."""
     return normal_of(random_uniform(size, torch.float64, stage, name, states, logical_shape, device)).to(dtype)
 
 
 def normal_of(draw: Tensor) -> Tensor:
-    """Normal numbers from uniform ones in (0, 1)."""
+    """Turn uniform numbers in (0, 1) into normal ones, by the inverse of the distribution function."""
     return torch.erfinv(2.0 * draw - 1.0) * 2.0**0.5
 
 
@@ -133,7 +133,10 @@ def _noise(
     device: torch.device | str,
     dims: int | None = None,
 ) -> Tensor:
-    """Float64 numbers in [0, 1) for this rank's elements. `dims`: as many leading dims differ, the others share."""
+    """Draw float64 numbers in [0, 1) for this rank's elements.
+
+    `dims`: as many leading dims differ, the others share.
+    """
     shape = tuple(logical_shape)
     sizes, place = (stage.sizes(), stage.coordinates()) if stage is not None else ({}, {})
     coordinates = logical_coordinates(shape, states or {}, sizes, place, device)
@@ -145,7 +148,7 @@ def _noise(
 
 
 def uniform(seed: int, name: str, step: int, coordinates: Sequence[Tensor], logical_shape: Sequence[int]) -> Tensor:
-    """Float64 numbers in [0, 1), one for each combination of the `coordinates` given per dim."""
+    """Compute float64 numbers in [0, 1), one for each combination of the `coordinates` given per dim."""
     position = torch.zeros((), dtype=torch.int64, device=coordinates[0].device if coordinates else None)
     for along, size in zip(coordinates, logical_shape, strict=True):
         position = position.unsqueeze(-1) * size + along
@@ -161,8 +164,10 @@ def logical_uniform(
     dims: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The numbers in [0, 1) that all ranks together draw for one operation: of `logical_shape`, or with `dims` of that
-    many leading dims, the others of size 1."""
+    """Draw the numbers in [0, 1) that all ranks together draw for one operation.
+
+    They are of `logical_shape`, or with `dims` of that many leading dims, the others of size 1.
+    """
     sizes = [size if dims is None or dim < dims else 1 for dim, size in enumerate(logical_shape)]
     return uniform(seed, name, step, [torch.arange(size, device=device) for size in sizes], logical_shape)
 
@@ -175,14 +180,14 @@ def _key(seed: int, name: str, step: int) -> int:
 
 
 def _mix_integer(z: int) -> int:
-    """The finaliser of splitmix64."""
+    """Mix the bits of a number of 64 bits: the finaliser of splitmix64 (Steele et al. 2014)."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % _WRAP
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % _WRAP
     return z ^ (z >> 31)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """`_mix_integer` on int64 tensors, whose products wrap and whose shifts have to be made logical."""
+    """Mix as `_mix_integer`, on int64 tensors, whose products wrap and whose shifts have to be made logical."""
     z = z * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)

@@ -73,7 +73,7 @@ def recurrent_cell(
     b_ih: Tensor | None,
     b_hh: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One step of a recurrent network ("lstm", "rnn_tanh", "rnn_relu") for some of its hidden units.
+    """Compute one step of a recurrent network ("lstm", "rnn_tanh", "rnn_relu") for some of its hidden units.
 
     The weights have the rows of these units. `before` is the whole state before it, and for an LSTM [whole state, cell
     state of these units].

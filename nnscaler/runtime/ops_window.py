@@ -41,7 +41,7 @@ def below(
     length: Sequence[int],
     fill: float = 0.0,
 ) -> Tensor:
-    """The rows of `x` that the windows of the output rows read, along its last dims."""
+    """Return the rows of `x` that the windows of the output rows read, along its last dims."""
     count = len(kernel)
     for i in range(count):
         reach = (length[i] - 1) * stride[i] + dilation[i] * (kernel[i] - 1) + 1
@@ -60,7 +60,7 @@ def conv_window(
     first: Sequence[int],
     length: Sequence[int],
 ) -> Tensor:
-    """A convolution's output rows first .. first + length along each dim of its windows."""
+    """Compute a convolution's output rows first .. first + length along each dim of its windows."""
     convolution: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[len(stride) - 1]
     read = below(x, weight.shape[2:], stride, dilation, before, first, length)
     return convolution(read, weight, bias, list(stride), 0, list(dilation), groups)
@@ -77,7 +77,7 @@ def conv_transpose_window(
     first: Sequence[int],
     length: Sequence[int],
 ) -> Tensor:
-    """A transposed convolution's output rows first .. first + length along each dim of its windows.
+    """Compute a transposed convolution's output rows first .. first + length along each dim of its windows.
 
     Input row i reaches the output rows from i * stride - before on: the rows that reach the block are spread without
     padding, and the block is cut out of what they give.
@@ -116,7 +116,7 @@ def avg_pool_window(
     first: Sequence[int],
     length: Sequence[int],
 ) -> Tensor:
-    """The sum of each window over `divisor`, for the output rows first .. first + length."""
+    """Compute the sum of each window over `divisor`, for the output rows first .. first + length."""
     pool: Any = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(kernel) - 1]
     read = below(x, kernel, stride, [1] * len(kernel), before, first, length)
     return pool(read, list(kernel), list(stride)) * (math.prod(kernel) / divisor)
@@ -131,7 +131,7 @@ def max_pool_window(
     first: Sequence[int],
     length: Sequence[int],
 ) -> Tensor:
-    """The maximum of each window, for the output rows first .. first + length."""
+    """Compute the maximum of each window, for the output rows first .. first + length."""
     pool: Any = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(kernel) - 1]
     read = below(x, kernel, stride, dilation, before, first, length, -math.inf)
     return pool(read, list(kernel), list(stride), 0, list(dilation))

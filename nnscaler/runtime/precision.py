@@ -18,7 +18,10 @@ _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 def dtype_named(name: str, precision: str | None = None) -> torch.dtype:
-    """The torch dtype called `name`, mapped to `precision` when it is floating. Raises ProgramError if none is."""
+    """Return the torch dtype called `name`, mapped to `precision` when it is floating.
+
+    Raises ProgramError if none is.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ProgramError(f"no dtype is called {name!r}")

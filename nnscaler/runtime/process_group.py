@@ -1,4 +1,4 @@
-"""Joins a process to torch.distributed's default process group. Nothing else in the runtime reads the environment.
+"""Join a process to torch.distributed's default process group. Nothing else in the runtime reads the environment.
 
 Under torchrun the environment says who this process is. For local jobs the launcher gives a rank and a file through
 which the ranks find each other: no port has to be free.
@@ -25,7 +25,13 @@ _NO_LIMIT = timedelta(days=7)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank of how many this process is; `local_rank` of `local_world_size` counts on this machine."""
+    """The place of this process in a job.
+
+    rank               among all processes
+    world_size         number of all processes
+    local_rank         among the processes on this machine
+    local_world_size   number of the processes on this machine
+    """
 
     rank: int
     world_size: int
@@ -34,7 +40,7 @@ class Place:
 
 
 def torchrun_place(environment: Mapping[str, str] | None = None) -> Place | None:
-    """What torchrun says in the environment; None when this process was not started by it. Raises ProgramError."""
+    """Read torchrun's environment variables; None when this process was not started by it. Raises ProgramError."""
     variables = os.environ if environment is None else environment
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return None
@@ -50,9 +56,9 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> Place | None
 
 
 def join(backend: str, rank: int, world_size: int, device: torch.device, store: Path | None = None) -> None:
-    """Makes the default process group: through the file `store`, else through torchrun's environment.
+    """Make the default process group: through the file `store`, else through torchrun's environment.
 
-    backend: "gloo", or "nccl", which also gets gloo for what lies in host memory.
+    backend: "gloo", or "nccl", which also gets gloo for tensors in host memory.
     """
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -66,12 +72,12 @@ def join(backend: str, rank: int, world_size: int, device: torch.device, store: 
 
 
 def leave() -> None:
-    """The inverse of `join`."""
+    """Destroy the default process group."""
     torch.distributed.destroy_process_group()
 
 
 def local_environment() -> dict[str, str]:
-    """The environment of processes that only talk to each other on this machine: one thread each, loopback."""
+    """Return the environment of processes that only talk to each other on this machine: one thread each, loopback."""
     environment = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[name] = "1"

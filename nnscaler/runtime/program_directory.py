@@ -38,18 +38,21 @@ class ProgramDirectory:
         return int(self.manifest["ranks"])
 
     def role(self, rank: int) -> ModuleType:
-        """The role module that `rank` runs. Raises ProgramError for a rank that the program does not have."""
+        """Return the role module that `rank` runs. Raises ProgramError for a rank that the program does not have."""
         for role in self.manifest["roles"]:
             if rank in role["ranks"]:
                 return load_role(self.path / role["file"])
         raise ProgramError(f"{self.path} is a program for {self.ranks} ranks and has no rank {rank}")
 
     def stages(self) -> list[type[Stage]]:
-        """The stage classes of all roles."""
+        """Return the stage classes of all roles."""
         return [stage for role in self.manifest["roles"] for stage in load_role(self.path / role["file"]).STAGES]
 
     def state(self) -> dict[str, Tensor]:
-        """The logical tensors of the model by name; their pages are read when they are used. Raises ProgramError."""
+        """Read the logical tensors of the model by name; their pages are read when they are used.
+
+        Raises ProgramError.
+        """
         return self._tensors("state.pt", "the model was compiled without values (on the meta device)")
 
     def check_state(
@@ -101,7 +104,10 @@ class ProgramDirectory:
         return [list(entry["fqns"]) for entry in stored if len(entry.get("fqns", ())) > 1]
 
     def inputs(self) -> dict[str, Tensor]:
-        """The sample batch. Raises ProgramError, also where it is not the one that the program was compiled with."""
+        """Read the sample batch.
+
+        Raises ProgramError, also where it is not the one that the program was compiled with.
+        """
         batch, recorded = (
             self._tensors("inputs.pt", "the program is incomplete"),
             self._recorded(self.manifest.get("batch")),
@@ -126,7 +132,7 @@ class ProgramDirectory:
 
 
 def read_program(path: str | Path) -> ProgramDirectory:
-    """The program in a directory that `nnscaler compile --out` wrote. Raises ProgramError when it is none."""
+    """Read the program in a directory that `nnscaler compile --out` wrote. Raises ProgramError when it is none."""
     directory = Path(path)
     try:
         manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
@@ -140,7 +146,7 @@ def read_program(path: str | Path) -> ProgramDirectory:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors by name; their pages are read when they are used. Raises ProgramError for a file that has none."""
+    """Read tensors by name; their pages are read when they are used. Raises ProgramError for a file that has none."""
     try:
         found = torch.load(file, mmap=True, weights_only=True)
     except FileNotFoundError:
@@ -154,8 +160,10 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def describe_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The dtype, the shape and the hash of each tensor, as a manifest has them under "state"; tensors without data (on
-    the meta device) have no hash."""
+    """Return the dtype, the shape and the hash of each tensor, as a manifest has them under "state".
+
+    Tensors without data (on the meta device) have no hash.
+    """
     known: dict[int, dict[str, Any]] = {}
     for tensor in state.values():  # a tied parameter has several names and is read once
         if id(tensor) not in known:
@@ -178,8 +186,8 @@ def _entry(tensor: Tensor, hashed: bool) -> dict[str, Any]:
 
 
 def groups_of(stages: list[type[Stage]]) -> list[tuple[int, ...]]:
-    """The rank groups on which the program makes collectives: of its axes, of its gradients, and of all ranks (the
-    norm of the gradients)."""
+    """Return the rank groups on which the program makes collectives: of its axes, of its gradients, and of all ranks
+    (the norm of the gradients)."""
     groups: set[tuple[int, ...]] = {tuple(sorted({rank for stage in stages for rank in stage.ranks}))}
     for stage_class in stages:
         for axis in stage_class.axes:
@@ -199,7 +207,7 @@ def _coordinates(stage: type[Stage]) -> Iterator[tuple[int, dict[str, int]]]:
 
 
 def pairs_of(stages: list[type[Stage]]) -> list[tuple[int, int]]:
-    """The (source, destination) pairs of ranks between which the program sends activations or gradients."""
+    """Return the (source, destination) pairs of ranks between which the program sends activations or gradients."""
     pairs: set[tuple[int, int]] = set()
     for stage in stages:
         for receive in stage.receives.values():
@@ -212,7 +220,7 @@ def pairs_of(stages: list[type[Stage]]) -> list[tuple[int, int]]:
 
 
 def rank_with_loss(stages: list[type[Stage]]) -> int:
-    """A rank that knows the loss after each step."""
+    """Return a rank that knows the loss after each step."""
     for stage in stages:
         if stage.loss is not None:
             return min(stage.ranks)

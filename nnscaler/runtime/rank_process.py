@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_rank(directory: Path, rank: int, log: Path) -> int:
-    """Runs the job's function as `rank`, output going to `log`; the exit code of the process."""
+    """Run the job's function as `rank`, output going to `log`; return the exit code of the process."""
     _redirect(log)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # the launcher asks where a rank hangs
@@ -68,7 +68,10 @@ def run_rank(directory: Path, rank: int, log: Path) -> int:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function `package.module:function` or `file.py:function`. Raises ProgramError when it does not exist."""
+    """Import the function `package.module:function` or `file.py:function`.
+
+    Raises ProgramError when it does not exist.
+    """
     module_name, _, path = target.rpartition(":")
     if not module_name or not path:
         raise ProgramError(f"{target!r} is not of the form package.module:function")
@@ -86,7 +89,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Kills this process when `parent` ends, however it ends."""
+    """Kill this process when `parent` ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the line above

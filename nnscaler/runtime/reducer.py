@@ -1,4 +1,4 @@
-"""Sums the gradients that different ranks hold parts of, once per step, in buckets.
+"""Sum the gradients that different ranks hold parts of, once per step, in buckets.
 
 A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every stage
 that holds a copy of it. Parameters with the same group and dtype share buckets. Every rank works through its groups in
@@ -31,7 +31,7 @@ class Holding:
 
 
 def holding(stage: Stage, description: Parameter) -> Holding:
-    """Where the gradient of this stage's shard of a parameter is summed."""
+    """Return where the gradient of this stage's shard of a parameter is summed."""
     here = unravel(stage.ranks.index(stage.rank), stage.axes)
     kept = [axis for axis in stage.axes if axis not in description.reduce]
     positions = [
@@ -46,7 +46,7 @@ def holding(stage: Stage, description: Parameter) -> Holding:
 def reduce_gradients(
     gradients: Sequence[tuple[Holding, Tensor]], communicator: Communicator, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """The summed gradients, in the order given.
+    """Sum the gradients, and return them in the order given.
 
     Gradients with equal holdings are several local copies of one shard: they are added first, and all get the sum.
     """

@@ -1,4 +1,4 @@
-"""What a generated role module is made of: the declarations of its stages, and the base class of the stages.
+"""The parts of a generated role module: the declarations of its stages, and the base class of the stages.
 
 A role module defines `STAGES`, `RANKS` and `SCHEDULE`; a stage declares where its tensors come from and go to, and
 `forward` computes one micro-batch. Shapes of stored tensors are logical; those of messages are local.
@@ -27,9 +27,16 @@ Message = tuple[int, int, Slices, Slices]  # source rank, destination rank, slic
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A trainable tensor. `reduce`: axes on which each rank's gradient is a partial sum; `copies`: the ranks of every
-    stage that holds it, this one included, position by position (empty: only this stage). `used` is False for one that
-    no operation reads: its gradient stays None."""
+    """A trainable tensor.
+
+    fqn      its name in the model
+    shape    logical
+    dtype    its name
+    states   by axis; an axis without one is Invariant
+    reduce   axes on which each rank's gradient is a partial sum
+    copies   the ranks of every stage that holds it, this one included, position by position (empty: only this stage)
+    used     False for one that no operation reads: its gradient stays None
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -65,7 +72,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A tensor that stage `stage` computes; `shape` is local, `peers[i]` sends to this stage's i-th rank."""
+    """A tensor that an earlier stage computes.
+
+    key          name of the tensor
+    stage        that computes it
+    shape        local
+    dtype        its name
+    peers        `peers[i]` sends to this stage's i-th rank
+    needs_grad   whether its gradient goes back
+    """
 
     key: str
     stage: int
@@ -77,7 +92,13 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """An output of this stage that stage `stage` reads; this stage's i-th rank sends to `peers[i]`."""
+    """An output of this stage that a later stage reads.
+
+    key          name of the tensor
+    stage        that reads it
+    peers        this stage's i-th rank sends to `peers[i]`
+    needs_grad   whether its gradient comes back
+    """
 
     key: str
     stage: int
@@ -88,8 +109,16 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A tensor that crosses to a mesh of another shape, as a `receives` entry on one side and a `sends` entry on the
-    other. `messages` go from producer to consumer ranks, `backward` the other way; the pieces of the messages that
-    reach a rank tile its local tensor, whose shape is `shape`. `stage` is the stage on the other side."""
+    other.
+
+    key          name of the tensor
+    stage        the stage on the other side
+    messages     from producer to consumer ranks; the pieces that reach a rank tile its local tensor
+    backward     from consumer to producer ranks, for the gradient
+    shape        local
+    dtype        its name
+    needs_grad   whether its gradient goes back
+    """
 
     key: str
     stage: int
@@ -109,9 +138,14 @@ class Loss:
 
 @dataclass(slots=True)
 class RunContext:
-    """What operators may ask about the run: dropout needs it. `step`: optimizer steps that were made. `passes`: batches
-    that were run, by which random numbers are drawn: the batches of one step, and a step that is made again because its
-    gradients were not finite, draw other numbers. The executor keeps both up to date."""
+    """The state of a run that operators may read: dropout needs it. The executor keeps it up to date.
+
+    seed      of the run
+    dropout   whether numbers are drawn by the seed; False: nothing is dropped
+    step      optimizer steps that were made
+    passes    batches that were run, by which random numbers are drawn: the batches of one step, and a step that is made
+              again because its gradients were not finite, draw other numbers
+    """
 
     seed: int = 0
     dropout: bool = True
@@ -156,27 +190,27 @@ class Stage:
         self._observer = observer
 
     def coordinates(self) -> dict[str, int]:
-        """This rank's index on every axis, and the current micro-batch."""
+        """Return this rank's index on every axis, and the current micro-batch."""
         return {axis: getattr(self, axis).index for axis in (*self.axes, MICRO)}
 
     def sizes(self) -> dict[str, int]:
         return {**self.axes, MICRO: self.micro_batches}
 
     def local(self, shape: tuple[Size, ...]) -> tuple[int, ...]:
-        """This rank's numbers of a declared shape."""
+        """Return this rank's numbers of a declared shape."""
         return tuple(
             size if isinstance(size, int) else sum(by[getattr(self, axis).index] for axis, by in size.items())
             for size in shape
         )
 
     def _observe(self, name: str, value: Any) -> None:
-        """Called after each assignment in a program that was loaded for observation."""
+        """Hand a value to the observer, after each assignment in a program that was loaded for observation."""
         if self._observer is not None and isinstance(value, Tensor):
             self._observer(name, value)
 
 
 def recompute(function: Callable[..., Any], *tensors: Any) -> Any:
-    """`function(*tensors)`, whose activations are computed again in backward instead of being kept."""
+    """Call `function(*tensors)`, whose activations are computed again in backward instead of being kept."""
     return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 

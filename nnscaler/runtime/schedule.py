@@ -23,7 +23,7 @@ class Instruction:
 
 
 def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instruction, ...]:
-    """The instructions of `text`.
+    """Read the instructions of `text`.
 
     Raises ProgramError for a word that is none, a stage or micro-batch that does not exist, one that runs twice or
     never, and a backward before its forward.

@@ -1,4 +1,4 @@
-"""Pieces of a logical tensor: what a rank holds, and the logical tensor that the pieces of all ranks make.
+"""Pieces of a logical tensor: the shard of a rank, and the logical tensor assembled from the pieces of all ranks.
 
 One mechanism for every layout: the logical indices that a rank holds along one dim. A dim that several axes share is
 a number in mixed radix, whose digits are, from the outermost: what is left, an axis, what is left, an axis, ... ; a
@@ -22,7 +22,8 @@ Sizes = Mapping[str, int]
 
 
 def unravel(position: int, sizes: Sizes) -> dict[str, int]:
-    """The coordinates of the rank at `position` of a mesh with these axes (row-major: the last varies fastest)."""
+    """Return the coordinates of the rank at `position` of a mesh with these axes (row-major: the last varies
+    fastest)."""
     coordinates: dict[str, int] = {}
     for axis in reversed(list(sizes)):
         position, coordinates[axis] = divmod(position, sizes[axis])
@@ -30,7 +31,7 @@ def unravel(position: int, sizes: Sizes) -> dict[str, int]:
 
 
 def ravel(coordinates: Coordinates, sizes: Sizes) -> int:
-    """The inverse of `unravel`."""
+    """Return the position of the rank with these coordinates: the inverse of `unravel`."""
     position = 0
     for axis, size in sizes.items():
         position = position * size + coordinates[axis]
@@ -38,7 +39,7 @@ def ravel(coordinates: Coordinates, sizes: Sizes) -> int:
 
 
 def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates) -> Tensor:
-    """The piece of the logical `tensor` that the rank at `coordinates` holds; contiguous, its own memory.
+    """Return the piece of the logical `tensor` that the rank at `coordinates` holds; contiguous, its own memory.
 
     A partial sum is held by the first rank of its axis, with zeros elsewhere (a partial maximum: by every rank).
     Raises ValueError when a size does not divide.
@@ -53,7 +54,7 @@ def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates
 
 
 def local_shape(shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates) -> tuple[int, ...]:
-    """The shape of the piece of the rank at `coordinates`."""
+    """Return the shape of the piece of the rank at `coordinates`."""
     local = list(shape)
     for axis, state in states.items():
         if isinstance(state, Sharded) and state.sizes:
@@ -90,7 +91,7 @@ def logical_indices(
 
 
 def _held(size: int, splits: list[tuple[Sharded, int, int]]) -> Tensor:
-    """The indices below `size` whose digits are those given: (state, parts, digit) of each axis on the dim."""
+    """Return the indices below `size` whose digits are those given: (state, parts, digit) of each axis on the dim."""
     positions = torch.arange(size)
     sectioned = next((s for s in splits if s[0].sections), None)
     if sectioned is not None:
@@ -153,7 +154,7 @@ class Assembled:
 def assemble(
     pieces: Sequence[tuple[Coordinates, Tensor]], states: States, sizes: Sizes, shape: Sequence[int]
 ) -> Assembled:
-    """The logical tensor of `shape` that the pieces of all ranks make: one piece for each point of `sizes`.
+    """Assemble the logical tensor of `shape` from the pieces of all ranks: one piece for each point of `sizes`.
 
     Copies along Invariant and Replicated axes must be bitwise equal (each unequal one is reported once, against the
     first of its copies, whose value is taken); partial results are combined in the order of coordinates.
@@ -260,5 +261,5 @@ def put(value: Tensor, piece: Tensor, held: Sequence[Tensor | None]) -> None:
 
 
 def state_of(states: States, axis: str) -> State:
-    """The state on `axis`: Invariant when it is not listed."""
+    """Return the state on `axis`: Invariant when it is not listed."""
     return states.get(axis, Invariant())

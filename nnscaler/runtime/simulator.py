@@ -31,7 +31,7 @@ class Simulator:
         self.communicators = [SimulatedCommunicator(rank, self._exchange) for rank in range(world_size)]
 
     def run(self, function: Callable[[SimulatedCommunicator], T]) -> list[T]:
-        """`function(communicator)` on every rank at once; the results by rank.
+        """Call `function(communicator)` on every rank at once, and return the results by rank.
 
         Raises the first exception of any rank that is not merely the consequence of another's, or CommunicationError
         for a deadlock, for ranks that disagree on a collective, or for a message that nobody received. After an
@@ -68,7 +68,7 @@ class Simulator:
         return [results[rank] for rank in range(self.world_size)]
 
     def stop(self) -> None:
-        """Every rank of a `run` in another thread ends at its next communication."""
+        """End every rank of a `run` in another thread at its next communication."""
         self._exchange.fail(-1, CommunicationError("the simulator was stopped"))
 
 
@@ -82,7 +82,7 @@ class _Meeting:
 
 
 class _Exchange:
-    """What the ranks share. Every attribute is guarded by `lock`."""
+    """State that the ranks share. Every attribute is guarded by `lock`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -103,7 +103,7 @@ class _Exchange:
     # -- collectives and messages ---------------------------------------------------------------------------------
 
     def meet(self, rank: int, call: CommunicationCall, given: Contribution) -> list[Tensor]:
-        """Waits until all ranks of the group made this call; what this rank gets from it."""
+        """Wait until all ranks of the group made this call, and return this rank's part of the result."""
         group = tuple(sorted(call.ranks))
         with self.lock:
             self._check_alive(rank, call)
@@ -213,7 +213,7 @@ def _address(call: CommunicationCall) -> tuple[Group, tuple[object, ...]]:
 
 
 def _disagreement(call: CommunicationCall, other: CommunicationCall) -> str | None:
-    """What two ranks of one group do differently, None if they make the same call."""
+    """Describe how the calls of two ranks of one group differ; None if they make the same call."""
     if call.kind != other.kind:
         return "ranks of one group call different collectives"
     if call.ranks != other.ranks:
@@ -237,7 +237,7 @@ def _reduce(tensors: Sequence[Tensor], reduction: str) -> Tensor:
 
 
 def _answer(call: CommunicationCall, given: dict[int, Contribution]) -> dict[int, list[Tensor]]:
-    """What each rank gets. Every tensor is nobody else's memory."""
+    """Compute the result of a collective for each rank. No tensor shares memory with another one."""
     ranks = call.ranks
     if call.kind == "all_reduce":
         total = _reduce([given[r][0] for r in ranks], call.reduction)

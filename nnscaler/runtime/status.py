@@ -1,7 +1,7 @@
-"""What each rank of a local job is doing, in a file that the rank writes through memory and its launcher reads.
+"""The activity of each rank of a local job, in a file that the rank writes through memory and its launcher reads.
 
-A rank says so before and after each communication call; that costs microseconds, needs no cooperation of the reader,
-and what a hung or killed rank said last stays readable. One slot of fixed size per rank.
+A rank reports before and after each communication call; that costs microseconds, needs no cooperation of the reader,
+and the last report of a hung or killed rank stays readable. One slot of fixed size per rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ class Activity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """`sequence` changes with every report; `text` describes the last communication call."""
+    """The last report of a rank.
+
+    sequence   changes with every report
+    activity   of the rank
+    text       describes the last communication call
+    """
 
     sequence: int
     activity: Activity
@@ -43,7 +48,7 @@ class StatusWriter:
         self._length = 0
 
     def communicating(self, text: str) -> None:
-        """The rank enters a communication call that `text` describes."""
+        """Report that the rank enters a communication call that `text` describes."""
         data = text.encode("utf-8")[: _SLOT - _HEAD.size]
         self._length = len(data)
         start = self._offset + _HEAD.size
@@ -52,7 +57,7 @@ class StatusWriter:
         self._write(Activity.COMMUNICATING)
 
     def computing(self) -> None:
-        """The rank left the call. Its text stays."""
+        """Report that the rank left the call. Its text stays."""
         self._write(Activity.COMPUTING)
 
     def finished(self) -> None:
@@ -64,7 +69,7 @@ class StatusWriter:
 
 
 def create_status_file(path: Path, world_size: int) -> None:
-    """A file in which every rank is STARTING."""
+    """Create a file in which every rank is STARTING."""
     path.write_bytes(bytes(_SLOT * world_size))
 
 
@@ -76,7 +81,7 @@ class StatusReader:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, rank: int) -> RankStatus:
-        """The slot of `rank`; a report that is being written at this moment is read as it is."""
+        """Return the slot of `rank`; a report that is being written at this moment is read as it is."""
         offset = rank * _SLOT
         for _ in range(3):
             sequence, activity, length = _HEAD.unpack_from(self._memory, offset)

@@ -31,12 +31,12 @@ _KEPT = frozenset(sys.builtin_module_names) | {"__future__", "__main__"}
 
 
 def package_of(folder: Path) -> str:
-    """The private package whose modules are the files of `folder`."""
+    """Return the private package whose modules are the files of `folder`."""
     return _PREFIX + sha256(str(folder).encode()).hexdigest()[:12]
 
 
 def claim_folder(folder: Path) -> None:
-    """Makes the files of `folder` importable: its private package exists, and it is on `sys.path`, last."""
+    """Make the files of `folder` importable: its private package exists, and it is on `sys.path`, last."""
     name = package_of(folder)
     if name not in sys.modules:
         package = ModuleType(name)
@@ -124,8 +124,11 @@ def _append(folder: Path) -> None:
 
 
 def own_names(folder: Path) -> frozenset[str]:
-    """Names that modules of `folder` import from the folder privately; empty when no name of the folder means
-    something else to the process. Otherwise these are all its names, less those that are imported publicly already."""
+    """Return the names that modules of `folder` import from the folder privately.
+
+    Empty when no name of the folder means something else to the process. Otherwise these are all its names, less those
+    that are imported publicly already.
+    """
     modules = [path for path in sorted(folder.iterdir()) if _is_module(path)]
     files = {path.stem if path.suffix == ".py" else path.name: path for path in modules}
     for name in _KEPT & files.keys():
@@ -146,7 +149,7 @@ def _is_loaded_from(name: str, path: Path) -> bool:
 
 
 def _means_something_else(name: str, path: Path) -> bool:
-    """Whether `import name` elsewhere in this process gives, or would give, another module than `path`."""
+    """Return whether `import name` elsewhere in this process gives, or would give, another module than `path`."""
     if name in sys.modules:
         return not _is_loaded_from(name, path)
     spec = PathFinder.find_spec(name)
@@ -174,7 +177,7 @@ class _FolderFinder(MetaPathFinder):
         return None if spec is None else self.adapt(spec)
 
     def adapt(self, spec: ModuleSpec) -> ModuleSpec:
-        """The spec of a module of this package, with its own builtins."""
+        """Return the spec of a module of this package, with its own builtins."""
         if isinstance(spec.loader, SourceFileLoader):
             spec.loader = _FolderLoader(spec.loader.name, str(spec.loader.path), self._builtins)
         return spec
@@ -207,7 +210,7 @@ class _FolderLoader(SourceFileLoader):
 
 
 def spec_of(name: str, file: Path) -> ModuleSpec | None:
-    """The spec with which `file` is loaded as `name`, a module of its folder's private package."""
+    """Return the spec with which `file` is loaded as `name`, a module of its folder's private package."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is not None:
         for finder in sys.meta_path:

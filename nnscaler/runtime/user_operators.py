@@ -22,7 +22,7 @@ Origin = tuple[str, str, str]  # registered name, file, qualified name in the fi
 
 
 def user_operators(**operators: Origin) -> SimpleNamespace:
-    """A namespace with a callable for each operator.
+    """Return a namespace with a callable for each operator.
 
     `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
     "namespace.name.overload" of an operator of torch.library. The file is where it was registered, or the dotted name
@@ -56,7 +56,7 @@ def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., An
 
 
 def _installed(name: str, module: str, qualname: str) -> Callable[..., Any]:
-    """The operator of a package: its definition runs when the module is imported."""
+    """Return the operator of a package: its definition runs when the module is imported."""
     try:
         imported = import_module(module)
     except Exception as error:
@@ -68,8 +68,11 @@ def _installed(name: str, module: str, qualname: str) -> Callable[..., Any]:
 
 
 def _in_process(name: str, path: Path | None, qualname: str) -> Callable[..., Any] | None:
-    """The operator, if it is here: the object of the user's file where that is loaded, under whatever name, since it
-    is the latest and the compiled one; else the operator of torch."""
+    """Return the operator, if it is here; else None.
+
+    It is the object of the user's file where that is loaded, under whatever name, since it is the latest and the
+    compiled one; else the operator of torch.
+    """
     parts = name.split(".")
     if len(parts) == 3 and (overload := _attribute(torch.ops, parts)) is not None:
         return overload
@@ -99,7 +102,7 @@ def _attribute(start: Any, names: list[str]) -> Any:
 
 
 def locate(file: str, beside: Path) -> Path | None:
-    """The file of operators, as rank programs in the folder `beside` name it; None where there is none.
+    """Return the file of operators, as rank programs in the folder `beside` name it; None where there is none.
 
     It may lie beside the role file, where the manifest says (from the program's folder, or as it was), or in the
     current folder. Raises ProgramError where it is not as it was when the program was compiled, or nothing says so.

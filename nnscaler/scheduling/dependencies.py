@@ -12,15 +12,16 @@ Edge = tuple[int, int]  # producer stage, consumer stage
 
 
 def chain(stages: int) -> frozenset[Edge]:
-    """The edges of a pipeline in which every stage feeds the next one."""
+    """Return the edges of a pipeline in which every stage feeds the next one."""
     return frozenset((s, s + 1) for s in range(stages - 1))
 
 
 def dependencies(instruction: Instruction, edges: Collection[Edge]) -> tuple[Instruction, ...]:
-    """What must be finished before this instruction starts, besides what its device runs before it.
+    """Return the instructions that must be finished before this one starts, besides those that its device runs before
+    it.
 
-    F(consumer) waits for the tensors of F(producer); B(producer) for the gradients of B(consumer) and for its own F.
-    An edge may skip stages.
+    F(consumer) waits for the tensors of F(producer); B(producer) for the gradients of B(consumer) and for its own F. An
+    edge may skip stages.
     """
     stage, micro = instruction.stage, instruction.micro
     if instruction.kind == "F":
@@ -30,8 +31,8 @@ def dependencies(instruction: Instruction, edges: Collection[Edge]) -> tuple[Ins
 
 
 def check_acyclic(schedule: Schedule, edges: Collection[Edge]) -> tuple[Instruction, ...]:
-    """The certificate that the schedule cannot deadlock: an order of all instructions of all devices that agrees with
-    every dependency and with each device's own order.
+    """Return the certificate that the schedule cannot deadlock: an order of all instructions of all devices that agrees
+    with every dependency and with each device's own order.
 
     Raises NnscalerError("bad_schedule") if an instruction is missing, repeated or on a wrong device, and
     NnscalerError("schedule_deadlock") that names a cycle of devices waiting for each other.
@@ -53,7 +54,8 @@ def check_acyclic(schedule: Schedule, edges: Collection[Edge]) -> tuple[Instruct
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Every stage runs forward and backward once per micro-batch, on its device: else NnscalerError("bad_schedule")."""
+    """Check that every stage runs forward and backward once per micro-batch, on its device: else
+    NnscalerError("bad_schedule")."""
     counts = Counter((device, i) for device, order in enumerate(schedule.orders) for i in order)
     for stage, device in enumerate(schedule.devices):
         for micro in range(schedule.micro_batches):

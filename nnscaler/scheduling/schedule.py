@@ -26,10 +26,15 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`devices`: the device of each stage. `orders`: per device, what it runs, in order.
+    """An order of passes for every device.
 
-    A device is a group of ranks that run the same stages. Whether a schedule is complete and cannot deadlock is what
-    `nnscaler.scheduling.dependencies.check_acyclic` says.
+    A device is a group of ranks that run the same stages. `nnscaler.scheduling.dependencies.check_acyclic` checks that
+    a schedule is complete and cannot deadlock.
+
+    name            of the kind of schedule
+    devices         the device of each stage
+    micro_batches   number of micro-batches
+    orders          by device, its instructions in order
     """
 
     name: str
@@ -42,17 +47,17 @@ class Schedule:
         return len(self.devices)
 
     def text(self, device: int) -> str:
-        """`F0.0 F0.1 B0.0 ...`: one device's order, as it stands in a rank program."""
+        """Return one device's order as it stands in a rank program: `F0.0 F0.1 B0.0 ...`."""
         return format_order(self.orders[device])
 
 
 def format_order(order: Iterable[Instruction]) -> str:
-    """`F0.0 F0.1 B0.0 ...`: kind, stage, micro-batch."""
+    """Write instructions as kind, stage and micro-batch: `F0.0 F0.1 B0.0 ...`."""
     return " ".join(map(str, order))
 
 
 def parse_order(text: str) -> tuple[Instruction, ...]:
-    """The inverse of `format_order`. Raises NnscalerError("bad_schedule") on anything else."""
+    """Read the text that `format_order` writes. Raises NnscalerError("bad_schedule") on anything else."""
     order = []
     for word in text.split():
         match = re.fullmatch(r"([FB])(\d+)\.(\d+)", word)
@@ -68,5 +73,5 @@ def parse_order(text: str) -> tuple[Instruction, ...]:
 
 
 def stage_devices(devices: int, chunks: int) -> tuple[int, ...]:
-    """The device of each of `devices * chunks` stages: stage s runs on device s % devices."""
+    """Return the device of each of `devices * chunks` stages: stage s runs on device s % devices."""
     return tuple(stage % devices for stage in range(devices * chunks))

@@ -11,7 +11,7 @@ from nnscaler.scheduling.schedule import Instruction, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an instruction runs."""
+    """The time in which an instruction runs."""
 
     instruction: Instruction
     start: float
@@ -20,9 +20,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """`rows`: per device its spans in order. `bubble`: the idle fraction of all devices' time until the last one
-    finishes. `peak_live`: per device, the most (stage, micro-batch) pairs whose backward pass was still to come or
-    running."""
+    """A simulated schedule. Times have the unit of the costs.
+
+    rows        by device, its spans in order
+    makespan    time until the last device finishes
+    bubble      idle fraction of all devices' time until then
+    peak_live   by device, the most (stage, micro-batch) pairs whose backward pass was still to come or running
+    """
 
     rows: tuple[tuple[Span, ...], ...]
     makespan: float
@@ -55,7 +59,7 @@ def simulate(
 
 
 def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """The timeline with these spans, per device."""
+    """Return the timeline with these spans, per device."""
     makespan = max((row[-1].stop for row in rows if row), default=0.0)
     busy = sum(span.stop - span.start for row in rows for span in row)
     available = makespan * len(rows)
@@ -68,8 +72,10 @@ def timeline_of(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
 
 
 def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
-    """One row per device, one column per `unit` of time: an instruction stands where it starts and `----` follows
-    while it runs; `.` is idle."""
+    """Draw one row per device, one column per `unit` of time.
+
+    An instruction stands where it starts and `----` follows while it runs; `.` is idle.
+    """
     columns = round(timeline.makespan / unit)
     width = max((len(str(s.instruction)) for row in timeline.rows for s in row), default=1)
     label = len(f"device {len(timeline.rows) - 1}")
@@ -86,7 +92,7 @@ def format_timeline(timeline: Timeline, unit: float = 1.0) -> str:
 
 
 def peak_of_stage(schedule: Schedule, stage: int) -> int:
-    """The most micro-batches of one stage whose backward pass was still to come or running."""
+    """Return the most micro-batches of one stage whose backward pass was still to come or running."""
     return _peak([i for i in schedule.orders[schedule.devices[stage]] if i.stage == stage])
 
 

@@ -34,7 +34,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRows:
-    """`unit`: what one unit of time is. `bubble`: the idle fraction."""
+    """A timeline for drawing.
+
+    unit       the meaning of one unit of time, in words
+    rows       one per role
+    makespan   in units
+    bubble     the idle fraction
+    """
 
     unit: str
     rows: tuple[Row, ...]
@@ -48,7 +54,7 @@ class TimelineRows:
 
 
 def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: str) -> TimelineRows:
-    """The timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
+    """Return the timeline in multiples of `unit`, which is called `name`. `ranks`: of each role."""
 
     def scaled(time: float) -> float:
         return round(time / unit, 4)

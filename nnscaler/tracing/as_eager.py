@@ -1,4 +1,4 @@
-"""While a model is exported, its own code and the libraries that it uses are told that nothing is.
+"""Make a model's own code, and the libraries that it uses, believe that they are not being exported.
 
 Code that asks `torch.compiler.is_exporting()` or `is_compiling()` takes another path than the one that trains:
 `transformers` makes explicit attention masks, gives up grouped-query attention, or leaves a default mask out.

@@ -23,10 +23,11 @@ _SHOWN = 60  # characters of a value
 
 @contextmanager
 def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None]:
-    """What is changed while this is open is put back when it closes; `changed`, filled then, says what it was, by name.
+    """Restore attributes that change while this is open; `changed`, filled then, says what each was, by name.
 
-    Attributes of the module and of its parts (not those of torch), and what their lists, dicts and sets hold; not what
-    lies deeper. Hooks that a first forward registers go with the attribute that says that they are there.
+    Restored are attributes of the module and of its parts (not those of torch), and the items of their lists, dicts and
+    sets; not what lies deeper. Hooks that a first forward registers go with the attribute that says that they are
+    there.
     """
     hooks = [(part, {name: dict(getattr(part, name)) for name in _HOOKS}) for part in module.modules()]
     parts = {path: part for path, part in module.named_modules() if not type(part).__module__.startswith("torch.")}
@@ -46,7 +47,7 @@ def attributes_kept(module: nn.Module, changed: dict[str, str]) -> Iterator[None
 
 
 def notes_of(changed: Mapping[str, str], again: Callable[[], Mapping[str, str] | None]) -> tuple[str, ...]:
-    """One note for all that changes in every forward. What is set to one value in each is as good as a constant.
+    """Return one note for all that changes in every forward. What is set to one value in each is as good as a constant.
 
     `again`: gives what a second forward changes; None where that is not known, and all are told.
     """
@@ -70,7 +71,7 @@ def _copied(value: Any) -> Any:
 
 
 def _restore(part: nn.Module, before: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, str]]:
-    """Puts attributes back; gives (name, what happened) for each that had another value."""
+    """Put attributes back; return (name, what happened) for each that had another value."""
     after = _plain(part)
     for name in {**before, **after}:
         value, copy = before.get(name, (_MISSING, _MISSING))

@@ -1,4 +1,4 @@
-"""Keeps every `torch.autograd.Function` whole during export.
+"""Keep every `torch.autograd.Function` whole during export.
 
 Without this, export records what `forward` does and differentiates that: the user's `backward` is lost without a
 word. Each call becomes one operator of a private library (CompositeImplicitAutograd: eager autograd is untouched).
@@ -43,7 +43,7 @@ class _Library:
         self._kernels: dict[str, Callable[..., Any]] = {}
 
     def define(self, base: str, key: Any, schema: str, kernel: Callable[..., Any]) -> str:
-        """The name of the operator for `key`, with this schema and kernel; names of other keys differ."""
+        """Return the name of the operator for `key`, with this schema and kernel; names of other keys differ."""
         name = self._names.get((base, schema, key))
         if name is None:
             name = f"{base}_{sum(known[0] == base for known in self._names)}"
@@ -59,7 +59,8 @@ class _Library:
         return name
 
     def key(self, name: str) -> Any:
-        """What the operator of this name was defined for; None for a name that this process has not defined."""
+        """Return the key for which the operator of this name was defined; None for a name that this process has not
+        defined."""
         return next((key for (_, _, key), known in self._names.items() if known == name), None)
 
 
@@ -95,13 +96,13 @@ class OpaqueFunction:
 
 @dataclass
 class OpaqueFunctions:
-    """What one export met. Operators are shared by calls with the same kinds of arguments."""
+    """The functions that one export met. Operators are shared by calls with the same kinds of arguments."""
 
     found: dict[str, OpaqueFunction] = field(default_factory=dict)
     _by_key: dict[Any, Any] = field(default_factory=dict)
 
     def notes(self) -> tuple[str, ...]:
-        """One line per class."""
+        """Return one line per class."""
         classes = {f.function: f for f in self.found.values()}
         return tuple(
             f"{f.where or '?'}: autograd.Function {cls.__name__} is not registered: every rank runs it whole. "
@@ -110,7 +111,7 @@ class OpaqueFunctions:
         )
 
     def operator(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-        """The operator for this call, defined at the first one."""
+        """Return the operator for this call, defined at the first one."""
         kinds = tuple(_kind(a) for a in args)
         constants = tuple((i, a) for i, (kind, a) in enumerate(zip(kinds, args, strict=True)) if kind is None)
         _refuse_modules(cls, constants)
@@ -197,7 +198,7 @@ def _refuse_backward(cls: type[torch.autograd.Function], args: tuple[Any, ...]) 
 
 
 def _kind(value: Any) -> str | None:
-    """The schema type of an argument; None when a schema cannot carry it."""
+    """Return the schema type of an argument; None when a schema cannot carry it."""
     if isinstance(value, Tensor):
         return "Tensor"
     if isinstance(value, list | tuple) and value and all(isinstance(t, Tensor) for t in value):
@@ -220,12 +221,12 @@ def _kind(value: Any) -> str | None:
 
 
 def _identity(value: Any) -> int:
-    """Tells apart values whose text does not."""
+    """Tell apart values whose text does not."""
     return id(value) if _ADDRESS.search(repr(value)) or isinstance(value, nn.Module) else 0
 
 
 def _count_outputs(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> int:
-    """How many tensors the function returns in a tuple, 0 for a tensor by itself; by running it unrecorded."""
+    """Return how many tensors the function returns in a tuple, 0 for a tensor by itself; by running it unrecorded."""
     with disable_proxy_modes_tracing(), torch.no_grad():
         result = _REAL_APPLY(cls, *(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
     return len(result) if isinstance(result, tuple | list) else 0

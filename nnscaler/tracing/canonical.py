@@ -1,4 +1,4 @@
-"""One way to write an imported graph: without operations that nobody needs, and with names counted in order.
+"""One way to write an imported graph: without unused operations, and with names counted in order.
 
 Export takes numbers for operations that it drops again, so its names depend on what it looked at on the way.
 """
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dict[str, Tensor]]:
-    """The graph with operations called after their operators, `add, add_1, ..`, and constants by first use.
+    """Name operations after their operators, `add, add_1, ..`, and number constants by first use.
 
     An operation goes if nobody reads what it makes, unless it writes into a tensor or draws random numbers: the rule
     of torch.fx.
@@ -54,7 +54,8 @@ def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dic
 
 
 def with_names(operation: Operation, name: str, names: Mapping[str, str], module: str | None = None) -> Operation:
-    """The operation under another name, with other names for its tensors. (`replace` takes ten times as long.)"""
+    """Return the operation under another name, with other names for its tensors. (`replace` takes ten times as
+    long.)"""
     return Operation(
         name,
         operation.operator,
@@ -83,7 +84,7 @@ def _needed(graph: Graph) -> list[Operation]:
 
 
 def _acts(operator: str) -> bool:
-    """Whether the operator does something besides giving its results."""
+    """Return whether the operator has an effect besides its results."""
     overload = overload_of(operator)
     if overload is None:
         return False
@@ -102,7 +103,7 @@ class _Naming:
         return replace(tensor, name=name, fqns=(f"_constants.{number}",))
 
     def operation(self, operation: Operation) -> str:
-        """A name for the operation; its outputs are called so too, with the letters of several."""
+        """Return a name for the operation; its outputs are called so too, with the letters of several."""
         old = _COPY.sub("", operation.name)
         chosen = self._fresh(_NUMBER.sub("", old))
         for output in operation.outputs:

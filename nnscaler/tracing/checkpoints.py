@@ -36,7 +36,7 @@ class Checkpoints:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Names the nodes of one call. A call inside of another belongs to the outer one."""
+        """Name the nodes of one call. A call inside of another belongs to the outer one."""
         if self._open:
             yield
             return
@@ -50,7 +50,7 @@ class Checkpoints:
             self._open = False
 
     def run_reentrant(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `checkpoint(use_reentrant=True)` computes: without an input that has a gradient, nothing has one."""
+        """Run as `checkpoint(use_reentrant=True)` does: without an input that has a gradient, nothing has one."""
         recorded = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         with self.region(), nullcontext() if recorded else torch.no_grad():
             return function(*args)
@@ -79,6 +79,6 @@ def checkpoints_marked() -> Iterator[Checkpoints]:
 
 
 def checkpoint_of(node: fx.Node) -> str | None:
-    """The checkpointed call that made the node."""
+    """Return the checkpointed call that made the node."""
     name = (node.meta.get("custom") or {}).get(_KEY)
     return name if isinstance(name, str) else None

@@ -1,8 +1,8 @@
-"""What torch's random operators compute, as formulas over two draws: uniform in (0, 1), and normal.
+"""Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 
 Ranks cannot share torch's generator, so programs draw by the runtime's own operators (`nnscaler.runtime.ops_random`).
-The formulas serve twice: a pass writes them into graphs, and an eager run that is compared with a program follows
-them with the numbers that the program has.
+The formulas serve twice: a pass writes them into graphs, and an eager run that is compared with a program follows them
+with the numbers that the program has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Maker(Protocol):
         """`kind` is "uniform" or "normal"."""
 
     def call(self, operator: str, *args: Any) -> Any:
-        """The result of an operator of torch, called `aten.<name>.<overload>`."""
+        """Return the result of an operator of torch, called `aten.<name>.<overload>`."""
 
     def dtype(self, value: Any) -> str: ...
 
@@ -151,12 +151,14 @@ DRAWING = frozenset(
 
 
 def formula_of(operator: str) -> Formula | None:
-    """The formula of `aten.rand.default`, also for the overload that takes a generator; None if there is none."""
+    """Return the formula of `aten.rand.default`, also for the overload that takes a generator; None if there is
+    none."""
     return FORMULAS.get(operator.replace("_generator", "").replace(".generator", ".default"))
 
 
 def numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """The arguments that a formula reads: the positional ones, and parameters of the distribution given by name."""
+    """Return the arguments that a formula reads: the positional ones, and parameters of the distribution given by
+    name."""
     named = (kwargs[k] for k in ("mean", "std", "p", "lambd", "from", "to") if k in kwargs)
     return (*(a for a in args if not isinstance(a, torch.Generator)), *named)
 

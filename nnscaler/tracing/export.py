@@ -1,4 +1,4 @@
-"""Runs `torch.export` on the loss: quietly, with short errors that name the user's line."""
+"""Run `torch.export` on the loss: quietly, with short errors that name the user's line."""
 
 from __future__ import annotations
 
@@ -57,8 +57,13 @@ _HELP_OTHER = "if the model runs on this batch without nnscaler, put the part th
 
 @dataclass(frozen=True)
 class Exported:
-    """`opaque`: the unregistered autograd.Functions that the program calls. `notes`: for the user. `changed`: Python
-    attributes that forward changes."""
+    """An exported loss.
+
+    program   the training IR
+    opaque    by operator, the unregistered autograd.Functions that the program calls
+    notes     for the user
+    changed   by name, Python attributes that forward changes
+    """
 
     program: ExportedProgram
     opaque: Mapping[str, OpaqueFunction]
@@ -67,7 +72,7 @@ class Exported:
 
 
 def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
-    """The training IR of a module that returns its loss.
+    """Export a module that returns its loss to training IR.
 
     `specialise`: where the model branches on the values of data, follow the branch that this batch takes (by
     `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
@@ -88,7 +93,7 @@ def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: boo
 def _export_some_way(
     module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str]
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """As eager runs; where that cannot be exported, as the model runs when it is told that it is exported."""
+    """Export as eager runs; where that fails, as the model runs when it is told that it is exported."""
     eager, exporting = (partial(_around, module.model, changed, eager) for eager in (True, False))
     module.around = eager
     first = _attempt(module, tensors)
@@ -110,7 +115,7 @@ def _export_some_way(
 
 
 def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram | Exception:
-    """The program, or what export or the model raised. Raises NnscalerError."""
+    """Export, and return the program or the exception that export or the model raised. Raises NnscalerError."""
     try:
         with _quiet():
             return _export(module, tensors)

@@ -29,20 +29,24 @@ _HELP = (
 
 @dataclass
 class GradientHooks:
-    """`met`: where hooks were registered while tracing. `changing`: where hooks that gave a tensor in a backward."""
+    """Hooks on gradients of tensors, by the place where they were registered.
+
+    met        while tracing
+    changing   those that gave a tensor in a backward
+    """
 
     met: dict[SourceLocation | None, None] = field(default_factory=dict)
     changing: dict[SourceLocation | None, None] = field(default_factory=dict)
 
     def refuse(self, places: Iterable[SourceLocation | None], what: str) -> None:
-        """Raises NnscalerError "trace_unfaithful" for the first of these hooks."""
+        """Raise NnscalerError "trace_unfaithful" for the first of these hooks."""
         for where in places:
             raise NnscalerError(
                 "trace_unfaithful", f"a hook on a tensor {what}, and the program has none", where, _HELP
             )
 
     def notes(self) -> tuple[str, ...]:
-        """One for each hook that is lost."""
+        """Return one note for each hook that is lost."""
         return tuple(f"{where or 'the model'}: the hook on a gradient is not in the program" for where in self.met)
 
 

@@ -1,4 +1,4 @@
-"""Reads an exported program into a graph: regions are inlined, devices dropped, tied parameters merged."""
+"""Read an exported program into a graph: regions are inlined, devices dropped, tied parameters merged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Imported:
 
 
 def import_program(program: ExportedProgram, module: nn.Module, input_names: Sequence[str]) -> Imported:
-    """The exported loss of `module` as a graph that may still hold in-place operators.
+    """Turn the exported loss of `module` into a graph that may still hold in-place operators.
 
     Raises NnscalerError "trace_failed" for what a graph cannot hold: shapes and numbers that depend on data,
     and control-flow operators of torch.
@@ -201,7 +201,7 @@ class _Importer:
         return self._operation(node, name, args, kwargs, region)
 
     def _compute(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """A Python function of the trace: computed when all of its arguments are known."""
+        """Call a Python function of the trace when all of its arguments are known."""
         target: Any = node.target
         unknown = _from_data([args, kwargs])
         if unknown is not None:
@@ -259,7 +259,7 @@ class _Importer:
         return self._merged.get(storage, storage)
 
     def _same_memory(self, operation: Operation) -> None:
-        """What an in-place operator returns lies where its input does, also when export says otherwise."""
+        """Put the result of an in-place operator where its input lies, also when export says otherwise."""
         for position in written_inputs(operation.operator)[:1]:
             argument, result = operation.args[position : position + 1], operation.outputs[:1]
             if result and result[0] is not None and argument and isinstance(argument[0], Slot):
@@ -269,7 +269,7 @@ class _Importer:
 
 
 def _from_data(value: Any) -> _FromData | None:
-    """The first number in nested arguments that was read from a tensor."""
+    """Return the first number in nested arguments that was read from a tensor."""
     if isinstance(value, _FromData):
         return value
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -302,7 +302,7 @@ def _shape(value: Tensor, where: SourceLocation | None) -> tuple[int, ...]:
 
 
 def _plain(value: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """An fx argument with `Ref`s for nodes, `DType`s, and None for what says where or how memory lies."""
+    """Turn an fx argument into `Ref`s for nodes, `DType`s, and None for what says where or how memory lies."""
     if isinstance(value, fx.Node):
         return values[value]
     if isinstance(value, list | tuple):

@@ -27,13 +27,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_floating(name: str) -> bool:
-    """Whether tensors of this dtype can have gradients."""
+    """Return whether tensors of this dtype can have gradients."""
     dtype = dtype_of(name)
     return dtype.is_floating_point or dtype.is_complex
 
 
 def torch_operator(name: str) -> Callable[..., Any]:
-    """`aten.linear.default` -> torch.ops.aten.linear.default. Raises AttributeError when there is none."""
+    """Return the operator of a name: `aten.linear.default` -> torch.ops.aten.linear.default.
+
+    Raises AttributeError when there is none.
+    """
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

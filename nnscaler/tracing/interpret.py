@@ -1,4 +1,4 @@
-"""Runs a graph on tensors, operation by operation: its meaning, which everything generated from it must have."""
+"""Run a graph on tensors, operation by operation: its meaning, which everything generated from it must have."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_graph(
     precision: str | None = None,
     dropout: bool = False,
 ) -> dict[str, Tensor]:
-    """Every tensor of the graph by name, the stored ones and inputs as they were used.
+    """Run the graph, and return every tensor by name, the stored ones and inputs as they were used.
 
     `state` holds parameters, buffers and constants by their first name in the model, `inputs` the batch by input name.
     Differentiable: give leaves that require gradients. `precision` "float64": every floating dtype is that one.
@@ -112,7 +112,7 @@ class _Given:
 
 
 def callable_of(operation: Operation, dropout: bool, device: torch.device) -> Callable[..., Any]:
-    """What runs the operation's operator: one of ours, a user's function, or torch's."""
+    """Return the callable that runs the operation's operator: one of ours, a user's function, or torch's."""
     name = operation.operator
     if name in _DROPOUTS:
         return lambda x, p: _DROPOUTS[name](x, p, dropout)

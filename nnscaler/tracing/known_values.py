@@ -37,7 +37,7 @@ class KnownValues(TorchFunctionMode):
         self._nodes = _Nodes()
 
     def is_known(self, tensor: Any) -> bool:
-        """Whether this is a tensor of the export whose values no input reaches."""
+        """Return whether this is a tensor of the export whose values no input reaches."""
         return isinstance(tensor, Tensor) and self._nodes.value_of(tensor) is not None
 
     def __torch_function__(
@@ -68,7 +68,7 @@ class _Nodes:
     _last: fx.Node | None = None
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The values that the tensor has now."""
+        """Return the values that the tensor has now."""
         mode = get_proxy_mode()
         if mode is None:
             return None

@@ -26,14 +26,14 @@ _REPEATED_CALL = re.compile(r"@\d+")
 
 
 def is_library(file: str) -> bool:
-    """Whether the file is torch's, ours or the standard library's: never a place to show to a user."""
+    """Return whether the file is torch's, ours or the standard library's: never a place to show to a user."""
     if file.startswith(("<", TORCH, *OURS)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
 
 
 def plain_path(path: str) -> str:
-    """A module's path as torch's tracer writes it, without the number of the call."""
+    """Return a module's path as torch's tracer writes it, without the number of the call."""
     return _REPEATED_CALL.sub("", path) if "@" in path else path
 
 
@@ -43,7 +43,7 @@ def _is_installed(file: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def location_of_trace(stack_trace: str) -> SourceLocation | None:
-    """The last frame outside torch of a trace as `torch.fx` records it; None when there is none."""
+    """Return the last frame outside torch of a trace as `torch.fx` records it; None when there is none."""
     found = None
     for match in _FRAME.finditer(stack_trace):
         if not is_library(match["file"]):
@@ -54,7 +54,8 @@ def location_of_trace(stack_trace: str) -> SourceLocation | None:
 
 
 def location_of_exception(error: BaseException) -> SourceLocation | None:
-    """The user's own line at which `error` arose: the last frame outside installed packages, else outside torch."""
+    """Return the user's own line at which `error` arose: the last frame outside installed packages, else outside
+    torch."""
     best: SourceLocation | None = None
     best_is_own = False
     traceback: TracebackType | None = error.__traceback__
@@ -68,7 +69,7 @@ def location_of_exception(error: BaseException) -> SourceLocation | None:
 
 
 def location_of_frames() -> SourceLocation | None:
-    """The user's own line that runs now: the last frame outside installed packages, else outside torch."""
+    """Return the user's own line that runs now: the last frame outside installed packages, else outside torch."""
     frame: FrameType | None = sys._getframe(1)
     best: SourceLocation | None = None
     while frame is not None:

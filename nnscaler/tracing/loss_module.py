@@ -72,7 +72,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _only_scalar(output: tuple[Any, ...] | list[Any]) -> Any:
-    """The element that is the loss; the whole where none can be."""
+    """Return the element that is the loss; the whole where none can be."""
     scalars = [(place, value) for place, value in enumerate(output) if _is_scalar(value)]
     trained = [(place, value) for place, value in scalars if value.requires_grad]
     if not torch.is_grad_enabled():  # nothing has a gradient there
@@ -121,6 +121,6 @@ def mode_note(module: nn.Module) -> str | None:
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether some parameter or buffer has no data."""
+    """Return whether some parameter or buffer has no data."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     return any(t.device == torch.device("meta") for t in tensors)

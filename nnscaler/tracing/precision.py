@@ -49,7 +49,7 @@ _FROM_DATA = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 
 
 def exact_dtype(dtype: torch.dtype, floating: torch.dtype = torch.float64) -> torch.dtype:
-    """The dtype that stands for `dtype` in an exact run."""
+    """Return the dtype that stands for `dtype` in an exact run."""
     if dtype.is_floating_point:
         return floating
     if dtype.is_complex:
@@ -58,7 +58,7 @@ def exact_dtype(dtype: torch.dtype, floating: torch.dtype = torch.float64) -> to
 
 
 def exact_tensor(tensor: Tensor, floating: torch.dtype = torch.float64) -> Tensor:
-    """The tensor in the dtype of an exact run; itself when it has it already."""
+    """Return the tensor in the dtype of an exact run; itself when it has it already."""
     return tensor.to(exact_dtype(tensor.dtype, floating))
 
 
@@ -153,7 +153,7 @@ class _ExactMode(TorchFunctionMode):
         return self._run(func, given, named)
 
     def _run(self, func: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
-        """Calls `func`, with the dtypes of the exact run."""
+        """Call `func` with the dtypes of the exact run."""
         floating = self._floating
         if floating is None:
             return func(*given, **named)

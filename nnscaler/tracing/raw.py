@@ -1,4 +1,4 @@
-"""What the importer makes: a graph whose operations may still write into their inputs."""
+"""The importer's output: a graph whose operations may still write into their inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from nnscaler.ir.graph import Graph
 
 @dataclass(frozen=True)
 class RawGraph:
-    """`graph` may hold in-place operators. `storages`: the memory of each tensor; equal numbers alias."""
+    """A graph as the importer makes it.
+
+    graph      may hold in-place operators
+    storages   by tensor, a number for its memory; equal numbers alias
+    """
 
     graph: Graph
     storages: Mapping[str, int]
@@ -41,5 +45,5 @@ def overload_of(operator: str) -> torch._ops.OpOverload | None:
 
 
 def storage_of(value: Tensor) -> int:
-    """A number for the memory behind a (fake) tensor, valid while it lives."""
+    """Return a number for the memory behind a (fake) tensor, valid while it lives."""
     return value.untyped_storage()._cdata

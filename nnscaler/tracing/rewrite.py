@@ -21,7 +21,7 @@ class Ref:
 
 
 def references(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The operation's args and kwargs with a `Ref` in place of each slot."""
+    """Return the operation's args and kwargs with a `Ref` in place of each slot."""
 
     def reference(slot: Slot) -> Ref:
         return Ref(operation.inputs[slot.index])
@@ -31,7 +31,7 @@ def references(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def iterate_references(value: Any) -> Iterator[Ref]:
-    """Every `Ref` in nested arguments, left to right."""
+    """Yield every `Ref` in nested arguments, left to right."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, list | tuple):
@@ -60,7 +60,8 @@ def make_operation(
     like: Operation | None = None,
     region: Region | None = None,
 ) -> Operation:
-    """An operation from arguments with `Ref`s; slots are numbered in the order in which the arguments name tensors.
+    """Make an operation from arguments with `Ref`s; slots are numbered in the order in which the arguments name
+    tensors.
 
     `like` lends its region, place and module; `region` overrides.
     """
@@ -106,7 +107,7 @@ class Builder:
         return candidate
 
     def current(self, name: str) -> str:
-        """The tensor that later uses of `name` read."""
+        """Return the tensor that later uses of `name` read."""
         while name in self._names:
             name = self._names[name]
         return name
@@ -158,7 +159,7 @@ class Builder:
         return operation
 
     def finish(self, updates: tuple[tuple[str, str], ...] | None = None) -> Graph:
-        """The graph; `updates` replaces those of the source."""
+        """Return the graph; `updates` replaces those of the source."""
         kept = self.source.updates if updates is None else updates
         renamed = tuple((buffer, self.current(value)) for buffer, value in kept)
         return Graph(self.source.name, self.tensors, tuple(self.operations), self.current(self.source.loss), renamed)

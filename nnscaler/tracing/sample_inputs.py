@@ -20,10 +20,14 @@ from nnscaler.tracing.rewrite import Ref
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """`tensors` by name, in order; `args` and `kwargs` of the module with a `Ref` where each tensor stood.
+    """A sample batch as named tensors and the module's arguments.
 
     The tensors are detached clones: two arguments that share one tensor stay two inputs. Everything else in the
     arguments is a constant of the trace.
+
+    tensors   by name, in order
+    args      of the module, with a `Ref` where a tensor stood
+    kwargs    of the module, with a `Ref` where a tensor stood
     """
 
     tensors: Mapping[str, Tensor]
@@ -31,7 +35,7 @@ class SampleInputs:
     kwargs: Mapping[str, Any]
 
     def rebuild(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's arguments with these tensors in their places."""
+        """Return the module's arguments with these tensors in their places."""
 
         def tensor(ref: Ref) -> Tensor:
             return tensors[ref.name]
@@ -84,7 +88,7 @@ def _check_arguments(module: nn.Module, sample_inputs: Any) -> None:
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    """What may be in a batch; with a loss outside of the model that is more than `forward` takes."""
+    """Return the signature of a batch; with a loss outside of the model it is wider than that of `forward`."""
     wider: Any = getattr(type(module), "batch_signature", None)
     return wider if isinstance(wider, inspect.Signature) else inspect.signature(module.forward)
 
@@ -125,7 +129,7 @@ def _map(value: Any, function: Callable[[Ref], Tensor]) -> Any:
 
 
 def _rebuild(value: Any, function: Callable[[str, Any], Any]) -> Any:
-    """A container with each item replaced by `function(key, item)`; any other value as it is."""
+    """Return a container with each item replaced by `function(key, item)`; any other value as it is."""
     if isinstance(value, Mapping):
         items = {k: function(str(k), v) for k, v in value.items()}
         if type(value) is dict or not hasattr(value, "__setitem__"):

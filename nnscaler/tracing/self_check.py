@@ -32,7 +32,12 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward and backward give. Tensors by first name in the model; None: the loss does not reach it."""
+    """The results of one forward and backward. Tensors are by their first name in the model.
+
+    loss        scalar
+    gradients   by parameter; None where the loss does not reach it
+    buffers     after forward
+    """
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
@@ -65,7 +70,7 @@ def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sa
 
 
 def _loose_tolerance(graph: Graph) -> float:
-    """The square root of the coarsest precision in the graph: 3e-4 for float32, 9e-2 for bfloat16."""
+    """Return the square root of the coarsest precision in the graph: 3e-4 for float32, 9e-2 for bfloat16."""
     floating = [d for d in {getattr(torch, t.dtype) for t in graph.tensors.values()} if d.is_floating_point]
     return float(max(torch.finfo(d).eps for d in floating) ** 0.5)
 
@@ -89,7 +94,8 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
 
 
 def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str] | None:
-    """The Python attributes that a second forward changes, on a copy of the module; None where that cannot be seen."""
+    """Find the Python attributes that a second forward changes, on a copy of the module; None where that cannot be
+    seen."""
     changed: dict[str, str] = {}
     try:
         model = copy.deepcopy(module)
@@ -104,7 +110,7 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str]
 
 
 def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Step:
-    """The module's own step in its own dtype. Raises NnscalerError "model_raised"."""
+    """Run a step of the module in its own dtype. Raises NnscalerError "model_raised"."""
     try:
         with without_dropout(module):
             return _eager_step(copy.deepcopy(module), graph, sample, None)
@@ -194,7 +200,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
-    """The largest difference; entries that are the same infinity or both NaN agree."""
+    """Return the largest difference; entries that are the same infinity or both NaN agree."""
     if expected.shape != actual.shape:
         return float("inf")
     if expected.numel() == 0:

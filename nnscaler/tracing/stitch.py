@@ -1,4 +1,4 @@
-"""Puts copies of a traced layer's operations where `stitch_calls` left one node for an equal layer."""
+"""Put copies of a traced layer's operations where `stitch_calls` left one node for an equal layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ STORED = ("parameter", "buffer")
 
 @dataclass(frozen=True)
 class Body:
-    """The operations of a traced call. `given`: tensors from outside, `made`: results, in the order of the record."""
+    """The operations of a traced call, with tensor names in the order of the record.
+
+    call         that was traced
+    operations   in order
+    given        tensors from outside
+    made         results; None for one that is not used
+    constants    tensors with data
+    """
 
     call: Call
     operations: tuple[Operation, ...]
@@ -33,7 +40,7 @@ class Body:
 
 
 def expand(raw: RawGraph, state: Mapping[str, Tensor], calls: Sequence[Call]) -> tuple[RawGraph, dict[str, Tensor]]:
-    """The graph without marks, and the stored tensors with the constants that copies have.
+    """Return the graph without marks, and the stored tensors with the constants that copies have.
 
     Raises CannotStitch where a copy would not be what the trace of the layer gives.
     """
@@ -126,7 +133,7 @@ class _Expander:
             self.operations.append(_renamed(operation, number, names, body.call, call))
 
     def _counterpart(self, name: str, body: Body, call: Call) -> str:
-        """What a copy reads for a stored tensor or constant that the body reads."""
+        """Return the tensor that a copy reads in place of a stored tensor or constant that the body reads."""
         tensor = self.tensors[name]
         if tensor.role in STORED:
             own = body.call.site.path + "."

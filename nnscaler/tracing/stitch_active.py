@@ -77,7 +77,7 @@ class Active:
         return result
 
     def _unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result as the tracer would see it; without running the operator where an equal record tells it."""
+        """Return the result as the tracer would see it; without running the operator where an equal record tells it."""
         if torch.Tag.data_dependent_output in func.tags:
             raise CannotStitch(f"{self.site.path} looks at the values of data")
         self._compare()
@@ -105,7 +105,7 @@ class Active:
         self.alike = [r for r in self.alike if r.key[start : self._compared] == new]
 
     def equal(self) -> Record | None:
-        """The record of a traced call that this one equals."""
+        """Return the record of a traced call that this one equals."""
         self._compare()
         return next((r for r in self.alike if len(r.key) == self._compared), None)
 
@@ -171,7 +171,7 @@ class Active:
         self.made.extend(get_proxy_slot(t, self.tracer, None, lambda found: found.proxy) for t in tensors)
 
     def _is_given(self, tensor: Tensor) -> bool:
-        """Whether a tensor from outside of the call comes from an operator or is an input; notes where from."""
+        """Return whether a tensor from outside of the call comes from an operator or is an input; notes where from."""
         self.before.add(id(tensor))
         self.nodes += self.track(self.tracer, tensor)
         proxy = get_proxy_slot(tensor, self.tracer, None, lambda found: found.proxy)

@@ -1,4 +1,4 @@
-"""While a model is exported, follows the calls of layers that repeat.
+"""Follow the calls of layers that repeat, while a model is exported.
 
 The first call of a run of layers is traced as ever, between two marks. Every later one runs too, with all that its
 Python code does, but torch's tracer is not told: the operators go into a `Record` instead. If the record equals that of
@@ -35,8 +35,12 @@ from nnscaler.tracing.stitch_sites import Run, Site
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer that repeats. `like`: the number of the traced call that it equals, None when traced itself.
-    `constants`: tensors with data that it reads, in order of first use; `names`: names that annotations give, likewise.
+    """One call of a layer that repeats.
+
+    site        the layer
+    like        the number of the traced call that it equals; None when traced itself
+    constants   tensors with data that it reads, in order of first use
+    names       names that annotations give, in order of first use
     """
 
     site: Site
@@ -47,7 +51,7 @@ class Call:
 
 @dataclass
 class Calls:
-    """What one export met."""
+    """The calls of layers that one export met."""
 
     model: nn.Module
     sites: Mapping[int, Site]
@@ -109,7 +113,7 @@ class Calls:
         return result
 
     def _run(self, active: Active, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """The result, and whether regions are left as they were entered."""
+        """Return the result, and whether regions are left as they were entered."""
         state = _surroundings()
         active.record.key.append(state)
         self._active = active
@@ -190,7 +194,7 @@ def _described(active: Active, like: int | None) -> Call:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What is in force around an operator and changes what it computes."""
+    """Return the modes around an operator that change its results."""
     casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     return (torch.is_grad_enabled(), casts, torch.get_default_dtype())
 

@@ -1,4 +1,4 @@
-"""Fake tensors told from outside, and new ones that look the same."""
+"""Describe fake tensors by their visible properties, and make new ones that look the same."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def look_of(tensor: Tensor) -> Look:
 
 
 def made_like(look: Look, memory: torch.UntypedStorage | None, mode: FakeTensorMode) -> FakeTensor:
-    """A fake tensor that looks so, a view of `memory` or with memory of its own.
+    """Make a fake tensor that looks so, a view of `memory` or with memory of its own.
 
     It has no history: a leaf, also where it requires a gradient (see `join_history`).
     """

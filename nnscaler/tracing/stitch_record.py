@@ -1,7 +1,7 @@
-"""What one call of a layer does, written down operator by operator so that two calls can be compared.
+"""Record one call of a layer operator by operator, so that two calls can be compared.
 
-Tensors are written as labels: `("made", 7)` for the eighth result inside the call, `("own", "mlp.up.weight", ..)` for
-a stored tensor of the layer, `("model", "embed.weight", ..)` for another one of the model, `("given", 0, ..)` for the
+Tensors are written as labels: `("made", 7)` for the eighth result inside the call, `("own", "mlp.up.weight", ..)` for a
+stored tensor of the layer, `("model", "embed.weight", ..)` for another one of the model, `("given", 0, ..)` for the
 first tensor from outside of the call that it reads, `("constant", 0, ..)` for a tensor with data. Two calls whose keys
 are equal do the same with tensors that stand at the same places and look the same.
 """
@@ -29,8 +29,12 @@ Innermost = tuple[str, str]  # path and class of the module that runs
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that an operator returned. `old`: its label before, if the operator wrote into it. `memory`: a number
-    for its memory, equal for tensors of the record that share it."""
+    """A tensor that an operator returned.
+
+    old      its label before, if the operator wrote into it
+    memory   a number for its memory, equal for tensors of the record that share it
+    look     its shape, dtype and other properties
+    """
 
     old: Label | None
     memory: int
@@ -41,8 +45,16 @@ class Result:
 class Step:
     """One operator, or one entry into (exit from) a region.
 
-    `notes`: what `torch.fx.traceback.annotate` says. `leaves` of its result: `Result`s, and what is no tensor. `first`:
-    the number of the first tensor. `quick`: a result can be made from the looks.
+    function   that is called
+    args       positional arguments
+    kwargs     keyword arguments
+    place      in the model's code
+    modules    the stack of modules around it
+    notes      the annotations of `torch.fx.traceback.annotate`
+    spec       the structure of its result
+    leaves     of its result: `Result`s, and values that are no tensors
+    first      the number of its first tensor among those made
+    quick      whether a result can be made from the looks
     """
 
     function: Any
@@ -116,12 +128,12 @@ class Record:
         self._new.clear()
 
     def latest(self) -> dict[int, tuple[Tensor, int]]:
-        """The tensors made or written, by identity, and the number of the last result that they are."""
+        """Return the tensors made or written, by identity, and the number of the last result that they are."""
         return {id(tensor): (tensor, number) for number, tensor in enumerate(self.made) if tensor is not None}
 
     def result_like(self, other: Step, args: Any) -> Any:
-        """What the operator just written returns, given that it is `other` of a record equal so far: made without
-        running it."""
+        """Return the result of the operator just written without running it, given that it is `other` of a record equal
+        so far."""
         assert other.spec is not None and self.mode is not None
         leaves = []
         for leaf in other.leaves:
@@ -138,7 +150,7 @@ class Record:
         return tree_unflatten(leaves, other.spec)
 
     def result_of(self, step: Step) -> Any:
-        """The result of a step of this record; what is gone is made again."""
+        """Return the result of a step of this record; what is gone is made again."""
         if step.spec is None:
             return None
         leaves, number = [], step.first
@@ -207,7 +219,8 @@ class Record:
 
 
 def data_of(tensor: Tensor) -> Any:
-    """The values of a tensor as something that can be compared; where they cannot be read, the tensor's identity."""
+    """Return the values of a tensor as something that can be compared; where they cannot be read, the tensor's
+    identity."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return id(tensor)
     with unset_fake_temporarily(), torch.no_grad():

@@ -12,7 +12,12 @@ Run = tuple[str, int]  # the container's path, and a number for each kind of ele
 
 @dataclass(frozen=True)
 class Site:
-    """A layer that repeats. `path`: its name in the model. `run`: equal for the layers that it repeats with."""
+    """A layer that repeats.
+
+    path     its name in the model
+    module   the layer
+    run      equal for the layers that it repeats with
+    """
 
     path: str
     module: nn.Module
@@ -20,7 +25,8 @@ class Site:
 
 
 def repeated_layers(module: nn.Module, at_least: int) -> Mapping[int, Site]:
-    """The repeated layers of `module` by the identity of their `__dict__`, which torch's tracer gives to its stand-ins.
+    """Return the repeated layers of `module` by the identity of their `__dict__`, which torch's tracer gives to its
+    stand-ins.
 
     Elements of a ModuleList or Sequential that have submodules, share a class, and whose stored tensors agree in names,
     shapes and dtypes, at least so many of them. Whether they compute the same is not looked at here.

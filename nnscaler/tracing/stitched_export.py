@@ -1,4 +1,4 @@
-"""Exports a model and imports its graph, with each of many equal layers traced once where that can be done."""
+"""Export a model and import its graph, with each of many equal layers traced once where that can be done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ _AT_LEAST = {"auto": 8, "always": 2}
 
 @dataclass(frozen=True)
 class Stitched:
-    """`raw` and `state`: the imported graph before the passes, and its stored tensors. `notes`: about the copies."""
+    """An exported and imported loss.
+
+    exported   the training IR
+    raw        the imported graph before the passes
+    state      its stored tensors
+    notes      about the copies
+    repeats    how many calls of layers were copied, in words
+    """
 
     exported: Exported
     raw: RawGraph
@@ -33,7 +40,7 @@ class Stitched:
 
 
 def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, repeat_layers: str) -> Stitched:
-    """The imported graph of the loss. `repeat_layers` as in `trace`: the graph does not depend on it.
+    """Export and import the graph of the loss. `repeat_layers` as in `trace`: the graph does not depend on it.
 
     Raises NnscalerError "trace_failed" and "no_loss"; "usage" for another word in `repeat_layers`.
     """

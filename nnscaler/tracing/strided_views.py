@@ -80,8 +80,11 @@ def _rewrite(module: GraphModule, node: Node) -> None:
 
 
 def find_window(given: Dims, wanted: Dims) -> Window | None:
-    """The window over consecutive dims of `given` that makes `wanted`: (first dim, number of dims that are merged,
-    window size, step); (0, 0, 0, 0) when they are the same; None when there is none."""
+    """Find the window over consecutive dims of `given` that makes `wanted`.
+
+    Returns (first dim, number of dims that are merged, window size, step); (0, 0, 0, 0) when they are the same; None
+    when there is none.
+    """
     if tuple(given) == tuple(wanted):
         return 0, 0, 0, 0
     longest = min(len(given), len(wanted))

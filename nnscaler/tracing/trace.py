@@ -93,14 +93,14 @@ def trace(
 
 
 def _read_by(graph: Graph, stitched: Stitched) -> Mapping[str, Tensor]:
-    """The state without the constants that only removed operations read: no program has them."""
+    """Return the state without the constants that only removed operations read: no program has them."""
     known, left = ({n for t in g.with_role("constant") for n in t.fqns} for g in (stitched.raw.graph, graph))
     return {name: tensor for name, tensor in stitched.state.items() if name not in known - left}
 
 
 def _carried(regions: Regions) -> tuple[str, ...]:
-    """A note on each kind of autocast of another device than the one that the model is traced on, and on each that is
-    switched off by a region of another device."""
+    """Return a note on each kind of autocast of another device than the one that the model is traced on, and on each
+    that is switched off by a region of another device."""
     kept = "is kept, as autocast of the device that runs the program; by itself torch leaves it out here, on"
     named = [
         f'{file}:{line}: torch.autocast("{device}", {dtype}) {kept} the {regions.device}'
@@ -126,7 +126,7 @@ def _refuse_autocast(graph: Graph) -> None:
 def _checked(
     module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, hooks: GradientHooks
 ) -> tuple[str, ...]:
-    """The notes of the self-check. Hooks come first: they explain what else differs."""
+    """Return the notes of the self-check. Hooks come first: they explain what else differs."""
     if is_meta(module):
         hooks.refuse(hooks.met, "may change a gradient")
         return ()

@@ -1,4 +1,4 @@
-"""A loss outside of the model: the model, and a function of its outputs and the batch."""
+"""Join a model that returns no loss with a loss function of its outputs and the batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def origin_of_loss(loss_fn: LossFunction) -> str:
 
 
 def recorded_loss(origin: str) -> LossFunction:
-    """The function that `origin_of_loss` described. Raises NnscalerError `no_such_file` where it cannot be found."""
+    """Load the function that `origin_of_loss` described.
+
+    Raises NnscalerError `no_such_file` where it cannot be found.
+    """
     file, found, name = origin.partition("::")
     help_text = "give the loss function again: loss_fn=..., or --loss-fn path/to/file.py::function"
     message = f"the program was compiled with the loss function {origin!r}"
@@ -64,7 +67,7 @@ def recorded_loss(origin: str) -> LossFunction:
 
 
 def check_loss_function(loss_fn: Any, where: str) -> None:
-    """Raises NnscalerError "usage" for what cannot be called with outputs and a batch."""
+    """Check a loss function. Raises NnscalerError "usage" for what cannot be called with outputs and a batch."""
     try:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:
@@ -79,7 +82,10 @@ def check_loss_function(loss_fn: Any, where: str) -> None:
 def _taken(
     takes: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `forward` is given. Tensors that its `**kwargs` alone would take are no arguments of it."""
+    """Return the arguments that `forward` is given.
+
+    Tensors that its `**kwargs` alone would take are no arguments of it.
+    """
     kinds = [p.kind for p in takes.parameters.values()]
     own = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[: sum(k in _POSITIONAL for k in kinds)]
     rest = inspect.Parameter.VAR_KEYWORD in kinds
@@ -94,7 +100,7 @@ def _named(takes: inspect.Signature, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _open_ended(takes: inspect.Signature) -> inspect.Signature:
-    """The signature of `forward`, with room for what it does not take."""
+    """Return the signature of `forward`, with room for what it does not take."""
     parameters = [p for p in takes.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not any(p.kind == p.KEYWORD_ONLY for p in parameters):
         parameters.append(inspect.Parameter("batch_rest", inspect.Parameter.VAR_POSITIONAL))

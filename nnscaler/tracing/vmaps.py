@@ -45,13 +45,13 @@ def vmaps_expanded() -> Iterator[None]:
 
 
 def in_vmap() -> bool:
-    """Whether what runs now is traced by itself, for a call of vmap in an export."""
+    """Return whether the running code is traced by itself, for a call of vmap in an export."""
     mode = get_proxy_mode()
     return isinstance(mode, ProxyTorchDispatchMode) and not mode.pre_dispatch
 
 
 def needs_gradient(tensor: Tensor) -> bool:
-    """Whether the tensor that vmap has wrapped needs one."""
+    """Return whether the tensor that vmap has wrapped needs a gradient."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor.requires_grad
@@ -77,7 +77,7 @@ def _run(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """What runs inside is not seen by the export. Modes of the user stay: they may be what makes the function run."""
+    """Hide from the export what runs inside. Modes of the user stay: they may be what makes the function run."""
     stack = _get_current_function_mode_stack()
     kept = [mode for mode in stack if not isinstance(mode, PreDispatchTorchFunctionMode)]
     _replace_modes(kept)

@@ -22,7 +22,7 @@ from nnscaler.transform.select import select
 
 
 def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> PartitionedGraph:
-    """The partitioned graph that the plan describes. `signatures` gains operations that the plan repeats.
+    """Partition the graph by a plan. `signatures` gains operations that the plan repeats.
 
     Raises NnscalerError("plan_illegal") for a step that the annotations forbid, saying what would be legal.
     """
@@ -59,7 +59,7 @@ def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> Pa
 def _choose(
     graph: Graph, signatures: Mapping[str, Signature], plan: Plan, mesh: Axes, here: set[str]
 ) -> Mapping[str, tuple[Choice, ...]]:
-    """The choices on the axes of a mesh, then on micro-batches."""
+    """Choose on the axes of a mesh, then on micro-batches."""
     choices, axes = choose(graph, signatures, plan, mesh, here)
     every = tuple(axes)
     for op in graph.operations:
@@ -72,7 +72,7 @@ def _choose(
 
 
 def make_stages(plan: Plan) -> tuple[Stage, ...]:
-    """The pipeline's stages: a device holds consecutive ranks, stage s runs on device s modulo the devices."""
+    """Make the pipeline's stages: a device holds consecutive ranks, stage s runs on device s modulo the devices."""
     counts = [prod(size for _, size in axes) for axes in plan.device_axes]
     starts = [0, *accumulate(counts)]
     meshes = [
@@ -84,7 +84,7 @@ def make_stages(plan: Plan) -> tuple[Stage, ...]:
 
 
 def _check(plan: Plan) -> None:
-    """Raises NnscalerError("plan_illegal") for meshes that make no sense."""
+    """Check the meshes. Raises NnscalerError("plan_illegal") for meshes that make no sense."""
     if plan.stage_axes and (len(plan.stage_axes) != plan.devices or any(n != "pp" for n, _ in plan.mesh)):
         raise NnscalerError(
             "plan_illegal",
@@ -102,7 +102,7 @@ def _check(plan: Plan) -> None:
 
 
 def _check_axes(graph: Graph, plan: Plan, stage_of: Mapping[str, tuple[int, ...]]) -> None:
-    """Every step is about an axis that some of its operations have."""
+    """Check that every step is about an axis that some of its operations have."""
     known = dict.fromkeys((*(n for n, _ in plan.mesh if n != "pp"), *(n for axes in plan.stage_axes for n, _ in axes)))
     for step in plan.steps:
         if not isinstance(step, SplitStep | ReplicateStep | RestStep):

@@ -18,7 +18,8 @@ def balanced_cuts(
     segments: int,
     limits: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[int, ...] | None:
-    """The positions of the best `segments - 1` cuts of the items with these `costs`; None if there are too few cuts.
+    """Return the positions of the best `segments - 1` cuts of the items with these `costs`; None if there are too few
+    cuts.
 
     `cuts` are candidate positions (a cut at c lies before item c) in ascending order; `groups` (ascending numbers)
     says which of them are alternatives: of one group at most one is used. `limits`: the least and the greatest
@@ -45,8 +46,10 @@ def balanced_cuts(
 
 
 def cut_limits(segments: int, items: int, at: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
-    """The least and the greatest position of every cut, so that these (item, segment) hold. Segments from -1 down are
-    counted from the last one. None where a segment does not exist."""
+    """Return the least and the greatest position of every cut, so that these (item, segment) hold.
+
+    Segments from -1 down are counted from the last one. None where a segment does not exist.
+    """
     least, most = [1] * (segments - 1), [items - 1] * (segments - 1)
     for item, wanted in at:
         segment = wanted if wanted >= 0 else segments + wanted
@@ -61,7 +64,7 @@ def cut_limits(segments: int, items: int, at: Iterable[tuple[int, int]]) -> tupl
 
 
 def _smallest_maximum(segment: NDArray[np.float64], within: Sequence[NDArray[np.bool_]]) -> float:
-    """The least possible largest segment, with the cuts `within` positions; infinite when there is no such
+    """Return the least possible largest segment, with the cuts `within` positions; infinite when there is no such
     partition."""
     largest = segment[0]
     for here in within:
@@ -75,7 +78,7 @@ def _fewest_crossing(
     weight: NDArray[np.float64],
     within: Sequence[NDArray[np.bool_]],
 ) -> list[int]:
-    """Indices of the cuts that minimise (crossing, squares) over partitions into allowed segments."""
+    """Return the indices of the cuts that minimise (crossing, squares) over partitions into allowed segments."""
     cross = np.where(allowed[0], 0.0, np.inf)
     square = squares[0]
     columns = np.arange(len(weight))

@@ -1,8 +1,8 @@
-"""Which splits are worth considering: a work-list fixpoint that carries them between producers and consumers.
+"""Find the splits worth considering: a work-list fixpoint that carries them between producers and consumers.
 
 A split of a `view`'s heads induces a strided split of the packed `qkv` projection five operations earlier, which no
-identifier of the projection names by itself. Terminates because an `outer` divides the size of its identifier.
-The walk is per tensor layout; a global union of dims would merge batch and sequence through `view(-1)`.
+identifier of the projection names by itself. Terminates because an `outer` divides the size of its identifier. The walk
+is per tensor layout; a global union of dims would merge batch and sequence through `view(-1)`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Candidates = Mapping[str, tuple[Split, ...]]
 
 
 def all_candidates(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Candidates:
-    """Every split of every operation that an identifier names, or that a neighbour's split induces."""
+    """Return every split of every operation that an identifier names, or that a neighbour's split induces."""
     seeds = [
         (op, even_or_balanced(signatures[op.name], identifier, parts))
         for op in graph.operations
@@ -30,7 +30,8 @@ def all_candidates(graph: Graph, signatures: Mapping[str, Signature], parts: int
 
 
 def reach(graph: Graph, signatures: Mapping[str, Signature], parts: int, layouts: Mapping[str, State]) -> Candidates:
-    """The splits induced, transitively, by these states of these tensors: what a batch dim of the inputs reaches."""
+    """Return the splits induced, transitively, by these states of these tensors: those that a batch dim of the inputs
+    reaches."""
     places = _by_tensor(graph)
     seeds: list[tuple[Operation, Split]] = []
     for name, state in layouts.items():
@@ -90,7 +91,7 @@ def _induced(
 
 
 def split_of(signature: Signature, is_output: bool, position: int, state: State, parts: int) -> Split | None:
-    """The legal split that gives an operand this state."""
+    """Return the legal split that gives an operand this state."""
     if signature.bound is None:
         return None
     operands = signature.bound.outputs if is_output else signature.bound.inputs
@@ -99,7 +100,7 @@ def split_of(signature: Signature, is_output: bool, position: int, state: State,
 
 
 def _by_tensor(graph: Graph) -> Mapping[str, tuple[tuple[Operation, bool, int], ...]]:
-    """tensor -> (operation, is output, position) of every place where it stands."""
+    """Map each tensor to (operation, is output, position) of every place where it stands."""
     places: dict[str, list[tuple[Operation, bool, int]]] = {name: [] for name in graph.tensors}
     for op in graph.operations:
         for slot, name in enumerate(op.inputs):

@@ -1,4 +1,4 @@
-"""What the model itself computes again in backward, as steps of a plan."""
+"""Recomputation that the model itself asks for (`torch.utils.checkpoint`), as steps of a plan."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from nnscaler.transform.select import matches
 
 
 def with_checkpoints(plan: Plan, graph: Graph) -> Plan:
-    """The plan with a `recompute` step for each call of `torch.utils.checkpoint` in the model; a plan that has
-    `recompute` steps of its own stays as it is."""
+    """Return the plan with a `recompute` step for each call of `torch.utils.checkpoint` in the model.
+
+    A plan that has `recompute` steps of its own stays as it is.
+    """
     if any(isinstance(step, RecomputeStep) for step in plan.steps):
         return plan
     return replace(plan, steps=(*plan.steps, *checkpoint_steps(graph)))
 
 
 def checkpoint_steps(graph: Graph) -> tuple[RecomputeStep, ...]:
-    """One step per checkpointed call, in order: the module where it is one, otherwise its operations."""
+    """Return one step per checkpointed call, in order: the module where it is one, otherwise its operations."""
     calls: dict[str, list[Operation]] = {}
     for operation in graph.operations:
         if operation.region.recompute is not None:

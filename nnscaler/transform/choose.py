@@ -28,10 +28,10 @@ Choices = Mapping[str, tuple[Choice, ...]]  # operation -> one choice per axis
 def choose(
     graph: Graph, signatures: Mapping[str, Signature], plan: Plan, mesh: Axes, here: Collection[str]
 ) -> tuple[Choices, Axes]:
-    """Choices on every axis of a mesh and on micro-batches, and these axes in the order of the choices. Steps count
-    for the operations in `here`, which run on the mesh; all others follow.
+    """Return choices on every axis of a mesh and on micro-batches, and these axes in the order of the choices.
 
-    Raises NnscalerError: plan_illegal, micro_batches_coupled.
+    Steps count for the operations in `here`, which run on the mesh; all others follow. Raises NnscalerError:
+    plan_illegal, micro_batches_coupled.
     """
     choices, axes = follow_batch(graph, signatures, plan, mesh, here)
     for name, parts in mesh:
@@ -46,7 +46,7 @@ def choose(
 def follow_batch(
     graph: Graph, signatures: Mapping[str, Signature], plan: Plan, mesh: Axes, here: Collection[str] | None = None
 ) -> tuple[Choices, Axes]:
-    """`choose` on micro-batches and the data axes only. `here` None: every operation."""
+    """Choose as `choose`, on micro-batches and the data axes only. `here` None: every operation."""
     taken: dict[str, Mapping[str, State]] = {}
     outer = 1
     for name, parts in mesh:
@@ -68,10 +68,10 @@ def follow_batch(
 
 
 def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, State]:
-    """The inputs that carry the batch, sharded along dim 0. The batch is dim 0 of the first input that has dims. One
-    axis by itself may cut it unevenly; micro-batches are equal.
+    """Return the inputs that carry the batch, sharded along dim 0.
 
-    Raises NnscalerError("plan_illegal") where the batch does not divide.
+    The batch is dim 0 of the first input that has dims. One axis by itself may cut it unevenly; micro-batches are
+    equal. Raises NnscalerError("plan_illegal") where the batch does not divide.
     """
     inputs = [t for t in graph.with_role("input") if t.shape]
     if not inputs or parts == 1:
@@ -92,12 +92,12 @@ def batch_states(graph: Graph, axis: str, parts: int, outer: int) -> dict[str, S
 
 
 def batch_of(graph: Graph) -> int:
-    """Samples in the global batch: dim 0 of the first input that has dims."""
+    """Return the samples in the global batch: dim 0 of the first input that has dims."""
     return next((t.shape[0] for t in graph.with_role("input") if t.shape), 1)
 
 
 def largest_micro_batches(graph: Graph, wanted: int, data_parts: int) -> int:
-    """The largest number of micro-batches up to `wanted` that divides each rank's batch."""
+    """Return the largest number of micro-batches up to `wanted` that divides each rank's batch."""
     local, rest = divmod(batch_of(graph), data_parts)
     if rest:
         return 1  # ranks have unequal parts of the batch
@@ -112,7 +112,7 @@ def _explicit(
     parts: int,
     here: Collection[str] | None,
 ) -> dict[str, Choice]:
-    """What the steps say of an axis."""
+    """Return the choices that the plan's steps make on an axis."""
     found: dict[str, Choice] = {}
     if parts == 1:
         return {op.name: RunInvariant() for op in graph.operations}
@@ -141,7 +141,7 @@ def _choice(step: SplitStep | ReplicateStep, op: Operation, signature: Signature
 
 
 def illegal(op: Operation, signature: Signature, message: str, parts: int) -> NnscalerError:
-    """The error for a step that an operation's annotation forbids."""
+    """Return the error for a step that an operation's annotation forbids."""
     if signature.bound is None:
         help = f"register {op.operator} with nnscaler.register_op(annotation)"
         return NnscalerError("plan_illegal", message, where=op.where, help=help)

@@ -1,8 +1,8 @@
 """Choices that nobody made: on one axis, let every operation follow the layouts that reach it.
 
-Data parallelism and micro-batches are this and nothing else: the inputs are sharded along their batch dim, and each
-operation takes the choice that its inputs' layouts suggest at the least communication. So is the completion of a
-hand-written plan, where the user's choices are fixed and the rest follows.
+Data parallelism and micro-batches are made in this way alone: the inputs are sharded along their batch dim, and each
+operation takes the choice that its inputs' layouts suggest at the least communication. A hand-written plan is completed
+in the same way: the user's choices are fixed and the rest follows.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def follow(
     made: Mapping[str, Sequence[Choice]],
     axes: Sequence[tuple[str, int]],
 ) -> dict[str, Choice]:
-    """One choice per operation.
+    """Choose for each operation by the layouts of its inputs.
 
     `inputs`: the state of input tensors on this axis. `explicit`: choices that stand. `made`: the choices on `axes`,
-    made before, with which the new ones must be legal together.
-    Raises NnscalerError("micro_batches_coupled") where an operation needs values of several micro-batches at once.
+    made before, with which the new ones must be legal together. Raises NnscalerError("micro_batches_coupled") where an
+    operation needs values of several micro-batches at once.
     """
     states: dict[str, State] = {}
     for tensor in graph.tensors.values():
@@ -83,10 +83,12 @@ def _follow_readers(
     made: Mapping[str, Sequence[Choice]],
     every: Sequence[tuple[str, int]],
 ) -> dict[str, Choice]:
-    """The choices, where what no input reaches (masks, positions) is computed in the shards that all of its readers
-    take. It needs no gradient, and to cut a piece out of its inputs costs nothing; whole, a mask would be that of the
-    global batch, on every rank and for every micro-batch. Numbers that a hook makes by the rank's place (`arange`) stay
-    whole and are cut: that is proved for all sizes."""
+    """Compute values that no input reaches (masks, positions) in the shards that all of their readers take.
+
+    Such a value needs no gradient, and slicing its inputs is free. Left whole, a mask would have the size of the global
+    batch, on every rank and for every micro-batch. Numbers that a hook makes by the rank's place (`arange`) stay whole
+    and are sliced: that is proved for all sizes.
+    """
     found = dict(choices)
     for op in reversed(graph.operations):
         signature = signatures[op.name]
@@ -110,7 +112,8 @@ def _follow_readers(
 def _wanted(
     graph: Graph, signatures: Mapping[str, Signature], choices: Mapping[str, Choice], name: str | None
 ) -> State | None:
-    """In which state all readers of a tensor without gradient take it; None where they differ, or have no say."""
+    """Return the state in which all readers of a tensor without gradient take it; None where they differ, or have no
+    say."""
     if name is None or graph.tensors[name].needs_grad or name == graph.loss:
         return None
     taken = {input_states(signatures[op.name], choices[op.name])[slot] for op, slot in graph.consumers[name]}
@@ -126,7 +129,7 @@ def _cheapest(
     made: Sequence[Choice],
     every: Sequence[tuple[str, int]],
 ) -> Choice:
-    """The legal choice that follows the states of the inputs at the least cost."""
+    """Return the legal choice that follows the states of the inputs at the least cost."""
     options = [
         c
         for c in _options(op, signature, axis.parts, states)
@@ -140,7 +143,7 @@ def _cheapest(
 
 
 def _options(op: Operation, signature: Signature, parts: int, states: Mapping[str, State]) -> list[Choice]:
-    """Choices worth comparing, best first where costs tie."""
+    """Return the choices worth comparing, best first where costs tie."""
     options: dict[Choice, None] = {}
     if signature.bound is not None:
         for name, operand in zip(op.inputs, signature.bound.inputs, strict=True):
@@ -165,7 +168,8 @@ def _cost(
     axis: FollowAxis,
     states: Mapping[str, State],
 ) -> float:
-    """Elements communicated to bring the inputs into the layouts that the choice needs, plus work left whole."""
+    """Count the elements communicated to bring the inputs into the layouts that the choice needs, plus work left
+    whole."""
     total = 0.0
     for name, needed in zip(op.inputs, input_states(signature, choice), strict=True):
         tensor = graph.tensors[name]

@@ -1,4 +1,4 @@
-"""What the derivative of an operator keeps of its inputs, and which operators compute nothing."""
+"""Activations that the derivative of an operator keeps of its inputs, and operators that compute nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _KEEPS_NOTHING = frozenset(
 
 
 def kept_slots(operator: str, linear: Collection[Collection[int]], needs_grad: Sequence[bool]) -> tuple[int, ...]:
-    """The inputs whose values backward reads: those in which, together with an input that has a gradient, the operator
-    is not linear. `linear`: the operator's linear sets; `needs_grad`: of each input. What an operator keeps of its
-    outputs instead is of the same size."""
+    """Return the inputs whose values backward reads.
+
+    These are the inputs in which, together with an input that has a gradient, the operator is not linear. `linear`: the
+    operator's linear sets; `needs_grad`: of each input. An output that an operator keeps instead is of the same size.
+    """
     if operator in _KEEPS_NOTHING:
         return ()
     return tuple(

@@ -30,7 +30,7 @@ def layer_path(key: Key) -> str:
 
 
 def layers_of(graph: Graph, at_least: int = 2, ignore: Collection[str] = ()) -> tuple[Layer, ...]:
-    """The layers in order of execution; a layer that runs again after another one appears again.
+    """Return the layers in order of execution; a layer that runs again after another one appears again.
 
     Module paths may nest numbers (`stages.0.blocks.1`): the outermost level with `at_least` layers is taken, or the
     one with most layers if none has so many. Operations named in `ignore` do not count. Empty without layers.
@@ -59,7 +59,8 @@ def describe_layers(layers: Iterable[Layer]) -> str:
 
 
 def describe_paths(entries: Sequence[tuple[Key, str]]) -> str:
-    """Names of layers, each with a suffix, where consecutive layers of one prefix are written `first .. last`."""
+    """Return the names of layers, each with a suffix, where consecutive layers of one prefix are written `first ..
+    last`."""
     runs: list[list[tuple[Key, str]]] = []
     for key, suffix in entries:
         follows = runs and runs[-1][-1][0] == (key[0], key[1] - 1)
@@ -72,13 +73,13 @@ def describe_paths(entries: Sequence[tuple[Key, str]]) -> str:
 
 
 def _numbered(module: str) -> tuple[Key, ...]:
-    """Every (prefix, index) on a module path, outermost first."""
+    """Return every (prefix, index) on a module path, outermost first."""
     parts = module.split(".")
     return tuple((".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdecimal())
 
 
 def _stacks(keys: dict[str, tuple[Key, ...]], level: int) -> frozenset[str]:
-    """The prefixes that hold layers at this level.
+    """Return the prefixes that hold layers at this level.
 
     A stack of layers has modules inside its members; the members of a plain `Sequential(Linear, ReLU, Linear)` have
     none, and it counts only when it is outermost and there is nothing better: a block's MLP is not three layers.

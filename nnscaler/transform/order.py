@@ -12,7 +12,7 @@ from nnscaler.transform.select import select
 
 
 def reorder(graph: Graph, steps: Sequence[OrderStep]) -> Graph:
-    """The graph with its operations in an order that respects the steps; otherwise as before.
+    """Reorder the graph's operations so that they respect the steps; otherwise they stay as before.
 
     Raises NnscalerError("plan_illegal") where the steps contradict the dependencies (or each other).
     """

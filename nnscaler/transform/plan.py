@@ -18,8 +18,16 @@ ZERO = 3  # the stage of ZeRO that there is
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """Split an identifier of the operations over a mesh axis, viewed as (outer, parts, inner). `sizes`: into unequal
-    pieces, one per rank; without them, a size that does not divide is cut into pieces that differ by one."""
+    """Split an identifier of the operations over a mesh axis, viewed as (outer, parts, inner).
+
+    operations   names or patterns
+    axis         the mesh axis
+    identifier   of the annotation
+    outer        how many blocks the identifier has, each of which is split
+    sections     sizes of concatenated parts, each of which is split
+    sizes        of unequal pieces, one per rank; without them, a size that does not divide is cut into pieces that
+                 differ by one
+    """
 
     kind: ClassVar[str] = "split"
     operations: tuple[str, ...]
@@ -32,8 +40,13 @@ class SplitStep:
 
 @dataclass(frozen=True, slots=True)
 class ReplicateStep:
-    """Run the operations whole on every rank of the axis. `deferred`: their gradients stay partial sums. `partial`:
-    they are linear and run on partial sums in these input slots."""
+    """Run the operations whole on every rank of the axis.
+
+    operations   names or patterns
+    axis         the mesh axis
+    deferred     whether their gradients stay partial sums
+    partial      input slots with partial sums, on which the operations, being linear, run
+    """
 
     kind: ClassVar[str] = "replicate"
     operations: tuple[str, ...]
@@ -89,12 +102,19 @@ _KINDS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`mesh`: (axis, size) with `pp` for pipeline devices, in rank order: pp outermost, the last axis innermost.
+    """The steps that partition a graph, and the mesh for which they are.
 
-    `chunks`: stages per device (interleaved). `micro_batches`: the paper's chunk of the batch in time. `data_axes`:
-    axes whose operations, where no step says otherwise, follow the batch dim of the inputs. `stage_axes`: the axes of
-    each pipeline device where they differ (`mesh` then has `pp` alone); the devices may differ in rank count too.
     Operations (and patterns) name an operation, a module path or a glob over either. Later steps win.
+
+    mesh            (axis, size) in rank order: `pp`, for pipeline devices, outermost, the last axis innermost
+    steps           in order
+    micro_batches   pieces in time of the batch of a rank
+    schedule        name of the pipeline's order
+    chunks          stages per device (interleaved)
+    data_axes       axes whose operations, where no step says otherwise, follow the batch dim of the inputs
+    notes           for people
+    stage_axes      the axes of each pipeline device where they differ (`mesh` then has `pp` alone); the devices may
+                    differ in rank count too
     """
 
     mesh: Axes
@@ -135,12 +155,14 @@ class Plan:
 
     @property
     def data_parts(self) -> int:
-        """Into how many parts the batch is cut before micro-batches: the same samples form one on every device."""
+        """Number of parts of the batch before micro-batches: the same samples form one on every device."""
         return lcm(*(prod(size for name, size in axes if name in self.data_axes) for axes in self.device_axes))
 
     def describe(self) -> str:
-        """`dp=2 tp=2 pp=2`; `pp=2 (dp=2 | tp=3)` where the devices differ; with `zero=3` where parameters rest in
-        shards, `some` where not all do."""
+        """Return `dp=2 tp=2 pp=2`; `pp=2 (dp=2 | tp=3)` where the devices differ.
+
+        It ends with `zero=3` where parameters rest in shards, `some` where not all do.
+        """
         rest = [pattern for step in self.steps if isinstance(step, RestStep) for pattern in step.parameters]
         zero = "" if not rest else " zero=3" if "*" in rest else " some zero=3"
         if self.stage_axes:
@@ -148,7 +170,7 @@ class Plan:
         return _describe(self.mesh) + zero
 
     def to_json(self) -> str:
-        """The plan as text that `from_json` reads."""
+        """Return the plan as text that `from_json` reads."""
         steps = [{"step": s.kind, **{k: v for k, v in asdict(s).items() if v not in ((), False)}} for s in self.steps]
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "steps"}
         body = ",\n".join("  " + json.dumps(step) for step in steps)
@@ -186,7 +208,7 @@ def _describe(axes: Axes) -> str:
 
 
 def _are_axes(value: Any) -> bool:
-    """Whether this is a tuple of distinct names with sizes."""
+    """Return whether this is a tuple of distinct names with sizes."""
     if not isinstance(value, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in value):
         return False
     good = all(isinstance(name, str) and isinstance(size, int) and size >= 1 for name, size in value)
@@ -222,7 +244,7 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _check_types(kind: type[Any], values: Mapping[str, Any], source: str) -> None:
-    """Raises NnscalerError("plan_illegal") for the first value that cannot be what its field says."""
+    """Check the types of fields. Raises NnscalerError("plan_illegal") for the first value that does not fit."""
     for f in fields(kind):
         what, good = _TYPES.get(str(f.type), ("", lambda _: True))
         if f.name in values and not good(values[f.name]):

@@ -33,7 +33,8 @@ def resting(graph: Graph, plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def select_parameters(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
-    """The tensor names of the parameters that any of the patterns names: a parameter, a module that has it, a glob."""
+    """Return the tensor names of the parameters that any of the patterns names: a parameter, a module that has it, a
+    glob."""
     parameters = graph.with_role("parameter")
     chosen: dict[str, None] = {}
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Operations by name, module path, parameter or operator, each of which may be a glob."""
+"""Select operations by name, module path, parameter or operator, each of which may be a glob."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from nnscaler.ir.operation import Operation
 
 
 def matches(op: Operation, pattern: str) -> bool:
-    """Whether a pattern names the operation, its module, or a module that contains it."""
+    """Return whether a pattern names the operation, its module, or a module that contains it."""
     return any(
         fnmatchcase(text, p) for text, p in ((op.name, pattern), (op.module, pattern), (op.module, pattern + ".*"))
     )
 
 
 def reads(op: Operation, graph: Graph, pattern: str) -> bool:
-    """Whether a pattern names a parameter that the operation reads."""
+    """Return whether a pattern names a parameter that the operation reads."""
     parameters = (graph.tensors[name] for name in op.inputs if graph.tensors[name].role == "parameter")
     return any(fnmatchcase(fqn, pattern) for tensor in parameters for fqn in tensor.fqns)
 
 
 def select(graph: Graph, patterns: Iterable[str]) -> tuple[Operation, ...]:
-    """The operations that any of the patterns names, in graph order. A pattern that names no operation and no module
-    may name parameters: `head*` is the head's operations, not the embedding that is tied to `head.weight`. One that
-    names none of these may name operators: `aten.linear.default`, `aten.dropout*`.
+    """Return the operations that any of the patterns names, in graph order.
+
+    A pattern that names no operation and no module may name parameters: `head*` is the head's operations, not the
+    embedding that is tied to `head.weight`. One that names none of these may name operators: `aten.linear.default`,
+    `aten.dropout*`.
 
     Raises NnscalerError("plan_illegal") for a pattern that names nothing.
     """

@@ -23,8 +23,12 @@ __all__ = ["Layer", "StagePartition", "layers_of", "partition_stages", "repeated
 
 @dataclass(frozen=True, slots=True)
 class StagePartition:
-    """`stage_of`: operation name -> its stages, ascending; several where it is repeated. `layers` and `costs`: one
-    description, and the sum of costs of the anchored operations, per stage."""
+    """Operations cut into stages.
+
+    stage_of   operation -> its stages, ascending; several where it is repeated
+    layers     per stage, a description of its layers
+    costs      per stage, the sum of costs of its anchored operations
+    """
 
     stage_of: Mapping[str, tuple[int, ...]]
     layers: tuple[str, ...]
@@ -44,7 +48,7 @@ class _Candidates:
         return len(set(self.groups)) + 1
 
     def after(self, wanted: Collection[int]) -> _Candidates:
-        """Those of these groups."""
+        """Return the candidates of these groups."""
         kept = [(p, g) for p, g in zip(self.positions, self.groups, strict=True) if g in wanted]
         return _Candidates(tuple(p for p, _ in kept), tuple(g for _, g in kept))
 
@@ -108,9 +112,11 @@ def partition_stages(
 
 
 def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset[str]:
-    """Names of operations that every stage can compute for itself at no risk: without gradient, and depending only on
-    inputs, constants and buffers that no step changes. Never those that make the loss or a buffer's new value, nor
-    calls of operators in `random` (they would draw other numbers on each stage)."""
+    """Return the operations that every stage can compute for itself at no risk.
+
+    They have no gradient, and depend only on inputs, constants and buffers that no step changes. Never those that make
+    the loss or a buffer's new value, nor calls of operators in `random` (they would draw other numbers on each stage).
+    """
     updated = {buffer for buffer, _ in graph.updates}
     results = {graph.loss, *(value for _, value in graph.updates)}
     fixed = {t.name for t in graph.with_role("input", "constant", "buffer") if not t.needs_grad} - updated
@@ -126,7 +132,8 @@ def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset
 
 
 def _layer_cuts(anchored: Sequence[Operation], layers: Sequence[Layer]) -> _Candidates:
-    """The places between each two layers: at either end of what lies between them, and where the module changes."""
+    """Return the places between each two layers: at either end of what lies between them, and where the module
+    changes."""
     index = {op.name: i for i, op in enumerate(anchored)}
     positions: list[int] = []
     groups: list[int] = []
@@ -140,7 +147,8 @@ def _layer_cuts(anchored: Sequence[Operation], layers: Sequence[Layer]) -> _Cand
 
 
 def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[int]:
-    """Cuts that would separate the loss from the last stage, or the readers of an updated buffer from its update."""
+    """Return the cuts that would separate the loss from the last stage, or the readers of an updated buffer from its
+    update."""
     index = {op.name: i for i, op in enumerate(anchored)}
     loss = index[graph.producers[graph.loss].name]
     forbidden = set(range(loss + 1, len(anchored)))
@@ -154,7 +162,7 @@ def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[in
 
 
 def _inside(index: Mapping[str, int], joined: Iterable[Collection[str]]) -> frozenset[int]:
-    """Cuts that would separate operations that stay together."""
+    """Return the cuts that would separate operations that stay together."""
     found: set[int] = set()
     for group in joined:
         places = [index[name] for name in group if name in index]
@@ -180,7 +188,7 @@ def _elements_across(graph: Graph, anchored: Sequence[Operation]) -> list[int]:
 
 
 def _with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The stages of every operation: a repeated one runs wherever an operation that uses it runs."""
+    """Return the stages of every operation: a repeated one runs wherever an operation that uses it runs."""
     found: dict[str, tuple[int, ...]] = {}
     following = max(anchored_stage.values())
     for op in reversed(graph.operations):
@@ -195,7 +203,7 @@ def _with_repeated(graph: Graph, anchored_stage: Mapping[str, int]) -> dict[str,
 
 
 def _describe(operations: Sequence[Operation], layers: Sequence[Layer]) -> str:
-    """The layers of one stage; ` (part)` marks those that it does not hold whole."""
+    """Return the layers of one stage; ` (part)` marks those that it does not hold whole."""
     names = {op.name for op in operations}
     entries: list[tuple[tuple[str, int], str]] = []
     for layer in layers:

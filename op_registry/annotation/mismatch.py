@@ -1,4 +1,4 @@
-"""How a call that does not fit its annotation is told."""
+"""Explain why a call does not fit its annotation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def misfit(
     output_shapes: Sequence[Shape | None] | None,
     given: Mapping[str, int],
 ) -> AnnotationError:
-    """The mismatch with the text and a caret, every shape beside its operand, and the sizes bound so far."""
+    """Describe the mismatch with the text and a caret, every shape beside its operand, and the sizes bound so far."""
     notes = [*_table("input", annotation.inputs, input_shapes)]
     notes += _table("output", annotation.outputs, output_shapes or ())
     if given:

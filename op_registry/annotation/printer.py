@@ -6,7 +6,7 @@ from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identi
 
 
 def print_annotation(annotation: Annotation) -> str:
-    """The canonical text: one space between dims, `, ` between operands, ` -> ` between sides."""
+    """Write the canonical text: one space between dims, `, ` between operands, ` -> ` between sides."""
     left = ", ".join(print_operand(o) for o in annotation.inputs)
     right = ", ".join(print_operand(o) for o in annotation.outputs)
     return f"{left} -> {right}".strip()

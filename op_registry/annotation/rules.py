@@ -1,4 +1,4 @@
-"""What a well-formed annotation may not say, whatever the shapes.
+"""Rules that a well-formed annotation must keep, whatever the shapes.
 
 Each rule refuses with the reason, a caret, and the corrected text where there is one to propose.
 """
@@ -50,7 +50,7 @@ def tied_identifiers(annotation: Annotation) -> dict[str, tuple[str, ...]]:
 
 
 def map_identifiers(annotation: Annotation, function: Callable[[Identifier], Identifier]) -> Annotation:
-    """The annotation with every identifier replaced."""
+    """Replace every identifier of the annotation."""
 
     def on_dim(dim: Dim) -> Dim:
         if isinstance(dim, Identifier):
@@ -70,7 +70,7 @@ def map_identifiers(annotation: Annotation, function: Callable[[Identifier], Ide
 
 
 def with_marks(annotation: Annotation, names: Iterable[str], like: Identifier) -> str:
-    """The canonical text with the mark of `like` on every occurrence of `names`."""
+    """Write the canonical text with the mark of `like` on every occurrence of `names`."""
     chosen = frozenset(names)
 
     def mark(identifier: Identifier) -> Identifier:

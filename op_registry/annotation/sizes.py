@@ -40,7 +40,11 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class BoundDim:
-    """The product of `factors` (outermost first) is the dim's size; with `concat` their sum is."""
+    """A dim with sizes.
+
+    factors   outermost first
+    concat    whether the dim's size is the sum of the factors, not their product
+    """
 
     factors: tuple[Factor, ...]
     concat: bool = False
@@ -61,17 +65,21 @@ class BoundOperand:
         return tuple(d.size for d in self.dims)
 
     def identifiers(self) -> tuple[str, ...]:
-        """Every identifier of the operand, left to right."""
+        """Return every identifier of the operand, left to right."""
         return tuple(f.identifier for d in self.dims for f in d.factors if f.identifier is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundAnnotation:
-    """`inputs`: one per tensor of the call; None is `?`, replicated only. `outputs`: one per output; None is `?`, or
-    an output without a shape whose sizes nothing else determines.
+    """An annotation with the sizes of one call.
 
-    `sizes`, `marks` and `tied` have every identifier (`*` expanded). `reductions` has those marked `+`. `tied` lists
-    the identifiers that are split together: the members of one `[q k v]`, usually just the identifier itself.
+    text         of the annotation
+    inputs       one per tensor of the call; None is `?`, replicated only
+    outputs      one per output; None is `?`, or an output without a shape whose sizes nothing else determines
+    sizes        by identifier (`*` expanded)
+    marks        by identifier (`*` expanded)
+    reductions   by identifier marked `+`
+    tied         by identifier, those that are split together: the members of one `[q k v]`, usually just itself
     """
 
     text: str
@@ -259,7 +267,7 @@ class _Binder:
         return Mismatch(message, self.sizes, dim, hint)
 
     def bound(self, operand: Operand, shape: Shape | None, place: str) -> BoundOperand | None:
-        """The operand with sizes; None when it has no shape and some size is unknown."""
+        """Return the operand with sizes; None when it has no shape and some size is unknown."""
         dims: list[BoundDim] = []
         if shape == () and operand.dims == _ONE:
             return BoundOperand((), operand.additive)

@@ -9,9 +9,13 @@ from op_registry.annotation.sizes import BoundAnnotation, BoundOperand
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a split lies on an operand: `dim` is viewed as (outer, parts, inner), in logical coordinates; with
-    `sections`, each concatenated part of the dim is split by itself; with `sizes`, each of the `outer` blocks is cut
-    into pieces of these sizes."""
+    """How a split lies on an operand, in logical coordinates.
+
+    dim        that is split, viewed as (outer, parts, inner)
+    outer      how many blocks it has, each of which is split
+    sections   sizes of concatenated parts, each of which is split by itself
+    sizes      of unequal pieces of each block
+    """
 
     dim: int
     outer: int = 1
@@ -84,7 +88,7 @@ def _explain_sections(
 
 
 def explain_sizes(sizes: tuple[int, ...], parts: int, outer: int, size: int | None) -> str | None:
-    """Why a dim of `size`, viewed as `outer` blocks, is not cut into these unequal pieces by an axis of `parts`."""
+    """Say why a dim of `size`, viewed as `outer` blocks, is not cut into these unequal pieces by an axis of `parts`."""
     if len(sizes) != parts:
         return f"{len(sizes)} sizes for {parts} parts"
     if min(sizes) < 1:

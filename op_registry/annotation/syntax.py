@@ -81,7 +81,7 @@ class Operand:
     end: int = field(default=0, compare=False, repr=False)
 
     def identifiers(self) -> Iterator[Identifier]:
-        """Every identifier of the operand, left to right, `*` included."""
+        """Yield every identifier of the operand, left to right, `*` included."""
         for dim in self.dims:
             yield from identifiers_of(dim)
 
@@ -100,19 +100,19 @@ class Annotation:
     outputs: tuple[Operand | Opaque, ...]
 
     def operands(self) -> Iterator[Operand]:
-        """Every operand that is a tensor: inputs, then outputs."""
+        """Yield every operand that is a tensor: inputs, then outputs."""
         for operand in (*self.inputs, *self.outputs):
             if isinstance(operand, Operand):
                 yield operand
 
     def identifiers(self) -> Iterator[Identifier]:
-        """Every occurrence of an identifier, left to right."""
+        """Yield every occurrence of an identifier, left to right."""
         for operand in self.operands():
             yield from operand.identifiers()
 
 
 def identifiers_of(dim: Dim) -> Iterator[Identifier]:
-    """The identifiers of one dim, left to right."""
+    """Yield the identifiers of one dim, left to right."""
     if isinstance(dim, Identifier):
         yield dim
     elif isinstance(dim, Group):

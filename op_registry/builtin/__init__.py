@@ -1,4 +1,4 @@
-"""What is known of the operators of PyTorch and of our own runtime: one module per family.
+"""The built-in operators: those of PyTorch and of our own runtime, one module per family.
 
 To add an operator, add a line to a family's `SPECS` and a row to that family's table in `op_registry/samples/`.
 Importing this package needs no torch.

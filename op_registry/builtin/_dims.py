@@ -1,4 +1,4 @@
-"""What annotation functions share: naming dims, broadcasting, writing text, reading shards.
+"""Shared parts of annotation functions: naming dims, broadcasting, writing text, reading shards.
 
 A dim is text of the annotation language: a name with its mark (`a`, `k+`, `s^`), an integer, or a group `(a b)`.
 """
@@ -26,12 +26,12 @@ def letters(number: int, avoid: Collection[str] = ()) -> Dims:
 
 
 def operand(dims: Iterable[str], additive: bool = False) -> str:
-    """The text of one operand; without dims a scalar."""
+    """Write one operand; without dims a scalar."""
     return ("+" if additive else "") + (" ".join(dims) or "()")
 
 
 def annotate(inputs: Iterable[str | Sequence[str]], outputs: Iterable[str | Sequence[str]]) -> str:
-    """The text of an annotation, from operands given as text or as lists of dims."""
+    """Write an annotation, from operands given as text or as lists of dims."""
 
     def side(operands: Iterable[str | Sequence[str]]) -> str:
         return ", ".join(o if isinstance(o, str) else operand(o) for o in operands)
@@ -40,19 +40,19 @@ def annotate(inputs: Iterable[str | Sequence[str]], outputs: Iterable[str | Sequ
 
 
 def marked(dims: Iterable[str], mark: str) -> Dims:
-    """The names with a mark; integers stay."""
+    """Return the names with a mark; integers stay."""
     return [d if d.isdigit() else d + mark for d in dims]
 
 
 def tensor(call: Call, position: int, name: str) -> TensorArgument:
-    """The tensor argument at `position` or called `name`, which the operator's schema requires."""
+    """Return the tensor argument at `position` or called `name`, which the operator's schema requires."""
     value = call.get(position, name)
     assert isinstance(value, TensorArgument), (call.operator, name, value)
     return value
 
 
 def output_shape(call: Call, output: int = 0) -> tuple[int, ...]:
-    """The shape of an output that the graph uses."""
+    """Return the shape of an output that the graph uses."""
     result = call.outputs[output]
     assert result is not None, call.operator
     return result.shape
@@ -64,7 +64,7 @@ def whole(dim: int, ndim: int) -> int:
 
 
 def whole_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The dims a reduction runs over; None and an empty list mean all of them."""
+    """Return the dims a reduction runs over; None and an empty list mean all of them."""
     if isinstance(dims, int):
         dims = [dims]
     if not dims:
@@ -73,7 +73,7 @@ def whole_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The common shape, dims aligned at the right."""
+    """Return the common shape, dims aligned at the right."""
     ndim = max((len(s) for s in shapes), default=0)
     padded = [(1,) * (ndim - len(s)) + tuple(s) for s in shapes]
     return tuple(next((s for s in sizes if s != 1), 1) for sizes in zip(*padded, strict=True))
@@ -93,7 +93,7 @@ def broadcast(shapes: Sequence[Sequence[int]], mark: str = "", avoid: Collection
 
 
 def frozen(ndim: int, avoid: Collection[str] = ()) -> Dims:
-    """Names for a tensor that is only ever whole."""
+    """Return names for a tensor that is only ever whole."""
     return marked(letters(ndim, avoid), "^")
 
 
@@ -108,7 +108,7 @@ def all_frozen(call: Call) -> str:
 
 
 def listed(value: object) -> list[TensorArgument | None]:
-    """The tensors of an argument; in a list of optional tensors, None keeps the place of an operand."""
+    """Return the tensors of an argument; in a list of optional tensors, None keeps the place of an operand."""
     if isinstance(value, TensorArgument):
         return [value]
     if isinstance(value, list | tuple) and any(isinstance(t, TensorArgument) for t in value):
@@ -117,7 +117,10 @@ def listed(value: object) -> list[TensorArgument | None]:
 
 
 def linear_in(*sets: Iterable[int]) -> Callable[[Call], LinearSets]:
-    """The operator is jointly linear in each of these sets of tensors. A bool is no term of a sum."""
+    """Return linear sets: the operator is jointly linear in each of these sets of tensors.
+
+    A bool is no term of a sum.
+    """
     frozen_sets = tuple(frozenset(slots) for slots in sets)
 
     def linear(call: Call) -> LinearSets:
@@ -140,12 +143,13 @@ def linear_in_each(call: Call) -> LinearSets:
 
 
 def local(total: int, shards: Shards, *identifiers: str) -> int | Expression:
-    """What one rank has of `total`, a multiple of the size of the first of these identifiers that is split."""
+    """Return one rank's part of `total`, a multiple of the size of the first of these identifiers that is split."""
     return next((local_size(total, shards[name]) for name in identifiers if shards.get(name)), total)
 
 
 def parts(shards: Shards, *identifiers: str) -> int:
-    """Into how many parts the axes split the first of these identifiers (or what is tied to it) that is split."""
+    """Return into how many parts the axes split the first of these identifiers (or one that is tied to it) that is
+    split."""
     for identifier in identifiers:
         if shards.get(identifier):
             return prod(axis.parts for axis in shards[identifier])

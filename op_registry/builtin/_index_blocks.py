@@ -10,12 +10,12 @@ from op_registry.spec import Shards
 
 
 def _block(size: int, shards: Shards) -> tuple[Expression, int]:
-    """Where the block begins, and the size of the whole dim."""
+    """Return where the block begins, and the size of the whole dim."""
     return block_start("v", size, shards["v"]), size
 
 
 def _listed(call: Call, shards: Shards) -> tuple[list[TensorArgument | None], Expression, int]:
-    """The indices of `index` and `index_put` up to the last one, and the block."""
+    """Return the indices of `index` and `index_put` up to the last one, and the block."""
     indices = list(call.get(1, "indices"))
     dim = next(i for i, t in enumerate(indices) if t is not None)
     return indices[: dim + 1], *_block(tensor(call, 0, "self").shape[dim], shards)
@@ -61,7 +61,7 @@ def localize_write(call: Call, shards: Shards) -> Call:
 
 
 def localize_masked_scatter(call: Call, shards: Shards) -> Call:
-    """A block of the first dim."""
+    """Return a block of the first dim."""
     if "v" not in shards:
         return call
     x, mask, source = call.tensors()

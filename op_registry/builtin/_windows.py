@@ -35,14 +35,14 @@ class Window:
 
     @property
     def tiles(self) -> bool:
-        """Whether the dim is `count` blocks of `stride` entries, each with one window inside."""
+        """True where the dim is `count` blocks of `stride` entries, each with one window inside."""
         covered = self.result if self.spread else self.size
         inside = self.dilation * (self.kernel - 1) < self.stride and self.before == 0
         return inside and covered == self.count * self.stride
 
 
 def per_dim(value: int | Sequence[int] | None, count: int, default: int) -> list[int]:
-    """An argument that may be one number for all dims, or be left out."""
+    """Return one number per dim for an argument that may be one number for all dims, or be left out."""
     if value is None or value == []:
         return [default] * count
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
@@ -68,7 +68,7 @@ OVERLAPPING = frozenset(f"y{i}" for i in range(3))  # only contiguous blocks
 
 
 def blocks(shards: Shards, windows: Sequence[Window]) -> tuple[list[int | Expression], list[int | Expression]] | None:
-    """The first output row and how many there are, per dim; None if no dim with overlapping windows is split."""
+    """Return the first output row and how many there are, per dim; None if no dim with overlapping windows is split."""
     if not OVERLAPPING & set(shards):
         return None
     first: list[int | Expression] = []

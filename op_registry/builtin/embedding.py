@@ -1,4 +1,5 @@
-"""Table look-ups. A split vocabulary looks up the ids of its block and gives zeros for the others."""
+"""Table look-ups. A rank with a block of the vocabulary looks up the ids of its block, and gives zeros for the
+others."""
 
 from __future__ import annotations
 

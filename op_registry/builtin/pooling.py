@@ -47,8 +47,11 @@ def _is_maximum(call: Call) -> bool:
 
 
 def _blocks_work(call: Call, windows: Sequence[Window]) -> bool:
-    """Whether padding can be written out. An average may leave it out of its count; a maximum of nothing but padding
-    has a gradient of torch's own making, and of integers no smallest one."""
+    """Return whether padding can be written out.
+
+    An average may leave it out of its count; a maximum of nothing but padding has a gradient of torch's own making, and
+    of integers no smallest one.
+    """
     if _is_maximum(call):
         floating = tensor(call, 0, "self").dtype.startswith(("float", "bfloat"))
         return floating and all(w.dilation == 1 or w.before == 0 for w in windows)

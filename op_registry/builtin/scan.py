@@ -1,4 +1,4 @@
-"""What runs along one dim, which is frozen: softmax, cumulative sums and the like."""
+"""Operators that run along one dim, which is frozen: softmax, cumulative sums and the like."""
 
 from __future__ import annotations
 

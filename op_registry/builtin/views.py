@@ -103,7 +103,7 @@ def _localize_unflatten(call: Call, shards: Shards) -> Call:
 
 
 def _local_dim(dim: str, size: int, shards: Shards) -> int | Expression:
-    """What one rank has of a dim, whose factors may be split by several axes."""
+    """Return one rank's size of a dim, whose factors may be split by several axes."""
     axes = [axis for name in dim.strip("()").split() for axis in shards.get(name, ())]
     return local_size(size, axes)
 

@@ -47,5 +47,5 @@ def _by_operator() -> dict[str, tuple[Sample, ...]]:
 
 
 def samples_of(name: str) -> tuple[Sample, ...]:
-    """The sample calls of one operator; none for a name without any."""
+    """Return the sample calls of one operator; none for a name without any."""
     return _by_operator().get(name, ())

@@ -32,7 +32,7 @@ class Tensor:
     low: int = 0
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
-        """The tensor, in float64 where it is of floats."""
+        """Make the tensor, in float64 where it is of floats."""
         import torch
 
         if self.kind == "integer":
@@ -94,7 +94,7 @@ def U(*shape: int) -> Tensor:
 
 
 def I(*shape: int, high: int = 5, low: int = 0) -> Tensor:  # noqa: E743
-    """Integers."""
+    """Describe a tensor of integers."""
     return Tensor(shape, "integer", high, low)
 
 
@@ -127,7 +127,7 @@ class Sample:
 
 
 def S(operator: str, *args: Any, splits: str = "", compare: bool = True, **kwargs: Any) -> Sample:
-    """A sample; `aten.` is left out, and `.default` where the operator has no other overload in its name."""
+    """Make a sample; `aten.` is left out, and `.default` where the operator has no other overload in its name."""
     name = operator if operator.startswith(("nnscaler.", "transformers.")) else f"aten.{operator}"
     if name.startswith("aten.") and name.count(".") == 1:
         name += ".default"
@@ -154,7 +154,7 @@ def replace_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor of nested arguments, left to right."""
+    """Yield every tensor of nested arguments, left to right."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

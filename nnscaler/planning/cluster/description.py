@@ -18,8 +18,14 @@ LAUNCH = 7e-6  # seconds: what starting a kernel of a GPU takes
 
 @dataclass(frozen=True)
 class Device:
-    """`memory` in bytes; `peak`: dtype -> FLOP/s of a matrix product; `bandwidth` of its memory in bytes/s; `launch`:
-    seconds that starting an operator or a collective takes."""
+    """One accelerator, or one share of a CPU.
+
+    name        of the model
+    memory      bytes
+    peak        dtype -> FLOP/s of a matrix product
+    bandwidth   of its memory, in bytes/s
+    launch      seconds that starting an operator or a collective takes
+    """
 
     name: str
     memory: int
@@ -39,7 +45,10 @@ class Device:
         self.__post_init__()
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s in this dtype. One that is not described runs as the other half precision, else as float32."""
+        """Return the FLOP/s in this dtype.
+
+        One that is not described runs as the other half precision, else as float32.
+        """
         other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "float32")
         for name in (dtype, other, "float32"):
             if name in self.peak:
@@ -49,8 +58,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """`size` members of the level below (of devices, on the first level) that reach each other at `bandwidth` bytes/s
-    per device and direction, with `latency` seconds a message."""
+    """A kind of link.
+
+    name        for people
+    size        members of the level below (devices, on the first level) that it connects
+    bandwidth   bytes/s per device and direction
+    latency     seconds a message
+    """
 
     name: str
     size: int
@@ -60,7 +74,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`levels` from the innermost outwards; consecutive ranks lie close together."""
+    """Equal devices and the links between them; consecutive ranks lie close together.
+
+    name     for people
+    device   what every rank computes on
+    levels   from the innermost outwards
+    """
 
     name: str
     device: Device
@@ -76,7 +95,8 @@ class Cluster:
         return tuple(accumulate((level.size for level in self.levels), mul))
 
     def scaled(self, ranks: int) -> Cluster:
-        """The same cluster with `ranks` devices: inner levels as full as `ranks` divides, the outermost takes the rest.
+        """Return the same cluster with `ranks` devices: inner levels as full as `ranks` divides, the outermost takes
+        the rest.
 
         Twelve ranks on hosts of eight are two hosts of six.
         """
@@ -89,14 +109,14 @@ class Cluster:
         return replace(self, levels=(*levels, replace(self.levels[-1], size=left)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as in the TOML file, in bytes, FLOP/s and seconds."""
+        """Return plain values, as in the TOML file, in bytes, FLOP/s and seconds."""
         device = {**self.device.__dict__, "peak": dict(sorted(self.device.peak.items()))}
         levels = [{"name": v.name, "size": v.size, "bandwidth": v.bandwidth, "latency": v.latency} for v in self.levels]
         return {"name": self.name, "device": device, "levels": levels}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:
-        """The inverse of `as_dict`. Raises KeyError and TypeError for anything else."""
+        """Return the cluster that `as_dict` described. Raises KeyError and TypeError for anything else."""
         return cls(values["name"], Device(**values["device"]), tuple(Level(**level) for level in values["levels"]))
 
     @property

@@ -21,7 +21,10 @@ _NVLINK, _PCI = Level("NVLink", 1, 200e9, 3e-6), Level("PCIe", 1, 12e9, 10e-6)
 
 
 def found_cluster(ranks: int | None = None) -> Cluster:
-    """This machine as a cluster of `ranks` devices (all that it has). More ranks than CPU cores share them."""
+    """Return this machine as a cluster of `ranks` devices (None: all that it has).
+
+    More ranks than CPU cores share them.
+    """
     if torch.cuda.is_available():
         cluster = _gpus()
         return cluster if ranks is None else cluster.scaled(ranks)
@@ -30,7 +33,8 @@ def found_cluster(ranks: int | None = None) -> Cluster:
 
 
 def cpu_cluster(cores: int, memory: int, ranks: int) -> Cluster:
-    """`ranks` processes on a computer with `cores` and `memory` bytes: each has its part of both."""
+    """Return `ranks` processes on a computer with `cores` and `memory` bytes as a cluster: each has its part of
+    both."""
     base = load_cluster("cpu")
     share = min(1.0, cores / ranks)
     device = replace(
@@ -46,12 +50,12 @@ def cpu_cluster(cores: int, memory: int, ranks: int) -> Cluster:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory() -> int:
-    """Bytes of memory of this computer; 8 GiB where it does not say."""
+    """Return the bytes of memory of this computer; 8 GiB where it does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -74,7 +78,7 @@ def _gpus() -> Cluster:
 
 
 def ready_device(name: str) -> Cluster | None:
-    """The ready cluster whose device has the model in `name` (`NVIDIA H200` has H200); None where none has."""
+    """Return the ready cluster whose device has the model in `name` (`NVIDIA H200` has H200); None where none has."""
     words = set(name.upper().replace("-", " ").split())
     for ready in READY:
         cluster = load_cluster(ready)
@@ -85,7 +89,7 @@ def ready_device(name: str) -> Cluster | None:
 
 
 def described_gpu(name: str, memory: int, processors: int) -> Device:
-    """A GPU of which only its processors are known, by constants on the safe side."""
+    """Return a GPU of which only its processors are known, by constants on the safe side."""
     plain = processors * _LANES * 2 * _CLOCK
     half = plain * _MATRIX_UNITS
     return Device(name, memory, {"float32": plain, "bfloat16": half, "float16": half}, 400e9)

@@ -22,7 +22,7 @@ _DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3
 
 
 def load_cluster(source: str | Path) -> Cluster:
-    """The cluster of a TOML file, or of a name in `READY`.
+    """Return the cluster of a TOML file, or of a name in `READY`.
 
     Raises NnscalerError `cluster_invalid` with file, line and key: what is wrong there, and what is legal.
     """
@@ -38,7 +38,7 @@ def load_cluster(source: str | Path) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster of a TOML file. Raises NnscalerError `cluster_invalid`."""
+    """Return the cluster of a TOML file. Raises NnscalerError `cluster_invalid`."""
     try:
         document = read_document(path)
     except NnscalerError as error:
@@ -126,7 +126,7 @@ def _quantity(document: Document, path: KeyPath, kind: Quantity) -> float:
 
 
 def _spelled(path: KeyPath) -> str:
-    """`[device]`, `[[level]] 2` (counted from 1), `the file`."""
+    """Write a path for people: `[device]`, `[[level]] 2` (counted from 1), `the file`."""
     if not path:
         return "the file"
     if isinstance(path[-1], int):

@@ -31,7 +31,7 @@ _TEXT = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*"
 
 
 def quantity(value: Any, kind: Quantity) -> float:
-    """The value in bytes, FLOP/s, bytes/s or seconds; a bare number is in these already.
+    """Return the value in bytes, FLOP/s, bytes/s or seconds; a bare number is in these already.
 
     Raises ValueError with what is wrong: no number, an unknown or a missing unit, not positive.
     """
@@ -53,7 +53,7 @@ def quantity(value: Any, kind: Quantity) -> float:
 
 
 def show_bytes(size: float) -> str:
-    """`78.8GB`: three digits, as `quantity` reads them."""
+    """Write bytes in three digits, as `quantity` reads them: `78.8GB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5 or unit == "TB":
             break
@@ -62,7 +62,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`1.93s`, `640us`."""
+    """Write seconds in three digits: `1.93s`, `640us`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1 or unit == "us":
             break

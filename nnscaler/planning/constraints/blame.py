@@ -1,4 +1,4 @@
-"""Which constraint cannot hold, and what would."""
+"""Find the constraint that cannot hold, and what would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nnscaler.planning.planner.configurations import Configuration
 def without_choice(
     constraint: Constraint, graph: Graph, options: Mapping[str, tuple[Choice, ...]], tp: int
 ) -> NnscalerError | None:
-    """The error for the first operation to which the constraint leaves none of its `options` on `tp`."""
+    """Return the error for the first operation to which the constraint leaves none of its `options` on `tp`."""
     for op in graph.operations:
         choices = options[op.name]
         if any(constraint.allows(op, choice) for choice in choices):
@@ -32,7 +32,8 @@ def without_choice(
 
 
 def without_configuration(constraint: Constraint, space: Sequence[Configuration]) -> str | None:
-    """Which constraint permits none of the configurations, or which do so together."""
+    """Say which constraint permits none of the configurations, or which ones together; None where some are
+    permitted."""
     if any(map(constraint.permits, space)):
         return None
     guilty = [c.text for c in constraint.each if not any(map(c.permits, space))]

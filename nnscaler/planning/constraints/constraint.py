@@ -1,4 +1,4 @@
-"""What a constraint is, and how several are one."""
+"""Constraints: predicates over configurations and choices, and their conjunction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Constraint:
 
 
 def all_of(constraints: Iterable[Constraint]) -> Constraint:
-    """What all of them permit and allow."""
+    """Return the conjunction of constraints."""
     every = tuple(constraints)
     return Constraint(
         "; ".join(c.text for c in every),

@@ -61,7 +61,7 @@ Made = Callable[[Graph, Mapping[str, Signature]], Constraint]
 
 
 def read_constraints(path: Path, graph: Graph, known: Mapping[str, Signature] | None = None) -> Constraint:
-    """What a TOML file says of a graph. `known`: its signatures, where there are some already.
+    """Return the constraint that a TOML file puts on a graph. `known`: its signatures, where there are some already.
 
     Raises NnscalerError("plan_illegal") with the entry that is wrong and what is legal.
     """

@@ -14,30 +14,30 @@ from nnscaler.transform.select import select
 
 
 def sizes(**wanted: int | bool) -> Constraint:
-    """Fixed numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and whether parameters rest in
-    shards over dp (`zero`)."""
+    """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and whether parameters rest in shards
+    over dp (`zero`)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
     exact = {name: bool(value) if name == "zero" else value for name, value in wanted.items()}
     return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
 
 
 def data_parallel() -> Constraint:
-    """The batch is split over all ranks, and nothing else is."""
+    """Split the batch over all ranks, and nothing else."""
     return Constraint("data parallel", lambda c: c.tp == 1 and c.pp == 1)
 
 
 def tensor_parallel() -> Constraint:
-    """Operations are split over all ranks."""
+    """Split operations over all ranks."""
     return Constraint("tensor parallel", lambda c: c.dp == 1 and c.pp == 1)
 
 
 def pipeline() -> Constraint:
-    """Every rank runs a stage."""
+    """Let every rank run a stage."""
     return Constraint("pipeline", lambda c: c.dp == 1 and c.tp == 1)
 
 
 def replicate(graph: Graph, operations: Sequence[str]) -> Constraint:
-    """These operations run whole on every rank of tp. Raises NnscalerError("plan_illegal") for unknown names."""
+    """Run these operations whole on every rank of tp. Raises NnscalerError("plan_illegal") for unknown names."""
     named = {op.name for op in select(graph, tuple(operations))}
     return Constraint(
         f"replicate {', '.join(operations)}", allows=lambda op, choice: op.name not in named or not _splits(choice)
@@ -45,7 +45,7 @@ def replicate(graph: Graph, operations: Sequence[str]) -> Constraint:
 
 
 def forbid(graph: Graph, operations: Sequence[str], identifier: str) -> Constraint:
-    """These operations do not split this identifier. Raises NnscalerError("plan_illegal") for unknown names."""
+    """Do not split this identifier of these operations. Raises NnscalerError("plan_illegal") for unknown names."""
     named = {op.name for op in select(graph, tuple(operations))}
     return Constraint(
         f"forbid {identifier} of {', '.join(operations)}",
@@ -54,7 +54,7 @@ def forbid(graph: Graph, operations: Sequence[str], identifier: str) -> Constrai
 
 
 def require(graph: Graph, operations: Sequence[str], identifier: str) -> Constraint:
-    """These operations split this identifier on tp. Raises NnscalerError("plan_illegal") for unknown names."""
+    """Split this identifier of these operations on tp. Raises NnscalerError("plan_illegal") for unknown names."""
     named = {op.name for op in select(graph, tuple(operations))}
     return Constraint(
         f"require {identifier} of {', '.join(operations)}",
@@ -64,10 +64,10 @@ def require(graph: Graph, operations: Sequence[str], identifier: str) -> Constra
 
 
 def together(graph: Graph, operations: Sequence[str]) -> Constraint:
-    """These operations make the same choice on tp: whole, on partial sums, or split along the identifier of one name;
-    and they run on the same pipeline device.
+    """Make the same choice on tp for these operations, and run them on one pipeline device.
 
-    Raises NnscalerError("plan_illegal") for unknown names, and for fewer than two operations with a gradient.
+    Choices are the same if both are whole, on partial sums, or split along the identifier of one name. Raises
+    NnscalerError("plan_illegal") for unknown names, and for fewer than two operations with a gradient.
     """
     group = _trained(graph, operations)
     text = f"{', '.join(operations)} together"
@@ -78,10 +78,10 @@ def together(graph: Graph, operations: Sequence[str]) -> Constraint:
 
 
 def on_device(graph: Graph, operations: Sequence[str], device: int) -> Constraint:
-    """These operations run on this pipeline device, counted from 0, or from the last one, which is -1.
+    """Run these operations on this pipeline device, counted from 0, or from the last one, which is -1.
 
-    Raises NnscalerError("plan_illegal") for unknown names, and for operations without gradient, which run wherever
-    they are read.
+    Raises NnscalerError("plan_illegal") for unknown names, and for operations without gradient, which run wherever they
+    are read.
     """
     group = _trained(graph, operations)
     text = f"{', '.join(operations)} on device {device}"
@@ -94,10 +94,10 @@ def on_device(graph: Graph, operations: Sequence[str], device: int) -> Constrain
 
 
 def over_all_devices(graph: Graph, signatures: Mapping[str, Signature], operations: Sequence[str]) -> Constraint:
-    """The parameters of these operations are split over all ranks: tp has all of them, since dp holds a parameter
-    whole, and a pipeline gives it to the ranks of one stage.
+    """Split the parameters of these operations over all ranks.
 
-    Raises NnscalerError("plan_illegal") for unknown names, and for operations without a parameter that can be split.
+    tp then has all ranks, since dp holds a parameter whole, and a pipeline gives it to the ranks of one stage. Raises
+    NnscalerError("plan_illegal") for unknown names, and for operations without a parameter that can be split.
     """
     shards: dict[str, frozenset[str]] = {}
     for op in select(graph, tuple(operations)):
@@ -124,7 +124,7 @@ def _splits(choice: Choice, identifier: str | None = None) -> bool:
 
 
 def _trained(graph: Graph, operations: Sequence[str]) -> tuple[str, ...]:
-    """The operations of these names that need a gradient."""
+    """Return the operations of these names that need a gradient."""
     return tuple(
         op.name
         for op in select(graph, tuple(operations))

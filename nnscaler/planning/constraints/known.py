@@ -1,4 +1,4 @@
-"""A plan as constraints: all that it says of what the planner chooses."""
+"""Turn a plan into constraints on everything that the planner chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from nnscaler.transform.select import select
 
 
 def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
-    """Its sizes, the choice of every operation on tp, and the pipeline device of every operation with a gradient.
+    """Constrain a search to a plan's sizes, its choice of every operation on tp, and its pipeline device of every
+    operation with a gradient.
 
     Raises NnscalerError("plan_illegal") for a plan that is outside of what the planner searches: docs/planner.md.
     """
@@ -58,7 +59,7 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
 
 
 def _outside(plan: Plan, graph: Graph) -> str | None:
-    """What the plan has that is not searched."""
+    """Name a feature of the plan that the planner does not search; None where there is none."""
     unknown = [name for name, size in plan.mesh if name not in ("dp", "tp", "pp") and size > 1]
     if unknown or plan.data_axes != ("dp",):
         return f"the axes {', '.join(name for name, _ in plan.mesh)}, of which {plan.data_axes} have the batch"

@@ -1,4 +1,4 @@
-"""Constraints that are policies: how Megatron divides layers over tp, and what lies between them over the sequence."""
+"""Constraints that are policies: Megatron's division of layers over tp, and sequence parallelism between its pairs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ TWO = 2  # parts, for which identifiers are looked for: which they are does not 
 
 
 def megatron(graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
-    """Pairs of weights in layers are cut by outputs, then by inputs; vocabularies by their rows; norms, the residual
-    stream and single weights are whole. What lies inside of a pair is free."""
+    """Constrain tp to Megatron's layout (Shoeybi et al. 2019).
+
+    Pairs of weights in layers are cut by outputs, then by inputs; vocabularies by their rows; norms, the residual
+    stream and single weights are whole. Operations inside of a pair are free.
+    """
     roles = roles_of(graph, signatures)
 
     def allows(op: Operation, choice: Choice) -> bool:
@@ -33,8 +36,10 @@ def megatron(graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
 
 
 def sequence_parallel(graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:
-    """As `megatron`, but what it keeps whole is split along the sequence wherever it has one: norms, dropout, the
-    residual stream (Korthikanti et al., "Reducing Activation Recomputation", 2022)."""
+    """Constrain tp as `megatron`, but split what that keeps whole along the sequence wherever it has one.
+
+    These are norms, dropout, and the residual stream (Korthikanti et al., "Reducing Activation Recomputation", 2022).
+    """
     roles = roles_of(graph, signatures)
     along = _sequence(graph, signatures, roles)
 
@@ -48,8 +53,11 @@ def sequence_parallel(graph: Graph, signatures: Mapping[str, Signature]) -> Cons
 
 
 def _sequence(graph: Graph, signatures: Mapping[str, Signature], roles: Roles) -> dict[str, Names]:
-    """The identifiers along the sequence, of what lies outside of pairs: the first dim of what columns read that is
-    neither contracted nor the batch, and all that follows from it."""
+    """Return the identifiers along the sequence, by operation outside of pairs.
+
+    The sequence is the first dim of what columns read that is neither contracted nor the batch, with all that follows
+    from it.
+    """
     batch = reach(graph, signatures, TWO, batch_states(graph, "dp", TWO, 1)) if batch_of(graph) >= TWO else {}
     states: dict[str, State] = {}
     for op in graph.operations:

@@ -1,4 +1,4 @@
-"""What each operation does in Megatron's tensor parallelism, from annotations and the layers of a model.
+"""The role of each operation in Megatron's tensor parallelism, from annotations and the layers of a model.
 
 The columns and rows are those of Shoeybi et al., "Megatron-LM" (2019): in a layer, a weight that reads the residual
 stream is cut by its outputs, the next one by its inputs, and one sum puts the stream together again.
@@ -20,10 +20,13 @@ Names = frozenset[str]
 
 @dataclass(frozen=True)
 class Roles:
-    """By operation. `cut`: the identifiers one of which is split: outputs of columns, inputs of rows (or what both
-    share, such as experts), rows of vocabularies. `columns`: those of `cut` in pairs. `whole`: what lies outside of
-    pairs, and needs a gradient: norms, the residual stream, single weights. All others lie inside of pairs, or need
-    no gradient."""
+    """Roles of operations. All that are not named lie inside of pairs, or need no gradient.
+
+    cut       by operation, the identifiers one of which is split: outputs of columns, inputs of rows (or those both
+              share, such as experts), rows of vocabularies
+    columns   those of `cut` that are the first of a pair
+    whole     operations outside of pairs that need a gradient: norms, the residual stream, single weights
+    """
 
     cut: Mapping[str, Names]
     columns: Names
@@ -32,9 +35,14 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """An operation that contracts an input with a parameter: identifiers of the parameter that the output has alone,
-    that are contracted, and that input, parameter and output share; the size of the first; the slot of the input that
-    has most of the contracted ones."""
+    """An operation that contracts an input with a parameter.
+
+    made         identifiers of the parameter that the output has, and no other input
+    contracted   identifiers of the parameter that are contracted
+    shared       identifiers that input, parameter and output share
+    size         columns of the parameter: the product of the sizes of its dims that only the output has
+    read         slot of the input that has most of `contracted`
+    """
 
     made: Names
     contracted: Names
@@ -44,7 +52,7 @@ class _Weight:
 
 
 def roles_of(graph: Graph, signatures: Mapping[str, Signature]) -> Roles:
-    """The roles of all operations. Models without numbered layers are one layer."""
+    """Return the roles of all operations. Models without numbered layers are one layer."""
     weights = {op.name: w for op in graph.operations if (w := _weight(graph, op, signatures[op.name])) is not None}
     layer = {name: i for i, found in enumerate(layers_of(graph)) for name in found.operations}
     inside = frozenset(layer) or frozenset(op.name for op in graph.operations)
@@ -98,8 +106,10 @@ def _flow(
     columns: Names,
     handed: Names,
 ) -> list[tuple[Operation, Names]]:
-    """Every operation with the columns whose cut outputs reach it: through all but rows, what is handed from layer to
-    layer, and norms over the cut dim."""
+    """Return every operation with the columns whose cut outputs reach it.
+
+    They pass through all operations but rows, what is handed from layer to layer, and norms over the cut dim.
+    """
     cut: dict[str, Names] = {}
     found: list[tuple[Operation, Names]] = []
     for op in graph.operations:
@@ -120,7 +130,7 @@ def _flow(
 
 
 def _weight(graph: Graph, op: Operation, signature: Signature) -> _Weight | None:
-    """None unless the operation contracts an identifier of a parameter with an input."""
+    """Return the contraction of an identifier of a parameter with an input; None where the operation makes none."""
     bound = signature.bound
     if bound is None or not signature.flops:
         return None
@@ -140,7 +150,8 @@ def _weight(graph: Graph, op: Operation, signature: Signature) -> _Weight | None
 
 
 def _table(graph: Graph, op: Operation, signature: Signature) -> str | None:
-    """The rows of a table that is looked up, where they are more than its columns."""
+    """Return the identifier of the rows of a table that is looked up, where they are more than its columns; else
+    None."""
     bound = signature.bound
     if bound is None or signature.flops or len(op.inputs) != 2 or not _is_parameter(graph, op, 0):
         return None
@@ -153,13 +164,13 @@ def _table(graph: Graph, op: Operation, signature: Signature) -> str | None:
 
 
 def _is_tall(weight: _Weight, signature: Signature) -> bool:
-    """Whether it makes at least as many numbers as it reads: a vocabulary, not a class or a score."""
+    """Return whether a weight makes at least as many numbers as it reads: a vocabulary, not a class or a score."""
     assert signature.bound is not None
     return bool(weight.made) and weight.size >= prod(signature.bound.sizes[i] for i in weight.contracted)
 
 
 def _normalises(graph: Graph, op: Operation, signature: Signature) -> int | None:
-    """The size of the frozen dims that a parameter scales: those of a norm."""
+    """Return the size of the frozen dims that a parameter scales: those of a norm; None for other operations."""
     bound = signature.bound
     if bound is None or signature.flops:
         return None
@@ -170,7 +181,7 @@ def _normalises(graph: Graph, op: Operation, signature: Signature) -> int | None
 
 
 def _from_inputs(graph: Graph) -> Names:
-    """Tensors without gradient that come from the inputs alone: tokens, not positions."""
+    """Return the tensors without gradient that come from the inputs alone: tokens, not positions."""
     found = {t.name for t in graph.with_role("input")}
     for op in graph.operations:
         if not _needs_gradient(graph, op) and found.intersection(op.inputs):

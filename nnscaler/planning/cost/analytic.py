@@ -1,4 +1,5 @@
-"""Costs from the description of a cluster alone: a roofline for operators, alpha-beta for collectives."""
+"""Costs from the description of a cluster alone: a roofline (Williams et al. 2009) for operators, alpha-beta for
+collectives."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ EFFICIENCY = 0.7  # of the peak, which kernels reach on large operands
 
 @dataclass(frozen=True)
 class AnalyticCost:
-    """max(FLOP / (0.7 peak), bytes / (0.7 bandwidth)) and a launch, per pass. A view, and a backward that hands
-    gradients on as they are, cost nothing."""
+    """A roofline: max(FLOP / (0.7 peak), bytes / (0.7 bandwidth)) and a launch, per pass.
+
+    A view, and a backward that hands gradients on as they are, cost nothing.
+    """
 
     cluster: Cluster
 

@@ -1,4 +1,4 @@
-"""From measurements to figures: the device and links that fit them, factors of operators, and how far off it all is."""
+"""Fit figures to measurements: the device and links, factors of operators, and how far off the model is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _LARGE = Work(1e6, 1e5)  # passes above one of them are worth a look at their ra
 
 
 def fit_device(device: Device, measured: Sequence[tuple[Work, float, str]]) -> Device:
-    """The device that fits the measured passes (work, seconds, dtype): its launch is the median time of small ones, its
-    FLOP/s and bytes/s the median rates of large ones after a launch."""
+    """Return the device that fits the measured passes (work, seconds, dtype).
+
+    Its launch is the median time of small passes, its FLOP/s and bytes/s the median rates of large ones after a launch.
+    """
     small = [t for w, t, _ in measured if not w.nothing and w.flops < _SMALL.flops and w.bytes < _SMALL.bytes]
     launch = median(small) if small else device.launch
     left = [(w, t - launch, d) for w, t, d in measured if t > 2 * launch]
@@ -41,7 +43,8 @@ def fit_device(device: Device, measured: Sequence[tuple[Work, float, str]]) -> D
 
 
 def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
-    """The innermost level with the latency and bandwidth that fit the measured collectives best, by relative error."""
+    """Return the innermost level with the latency and bandwidth that fit the measured collectives best, by relative
+    error."""
     level = cluster.levels[0]
     if not measured:
         return level
@@ -59,13 +62,14 @@ def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
 
 
 def operator_factors(entries: Sequence[Entry]) -> Factors:
-    """operator -> (forward, backward): the median of measured through predicted; 1 where nothing is predicted."""
+    """Return operator -> (forward, backward): the median of measured through predicted; 1 where nothing is
+    predicted."""
     names = dict.fromkeys(e.operator for e in entries)
     return {name: _factor([e for e in entries if e.operator == name]) for name in names}
 
 
 def operators_error(entries: Sequence[Entry]) -> Calibration:
-    """How far the analytic model is from the measurements, as it is and with the operators' factors."""
+    """Return how far the analytic model is from the measurements, as it is and with the operators' factors."""
     factors = operator_factors(entries)
     worth = [e for e in entries if e.forward + e.backward > 0]
     measured = [e.forward + e.backward for e in worth]
@@ -75,7 +79,7 @@ def operators_error(entries: Sequence[Entry]) -> Calibration:
 
 
 def collectives_error(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Calibration:
-    """The same for collectives; `calibrated` is of those whose time follows from smaller and larger sizes."""
+    """Return the same for collectives; `calibrated` is of those whose time follows from smaller and larger sizes."""
     plain = [seconds(cluster, e.kind, e.size, AxisPlace(e.ranks)) for e in measured]
     return _calibration(zip((e.seconds for e in measured), plain, strict=True), from_others(measured))
 
@@ -87,7 +91,7 @@ def _factor(entries: Sequence[Entry]) -> tuple[float, float]:
 
 
 def _calibration(plain: Iterable[Pair], better: Iterable[Pair]) -> Calibration:
-    """Of pairs (measured, predicted)."""
+    """Return the median and the 95th percentile of the relative error, of pairs (measured, predicted)."""
     found: list[float] = []
     pairs = list(plain), list(better)
     for of in pairs:
@@ -97,7 +101,11 @@ def _calibration(plain: Iterable[Pair], better: Iterable[Pair]) -> Calibration:
 
 
 def _least(rows: NDArray[Any], times: NDArray[Any]) -> tuple[float, float]:
-    """Least squares of the relative error in two unknowns, each at least 0: the best of the corners and the middle."""
+    """Return the least squares of the relative error in two unknowns, each at least 0.
+
+    `rows` is [measurements, 2], `times` is [measurements]. Where the free solution is negative, the better of the two
+    corners is taken.
+    """
     scaled, ones = rows / times[:, None], np.ones(len(times))
     both = np.linalg.lstsq(scaled, ones, rcond=None)[0]
     if (both >= 0).all():

@@ -1,11 +1,12 @@
-"""Seconds of collectives on a cluster: alpha-beta, over each level of links that a group spans.
+"""Seconds of collectives on a cluster: the alpha-beta model (Hockney 1994), over each level of links that a group
+spans.
 
 A group of n ranks on one level takes, for a tensor of S bytes,
 
-    all_gather, reduce_scatter   (n - 1) alpha + (n - 1) / n * S / bandwidth                 ring
-    all_reduce                   twice that, or 2 ceil(log2 n) alpha + 2 S / bandwidth       ring or double tree
-    all_to_all                   (n - 1) alpha + (n - 1) / n * (S / n) / bandwidth           a rank holds S / n
-    send                         alpha + S / bandwidth
+all_gather, reduce_scatter   (n - 1) alpha + (n - 1) / n * S / bandwidth                 ring
+all_reduce                   twice that, or 2 ceil(log2 n) alpha + 2 S / bandwidth       ring or double tree
+all_to_all                   (n - 1) alpha + (n - 1) / n * (S / n) / bandwidth           a rank holds S / n
+send                         alpha + S / bandwidth
 
 and over several levels an all_reduce is a reduce_scatter inside, an all_reduce across of what is left, and an
 all_gather inside; the other kinds likewise. Each call takes the time of a launch too.
@@ -24,7 +25,10 @@ Spanned = tuple[tuple[int, Level], ...]
 
 
 def seconds(cluster: Cluster, kind: Collective, size: float, ranks: AxisPlace) -> float:
-    """One call over the axis. A group that is larger than the cluster spans its outermost level."""
+    """Return the seconds of one call over the axis.
+
+    A group that is larger than the cluster spans its outermost level.
+    """
     if ranks.size == 1:
         return 0.0
     levels = spanned(cluster.spans, cluster.levels, ranks)
@@ -33,10 +37,10 @@ def seconds(cluster: Cluster, kind: Collective, size: float, ranks: AxisPlace) -
 
 @lru_cache(maxsize=4096)
 def spanned(spans: tuple[int, ...], levels: tuple[Level, ...], ranks: AxisPlace) -> Spanned:
-    """(members, level), innermost first: how many units of the level below the group joins on each level.
+    """Return (members, level), innermost first: how many units of the level below the group joins on each level.
 
-    Members that share a unit are counted by the largest aligned part of the axis, so that a group which straddles
-    units irregularly is never taken to be closer than it is.
+    Members that share a unit are counted by the largest aligned part of the axis, so that a group which straddles units
+    irregularly is never taken to be closer than it is.
     """
     found: list[tuple[int, Level]] = []
     inside = 1
@@ -68,7 +72,8 @@ def _over(kind: Collective, size: float, members: int, levels: Spanned) -> float
 
 
 def _scatter(size: float, levels: Sequence[tuple[int, Level]]) -> float:
-    """A reduce_scatter or all_gather by rings, level by level; each level handles what the ones inside leave."""
+    """Return the seconds of a reduce_scatter or all_gather by rings, level by level; each level handles what the ones
+    inside leave."""
     total, left = 0.0, size
     for members, level in levels:
         total += (members - 1) * level.latency + (members - 1) / members * left / level.bandwidth
@@ -83,7 +88,8 @@ def _reduce(size: float, members: int, level: Level) -> float:
 
 
 def _exchange(size: float, members: int, levels: Spanned) -> float:
-    """Every rank sends size / members**2 bytes to each other rank, over the level that separates the two."""
+    """Return the seconds in which every rank sends size / members**2 bytes to each other one, over the level between
+    the two."""
     total, inside = 0.0, 1
     for units, level in levels:
         peers = inside * (units - 1)

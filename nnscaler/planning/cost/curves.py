@@ -1,4 +1,4 @@
-"""Seconds of collectives by size, through what was measured: algorithms change with the size, so that no line fits."""
+"""Seconds of collectives by size, through measured points: algorithms change with the size, so that no line fits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from nnscaler.planning.cost.table import CollectiveEntry
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Linear between sizes in bytes, which rise; seconds never fall. Below the first they are the first's, and beyond
-    the last they rise by the share of the last that is above the first."""
+    """A rising curve, linear between measured sizes.
+
+    Below the first size it is constant; beyond the last it rises at the mean slope between the first and the last.
+
+    sizes   bytes, ascending
+    times   seconds, never falling
+    """
 
     sizes: tuple[float, ...]
     times: tuple[float, ...]
@@ -28,8 +33,10 @@ class Curve:
 
 
 def fit_curve(measured: Iterable[CollectiveEntry]) -> Curve:
-    """Through entries of one kind and number of ranks. A time that is above that of a larger size is noise: of these,
-    each gets their mean (the nearest rising curve, by pooling neighbours)."""
+    """Fit a curve through entries of one kind and number of ranks by isotonic regression (pool adjacent violators).
+
+    A time that is above that of a larger size is noise: of these, each gets their mean.
+    """
     entries = sorted(measured, key=lambda e: e.size)
     pools: list[tuple[float, int]] = []  # mean, count
     for entry in entries:
@@ -42,13 +49,14 @@ def fit_curve(measured: Iterable[CollectiveEntry]) -> Curve:
 
 
 def fit_curves(measured: Sequence[CollectiveEntry]) -> dict[tuple[Collective, int], Curve]:
-    """A curve for each kind and number of ranks."""
+    """Return a curve for each kind and number of ranks."""
     keys = dict.fromkeys((e.kind, e.ranks) for e in measured)
     return {key: fit_curve(e for e in measured if (e.kind, e.ranks) == key) for key in keys}
 
 
 def from_others(measured: Sequence[CollectiveEntry]) -> list[tuple[float, float]]:
-    """(seconds, what the curve through the others says) of each entry whose size lies between others of its kind."""
+    """Return (seconds, prediction of the curve through the others) of each entry whose size lies between others of its
+    kind."""
     found = []
     for entry in measured:
         others = [e for e in measured if (e.kind, e.ranks) == (entry.kind, entry.ranks) and e is not entry]

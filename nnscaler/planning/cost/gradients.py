@@ -1,4 +1,4 @@
-"""What it costs to add up the gradients of a step, which the runtime does in buckets."""
+"""The cost of adding up the gradients of a step, which the runtime does in buckets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def seconds_per_byte(cost: CostModel, ranks: AxisPlace) -> float:
-    """Of gradients that are added up over an axis, in full buckets."""
+    """Return the seconds per byte of gradients that are added up over an axis, in full buckets."""
     return cost.collective("all_reduce", BUCKET_BYTES, ranks) / BUCKET_BYTES
 
 
 def summed_seconds(cost: CostModel, ranks: AxisPlace, size: float) -> float:
-    """Of `size` bytes of gradients of one dtype that are added up over one group, in full buckets and a last one."""
+    """Return the seconds of adding up `size` bytes of gradients of one dtype over one group, in full buckets and a last
+    one."""
     full, rest = divmod(size, BUCKET_BYTES)
     last = cost.collective("all_reduce", rest, ranks) if rest else 0.0
     return full * cost.collective("all_reduce", BUCKET_BYTES, ranks) + last

@@ -1,4 +1,4 @@
-"""Makes a profile of this machine: which shards and collectives to time, and what follows from the times.
+"""Make a profile of this machine: which shards and collectives to time, and the figures that follow from the times.
 
 The timing itself is handed in, since nothing on this floor runs programs: see `nnscaler.performance.measure_model`.
 """
@@ -24,7 +24,7 @@ CollectiveCall = tuple[Collective, int, int]  # kind, ranks of a group, bytes
 
 
 def collective_calls(ranks: int) -> tuple[CollectiveCall, ...]:
-    """What to time between `ranks` processes: every kind in groups of each size that divides them."""
+    """Return the calls to time between `ranks` processes: every kind, in groups of each size that divides them."""
     groups = [n for n in range(2, ranks + 1) if ranks % n == 0]
     return tuple((kind, group, size) for group in groups for kind in KINDS for size in SIZES)
 
@@ -38,7 +38,7 @@ def measure(
     micro_batches: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """The profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
+    """Return the profile of a graph's operators, of every shard that a plan over the cluster's ranks may run.
 
     `cluster`: the machine as it was found, each device undivided; the profile's is that with the figures that were
     measured. Operators run alone here: see `crowded`. `progress`: is told the number of each shard, and of how many.
@@ -69,7 +69,7 @@ def measure(
 
 
 def crowded(profile: Profile, overheads: Overheads) -> Profile:
-    """The profile of a machine whose ranks have these overheads, of operators that ran alone."""
+    """Return the profile of a machine whose ranks have these overheads, from one of operators that ran alone."""
     if not overheads.crowding:
         return replace(profile, overheads=overheads)
     last, device = overheads.crowding[-1], profile.cluster.device

@@ -1,4 +1,4 @@
-"""Bytes that a parameter holds on one rank, with what belongs to it."""
+"""Memory of a parameter on one rank, in bytes, with its gradient and optimizer states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _STATE_BYTES = 4  # optimizers keep float32
 
 @dataclass(frozen=True, slots=True)
 class ParameterMemory:
-    """Bytes on one rank."""
+    """Bytes on one rank.
+
+    parameters   values
+    gradients    of the dtype that gradients have
+    optimizer    moments, and a float32 copy of values in half precision
+    """
 
     parameters: int = 0
     gradients: int = 0
@@ -24,7 +29,7 @@ class ParameterMemory:
 
 
 def parameter_memory(elements: int, dtype: str, trainable: bool = True) -> ParameterMemory:
-    """Of a shard with so many elements at rest, trained by Adam.
+    """Return the memory of a shard with `elements` elements at rest, trained by Adam.
 
     Gradients of half precision are accumulated in float32, and the optimizer keeps a float32 copy of such a parameter.
     """

@@ -1,4 +1,4 @@
-"""What the planner asks of a cost model: seconds of one shard of an operator, and of one collective."""
+"""The interface of a cost model: seconds of one shard of an operator, and of one collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "
 
 @dataclass(frozen=True, slots=True)
 class AxisPlace:
-    """Where a mesh axis lies among consecutive ranks: its `size` ranks are `inner` apart."""
+    """Where a mesh axis lies among consecutive ranks.
+
+    size    ranks of the axis
+    inner   distance between two neighbours of the axis, in ranks
+    """
 
     size: int
     inner: int = 1
@@ -24,11 +28,14 @@ class AxisPlace:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds that a step takes beside operators and collectives, while all ranks run: to dispatch a `statement` of a
-    program (part of `CostModel.compute`); `again`, more for one that backward repeats; a `step`, once on every rank.
+    """Seconds that a step takes beside operators and collectives, while all ranks run.
 
-    `crowding`: how many times longer operators take with 1, 2, ... ranks computing at once than one by one; the last is
-    that of all ranks, which all other figures include. Empty: each rank computes on a device of its own."""
+    statement   to dispatch one statement of a program (part of `CostModel.compute`)
+    again       in addition, for a statement that backward repeats
+    step        once on every rank
+    crowding    how many times longer operators take with 1, 2, ... ranks computing at once than one by one; the last is
+                that of all ranks, which all other figures include. Empty: each rank computes on a device of its own
+    """
 
     statement: float = 0.0
     again: float = 0.0
@@ -36,14 +43,14 @@ class Overheads:
     crowding: tuple[float, ...] = ()
 
     def relief(self, ranks: int) -> float:
-        """What part of its time a pass takes while only so many ranks compute."""
+        """Return the share of its time that a pass takes while only `ranks` ranks compute."""
         if not self.crowding:
             return 1.0
         return self.crowding[max(1, min(ranks, len(self.crowding))) - 1] / self.crowding[-1]
 
 
 class CostModel(Protocol):
-    """Seconds. Pure: the same question has the same answer."""
+    """Costs in seconds. Pure: the same question has the same answer."""
 
     @property
     def identity(self) -> str:
@@ -51,15 +58,18 @@ class CostModel(Protocol):
 
     @property
     def overheads(self) -> Overheads:
-        """What is neither an operator nor a collective."""
+        """Costs of a step beside its operators and collectives."""
 
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
-        """Forward and backward of one shard of an operation.
+        """Return the seconds of one shard of an operation, forward and backward.
 
         `shapes_in`, `shapes_out`: of the shard's operands, None for an output that is not used; `dtype`: in which the
         operation computes, which its floating operands have.
         """
 
     def collective(self, kind: Collective, size: float, ranks: AxisPlace) -> float:
-        """One call by every rank of the axis. `size`: bytes of the tensor whole along the axis, as in
-        `nnscaler.ir.conversion.volume`; of the message, for `send` to the next rank of the axis."""
+        """Return the seconds of one call by every rank of the axis.
+
+        `size`: bytes of the tensor whole along the axis, as in `nnscaler.ir.conversion.volume`; of the message, for
+        `send` to the next rank of the axis.
+        """

@@ -29,8 +29,15 @@ Key = tuple[str, tuple[Shape | None, ...], tuple[Shape | None, ...], str]
 
 @dataclass(frozen=True)
 class ShardCall:
-    """One rank's call of an operation (of the first rank, where ranks differ), with the shapes of its operands.
-    `needs_grad`: of each input. `dtype`: of its floating operands."""
+    """One rank's call of an operation (the first rank's, where ranks differ).
+
+    signature    of the whole operation
+    call         the operator with the shard's arguments
+    shapes_in    of the shard's inputs
+    shapes_out   of the shard's outputs; None for one that is not used
+    dtype        of its floating operands
+    needs_grad   by input
+    """
 
     signature: Signature
     call: Call
@@ -47,7 +54,7 @@ class ShardCall:
 def key_of(
     signature: Signature, shapes_in: tuple[Shape | None, ...], shapes_out: tuple[Shape | None, ...], dtype: str
 ) -> Key:
-    """What a measurement is filed under: the operator's signature and the shard's shapes."""
+    """Return the key that a measurement is filed under: the operator's signature and the shard's shapes."""
     found: str | None = signature.memo.get(("text",))
     if found is None:
         found = signature.memo["text",] = signature_text(signature.call)
@@ -55,7 +62,7 @@ def key_of(
 
 
 def signature_text(call: Call) -> str:
-    """`aten.softmax.int(float32, -1)`: the operator, its tensors' dtypes and its other arguments."""
+    """Return the operator, its tensors' dtypes and its other arguments as text: `aten.softmax.int(float32, -1)`."""
     arguments = [_text(a) for a in call.args] + [f"{name}={_text(a)}" for name, a in sorted(call.kwargs.items())]
     return f"{call.operator}({', '.join(arguments)})"
 
@@ -63,8 +70,11 @@ def signature_text(call: Call) -> str:
 def shard_calls(
     graph: Graph, signatures: Mapping[str, Signature], ranks: int, micro_batches: int = 1
 ) -> tuple[ShardCall, ...]:
-    """Every different shard of every operation but views, in the order of the graph: whole, or split by one or two axes
-    whose sizes divide `ranks` times `micro_batches`, which cut the batch as an axis would."""
+    """Return every different shard of every operation but views, in the order of the graph.
+
+    Each runs whole, or split by one or two axes whose sizes divide `ranks` times `micro_batches`, which cut the batch
+    as an axis would.
+    """
     found: dict[Key, ShardCall] = {}
     done: set[tuple[int, tuple[bool, ...]]] = set()
     for op in graph.operations:
@@ -80,7 +90,7 @@ def shard_calls(
 
 
 def meshes(ranks: int) -> Meshes:
-    """() for the whole, then the sizes of one and of two axes whose product divides `ranks`."""
+    """Return () for the whole, then the sizes of one and of two axes whose product divides `ranks`."""
     sizes = [n for n in range(2, ranks + 1) if ranks % n == 0]
     pairs = [(a, b) for a in sizes for b in sizes if ranks % (a * b) == 0]
     return ((), *((n,) for n in sizes), *pairs)

@@ -22,8 +22,16 @@ _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Seconds of one shard of an operator: `signature` is its text, see `shards.signature_text`. `predicted`: what the
-    analytic model says of forward and backward, by which the table is calibrated."""
+    """Measured seconds of one shard of an operator.
+
+    signature    text of the call, see `shards.signature_text`
+    shapes_in    of the shard's inputs
+    shapes_out   of the shard's outputs
+    dtype        in which it computes
+    forward      seconds
+    backward     seconds
+    predicted    seconds forward and backward by the analytic model, by which the table is calibrated
+    """
 
     signature: str
     shapes_in: tuple[Shape | None, ...]
@@ -44,7 +52,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEntry:
-    """Seconds of one collective of `ranks` ranks of one host on a tensor of `size` bytes, whole along the group."""
+    """Measured seconds of one collective.
+
+    kind      of the collective
+    ranks     of the group, on one host
+    size      bytes of the tensor, whole along the group
+    seconds   of one call
+    """
 
     kind: Collective
     ranks: int
@@ -54,8 +68,12 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of |predicted / measured - 1|: the median and the 95th percentile, of the analytic model (`analytic`) and of it
-    times the operator's factor (`calibrated`), over `count` shards or calls."""
+    """Relative errors |predicted / measured - 1|, over `count` shards or calls.
+
+    count                              how many were compared
+    analytic_median, analytic_p95      of the analytic model: the median and the 95th percentile
+    calibrated_median, calibrated_p95  of it times the operator's factor
+    """
 
     count: int
     analytic_median: float
@@ -66,8 +84,16 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Profile:
-    """`cluster`: the machine, with the figures that fit the measurements best. Times of operators and `overheads` are
-    those of a rank while the others compute too. `skipped`: (signature, why) of what could not be measured."""
+    """Measurements of a machine. Times of operators and `overheads` are those of a rank while the others compute too.
+
+    cluster             the machine, with the figures that fit the measurements best
+    overheads           seconds beside operators and collectives
+    entries             shards of operators
+    collectives         collectives inside of a host
+    operators_error     how far off predictions of operators are
+    collectives_error   how far off predictions of collectives are
+    skipped             (signature, why) of shards that could not be measured
+    """
 
     cluster: Cluster
     overheads: Overheads
@@ -78,7 +104,7 @@ class Profile:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "version": VERSION,
             "cluster": self.cluster.as_dict(),
@@ -100,7 +126,7 @@ class Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """The profile of a file. Raises NnscalerError `no_such_file`, and `profile_invalid` with what is wrong."""
+    """Return the profile of a file. Raises NnscalerError `no_such_file`, and `profile_invalid` with what is wrong."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

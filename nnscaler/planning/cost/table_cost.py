@@ -1,4 +1,4 @@
-"""Costs from a profile; where it has no entry, the analytic model times what it is off by for that operator."""
+"""Costs from a profile; where it has no entry, the analytic model times its usual error for that operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from nnscaler.transform.kept import VIEWS
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many different shards were asked for, and which of them the table lacks (by the operator's signature)."""
+    """How complete a profile is.
+
+    asked     number of different shards that were asked for
+    missing   keys of those that the table lacks
+    """
 
     asked: int
     missing: tuple[Key, ...]
@@ -31,11 +35,14 @@ class Coverage:
 
 @dataclass(frozen=True)
 class TableCost:
-    """Nothing is interpolated: a shard is in the table, or it is predicted by the analytic model on the profile's
-    machine times the operator's factor. Collectives inside of a host are lines through the measured ones.
+    """A cost model from measurements.
 
-    `cluster`: where the plan runs, the profile's machine if not given. Its answers never change; that it remembers
-    what it was asked serves `coverage` alone.
+    Nothing is interpolated: a shard is in the table, or it is predicted by the analytic model on the profile's machine
+    times the operator's factor. Collectives inside of a host are lines through the measured ones. Its answers never
+    change; that it remembers what it was asked serves `coverage` alone.
+
+    profile   the measurements
+    cluster   where the plan runs; None: the profile's machine
     """
 
     profile: Profile
@@ -73,7 +80,7 @@ class TableCost:
         return predicted if curve is None else curve.seconds(size)
 
     def coverage(self) -> Coverage:
-        """What was asked for so far."""
+        """Return how many of the shards that were asked for so far the table has."""
         return Coverage(len(self._asked), tuple(key for key, found in self._asked.items() if not found))
 
     @cached_property
@@ -90,7 +97,7 @@ class TableCost:
 
     @cached_property
     def _is_measured_host(self) -> bool:
-        """Whether the innermost links are those that were measured."""
+        """True where the innermost links are those that were measured."""
         return self._links.cluster.levels[0].name == self.profile.cluster.levels[0].name
 
     @cached_property
@@ -103,6 +110,6 @@ class TableCost:
 
     @cached_property
     def _usual(self) -> tuple[float, float]:
-        """For operators that the table lacks altogether: the median of those that it has."""
+        """Factors for operators that the table lacks altogether: the median of those that it has."""
         found = list(self._factors.values())
         return (median(f for f, _ in found), median(b for _, b in found)) if found else (1.0, 1.0)

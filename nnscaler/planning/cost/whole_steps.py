@@ -1,4 +1,5 @@
-"""What whole steps teach beside the times of single operators: the costs of running a program, and of sharing cores."""
+"""Overheads from measured steps: the costs of running a program, and of sharing cores, beside those of single
+operators."""
 
 from __future__ import annotations
 
@@ -12,8 +13,13 @@ from nnscaler.planning.cost.model import Overheads
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A step of a program on one rank that computes alone: how many statements it runs, and how many of them `again` in
-    recomputation; seconds of its operators one by one, and those that it `took`."""
+    """A step of a program on one rank that computes alone.
+
+    statements   how many the program runs
+    again        how many of them run again in recomputation
+    operators    seconds of its operators, measured one by one
+    took         seconds of the step
+    """
 
     statements: int
     again: int
@@ -22,9 +28,10 @@ class WholeStep:
 
 
 def overheads_of(steps: Sequence[WholeStep], crowded: Mapping[int, float], ranks: int) -> Overheads:
-    """`crowded`: seconds of the first step while so many ranks run it at once; `ranks`: up to how many there may be.
+    """Return the overheads that explain these steps.
 
-    Operators one by one may be slower than in a step, when something else disturbed them: the crowding makes up for it.
+    `crowded` has the seconds of the first step while so many ranks run it at once, up to `ranks`. Operators one by one
+    may be slower than in a step, when something else disturbed them: the crowding makes up for it.
     """
     plain = [s for s in steps if not s.again]
     part = min(1.0, *(s.took / s.operators for s in plain))
@@ -41,8 +48,11 @@ def overheads_of(steps: Sequence[WholeStep], crowded: Mapping[int, float], ranks
 
 
 def statement_and_step(runs: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of a statement and of a step, neither negative, from (statements, seconds beside operators) of steps. One
-    number of statements does not tell the two apart: all is the statements' then."""
+    """Return the seconds of a statement and of a step, neither negative.
+
+    `runs` are (statements, seconds beside operators) of steps. One number of statements does not tell the two apart:
+    all is the statements' then.
+    """
     (few, less), (many, more) = min(runs), max(runs)
     if few == many:
         return max(0.0, less / few), 0.0

@@ -25,7 +25,11 @@ _BACKWARD = {"aten.scaled_dot_product_attention.default": 2.5, "nnscaler.causal_
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """FLOP, and bytes read and written, of one pass. `nothing`: not even a kernel is started."""
+    """The work of one pass. Where both are 0, not even a kernel is started.
+
+    flops   floating point operations
+    bytes   read and written
+    """
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -36,7 +40,10 @@ class Work:
 
 
 def shard_work(signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[Work, Work]:
-    """Forward and backward of a shard with these shapes; floating operands are of `dtype`. Views do nothing."""
+    """Return the work of a shard with these shapes, forward and backward.
+
+    Floating operands are of `dtype`; views do nothing.
+    """
     key = ("work", tuple(shapes_in), tuple(shapes_out), dtype)
     found: tuple[Work, Work] | None = signature.memo.get(key)
     if found is None:
@@ -67,7 +74,7 @@ def _shard_work(signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dty
 
 
 def shard_sizes(signature: Signature, shapes_in: Shapes, shapes_out: Shapes) -> dict[str, int]:
-    """The size of every identifier of a shard, from the shapes of its operands.
+    """Return the size of every identifier of a shard, from the shapes of its operands.
 
     Of a dim made of several factors that stand nowhere alone, the first is taken to be the one that is split.
     """
@@ -102,12 +109,12 @@ def _divide(dim: BoundDim, local: int, sizes: dict[str, int], alone: set[str]) -
 
 
 def computes_in(dtypes: Iterable[str]) -> str:
-    """The dtype in which an operation computes: that of its first floating operand, inputs first."""
+    """Return the dtype in which an operation computes: that of its first floating operand, inputs first."""
     return next(filter(is_floating, dtypes), "float32")
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether values of this dtype have gradients."""
+    """Return whether values of this dtype have gradients."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 

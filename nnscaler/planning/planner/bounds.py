@@ -1,12 +1,12 @@
 """Lower bounds of a configuration under a limit of memory, without solving it for all of its layers.
 
-Where the graph is a chain of equal layers, those of `layered`. For any other:
+For a chain of equal layers the bounds are those of `layered`. For any other graph:
 
 Stage s of p keeps up to live_s = min(m, p - s) of m micro-batches (1F1B). Of equal layers that rest in r bytes and keep
-k of a micro-batch, at most sum_s memory / (r + live_s k) fit, however they are cut. The sum is convex in (r, k): so
-whatever lets L layers fit lies below the chord through the ends of the curve, r L / (p memory) + k L / (H memory) <= 1,
-with H = sum_s 1 / live_s. Under this linear limit, the fastest choices for a window of the layers have a Lagrangian
-bound. Of unequal layers each is kept once at least.
+k bytes of a micro-batch, at most sum_s memory / (r + live_s k) fit, however they are cut. The sum is convex in (r, k):
+so whatever lets L layers fit lies below the chord through the ends of the curve, r L / (p memory) + k L / (H memory) <=
+1, with H = sum_s 1 / live_s. Under this linear limit, the fastest choices for a window of the layers have a Lagrangian
+bound. Of unequal layers, each counts as kept once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nnscaler.planning.solver.problem import TooWide
 
 
 def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | None:
-    """The chain in this configuration; None where the graph is none."""
+    """Return the chain in this configuration; None where the graph is none."""
     chain = subject.chain(c.tp, c.parts, c.shards)
     if chain is None:
         return None
@@ -40,13 +40,16 @@ def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | N
 
 
 def _sent(subject: Subject, c: Configuration, sizes: Sequence[float]) -> Numbers:
-    """Seconds in which a stage hands so many bytes on."""
+    """Return, for each of these sizes in bytes, the seconds in which a stage hands so much on: [sizes]."""
     return np.array([send_seconds(subject.cost, c, size) if c.pp > 1 else 0.0 for size in sizes])
 
 
 def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 1) -> float:
-    """Seconds of a step in which all ranks have `memory` bytes, from the shapes of one of so many parts of the batch;
-    infinite where nothing fits, 0 where this says nothing."""
+    """Bound the seconds of a step in which all ranks have `memory` bytes, from the shapes of one of `parts` of the
+    batch.
+
+    Infinite where nothing fits, 0 where the graph is no chain.
+    """
     rough = subject.rough(c.tp, parts)
     if rough is None:
         return 0.0
@@ -57,7 +60,8 @@ def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 
 
 
 def gathering(subject: Subject, c: Configuration, size: float) -> float:
-    """Seconds at least in which a micro-batch gathers `size` bytes of parameters and scatters their gradients."""
+    """Return a lower bound of the seconds in which a micro-batch gathers `size` bytes of parameters and scatters their
+    gradients."""
     place = c.places["dp"]
     if place not in subject.gathering:
         subject.gathering[place] = gathering_rate(subject.cost, place)
@@ -65,19 +69,25 @@ def gathering(subject: Subject, c: Configuration, size: float) -> float:
 
 
 def gathering_all(subject: Subject, c: Configuration) -> float:
-    """The same of all parameters; 0 where they rest whole on dp."""
+    """Return that bound for all parameters; 0 where they rest whole on dp."""
     return gathering(subject, c, subject.gathered(c)) if c.zero else 0.0
 
 
 def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
-    """The same from the shapes of its own micro-batches; where the graph is no chain, whatever the memory."""
+    """Bound the seconds of a step from the shapes of the configuration's own micro-batches.
+
+    Where the graph is no chain, the bound holds whatever the memory is.
+    """
     if subject.chain(c.tp, c.parts) is None:
         return c.each * (subject.fastest(c.tp, c.parts) + gathering_all(subject, c))
     return rough_bound(subject, c, memory, c.parts)
 
 
 def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
-    """The same from the shapes of one micro-batch; 0 where this says nothing."""
+    """Bound the seconds of a step within `memory` by Lagrangian relaxation with prices about those that bind.
+
+    0 where the tables would be too wide, and the bound says nothing.
+    """
     layered = layered_of(subject, c, memory)
     if layered is not None:
         return layered.bound[0]

@@ -1,5 +1,5 @@
-"""The ways to use a number of ranks that are compared: how many are data, tensor and pipeline parallel, in how many
-micro-batches a batch goes through, and whether layers are run again in backward."""
+"""The configurations that are compared: how ranks are divided among data, tensor and pipeline parallelism, in how many
+micro-batches a batch goes through, whether layers are recomputed, and whether parameters rest in shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from nnscaler.planning.cost.model import AxisPlace
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """`pp` counts pipeline devices, outermost in rank order; then come dp and tp. `recompute`: all layers or none are
-    run again in backward, or, where it is None, those for which it pays. `zero`: parameters rest in shards over dp."""
+    """One way to use a number of ranks.
+
+    dp              ranks that share the batch
+    tp              ranks that share operators
+    pp              pipeline devices, outermost in rank order; then come dp and tp
+    micro_batches   parts into which the batch of a dp rank is cut in time
+    recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
+    zero            whether parameters, gradients and optimizer states rest in shards over dp (ZeRO-3)
+    """
 
     dp: int = 1
     tp: int = 1
@@ -30,7 +37,7 @@ class Configuration:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """By which configurations that are alike otherwise are sorted."""
+        """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
         return self.dp, self.tp, self.pp, self.micro_batches, again, int(self.zero)
 
@@ -40,17 +47,17 @@ class Configuration:
 
     @property
     def shards(self) -> int:
-        """In how many shards over dp parameters rest."""
+        """Number of shards over dp in which parameters rest."""
         return self.dp if self.zero else 1
 
     @property
     def parts(self) -> int:
-        """Into how many parts the batch is cut."""
+        """Number of parts into which the batch is cut."""
         return self.dp * self.micro_batches
 
     @property
     def places(self) -> dict[str, AxisPlace]:
-        """Where the groups of every axis lie among the ranks."""
+        """By axis, where its groups lie among the ranks."""
         return {
             "tp": AxisPlace(self.tp),
             "dp": AxisPlace(self.dp, self.tp),
@@ -68,14 +75,17 @@ class Configuration:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def configurations(ranks: int, batch: int, layers: int, each: bool = False) -> Iterator[Configuration]:
-    """All that divide the batch evenly and give every pipeline device a layer. `each`: whether layers can be run again
-    one by one; those configurations come before the ones that they contain."""
+    """Yield all configurations that divide the batch evenly and give every pipeline device a layer.
+
+    `each` says whether layers can be recomputed one by one. Those configurations come before the ones that they
+    contain.
+    """
     again = ((None,) if each else ()) + ((False, True) if layers else (False,))
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: between layers, as evenly as their times allow, and where the constraints leave it."""
+"""Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from nnscaler.transform.balance import balanced_cuts, cut_limits
 def cuts_of(
     items: Mapping[str, int], costs: Sequence[float], devices: int, kept: Constraint | None
 ) -> tuple[int, ...] | None:
-    """The items before which the stages of `devices` begin; None where there is no such cut. What is before the layers
-    (item 0) stays with the first one, what follows them with the last.
+    """Return the items before which the stages of `devices` begin; None where there is no such cut.
 
-    `items`: of operations; `costs`: of items.
+    Operations before the layers (item 0) stay with the first layer, those after them with the last.
+
+    items   by operation, its item
+    costs   by item, its seconds
     """
     joined = [sorted(items[name] for name in group) for group in (kept.together if kept else ())]
     places = [(items[name], device) for name, device in (kept.at if kept else ())]

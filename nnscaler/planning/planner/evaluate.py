@@ -1,4 +1,4 @@
-"""One configuration: the best choices in it, its stages, and what these take in time and memory."""
+"""Evaluate one configuration: its best choices, its stages, and their time and memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,16 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """One pipeline device. `items`: the first one and the one after the last; seconds of one micro-batch; seconds once
-    per step; bytes. `price`: seconds of a step that a byte more would save."""
+    """One pipeline device.
+
+    items      the first item of the stage, and the one after its last
+    forward    seconds of one micro-batch
+    backward   seconds of one micro-batch, recomputation included
+    once       seconds once per step
+    resting    bytes of parameters, gradients and optimizer states
+    kept       bytes of activations of all live micro-batches
+    price      seconds of a step that one more byte of memory would save
+    """
 
     items: tuple[int, int]
     forward: float
@@ -46,8 +54,17 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`seconds` of one step; `bound`: no choices in this configuration take less. `fits`: its memory does. `choices`:
-    of every node of the tables; `again`: the layers that are run again in backward."""
+    """A configuration with choices for it.
+
+    seconds   of one step
+    bound     seconds of a step that no choices in this configuration go below
+    fits      whether its memory is within the limit
+    choices   by node of the tables, the number of its strategy
+    again     the layers that are recomputed in backward
+    tables    the cost tables that the choices refer to
+    weights   how the parts of a step count
+    stages    one entry per pipeline device
+    """
 
     configuration: Configuration
     seconds: float
@@ -70,7 +87,7 @@ class Evaluated:
 
 
 def weights_of(subject: Subject, c: Configuration) -> Weights:
-    """How the parts of a step count in a configuration."""
+    """Return how often the parts of a step count in a configuration."""
     rates = {
         axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in (("dp", c.dp), ("tp", c.tp)) if size > 1
     }
@@ -78,8 +95,11 @@ def weights_of(subject: Subject, c: Configuration) -> Weights:
 
 
 def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
-    """The fastest choices that fit into `memory` bytes, or, where none is found, the last ones tried. None where it is
-    proved that nothing fits. All layers are run again, or none."""
+    """Return the fastest choices that fit into `memory` bytes, or, where none is found, the last ones tried.
+
+    None where it is proved that nothing fits. All layers are recomputed, or none. The budget of the problem is that of
+    a rank that runs the whole graph; it is lowered until the largest stage fits.
+    """
     tables = subject.tables(c.tp, c.parts, c.shards)
     weights = weights_of(subject, c)
     problem = pose(tables, weights)
@@ -115,7 +135,7 @@ def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | N
 
 
 def _with(subject: Subject, c: Configuration, tables: Tables, weights: Weights, solution: Solution) -> Evaluated:
-    """Cut so that the stages are balanced."""
+    """Evaluate a solution with its stages cut so that they are balanced."""
     again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
     count = len(numbers["forward"])
@@ -136,7 +156,11 @@ def evaluated(
     again: frozenset[int],
     edges: Sequence[int],
 ) -> Evaluated:
-    """What a step with these choices takes, cut at these items."""
+    """Return time and memory of a step with these choices, with the pipeline cut at these items.
+
+    A 1F1B step takes the sum of the stages' seconds (fill and drain), (micro-batches - 1) times the largest of them
+    (steady state), and the largest of what stages do once per step.
+    """
     numbers = item_numbers(subject, tables, weights, choices, again)
     stages = tuple(_stage(c, numbers, again, s, edges[s], edges[s + 1]) for s in range(c.pp))
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["handed"][end - 1])) for end in edges[1:-1]), 0.0]
@@ -148,8 +172,14 @@ def evaluated(
 def item_numbers(
     subject: Subject, tables: Tables, weights: Weights, choices: Sequence[int], again: frozenset[int]
 ) -> Mapping[str, Numbers]:
-    """Per item (before the layers, every layer, after them): seconds of one micro-batch forward and backward, seconds
-    once per step, bytes at rest, kept by one micro-batch in its layer and outside of layers, and handed on."""
+    """Add up the tables per item (before the layers, every layer, after them); each entry is [items].
+
+    forward, backward   seconds of one micro-batch
+    once                seconds once per step
+    resting             bytes at rest
+    kept, outside       bytes that one micro-batch keeps in its layer, and outside of layers
+    handed              bytes that one micro-batch hands on
+    """
     count = len(subject.layers) + 2
     names = ("forward", "backward", "once", "resting", "kept", "outside", "handed")
     total = {name: np.zeros(count) for name in names}
@@ -171,7 +201,8 @@ def item_numbers(
 def _stage(
     c: Configuration, numbers: Mapping[str, Numbers], again: frozenset[int], number: int, start: int, end: int
 ) -> StageEstimate:
-    """A layer that is run again keeps what it hands on; while it runs, all of it is there once besides."""
+    """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
+    more."""
     live = min(c.micro_batches, c.pp - number)
     received = float(numbers["handed"][start - 1]) if number else 0.0
     kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
@@ -188,5 +219,5 @@ def _stage(
 
 
 def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:
-    """Seconds in which one micro-batch, or its gradient, goes from a stage to its neighbour."""
+    """Return the seconds in which one micro-batch, or its gradient, goes from a stage to its neighbour."""
     return cost.collective("send", size, c.places["pp"])

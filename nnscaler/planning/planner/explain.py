@@ -1,4 +1,4 @@
-"""Why an operation is run as it is: what every other choice would cost, all others adapting to it."""
+"""Explain why an operation is run as it is: what every other choice would cost, all others adapting to it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from nnscaler.planning.solver.fold import min_marginal
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """`choice` on tp, and by how many seconds a step the best plan of this configuration with it is slower. `bytes`:
-    what the operation itself then holds on a rank, with its parameters."""
+    """One choice of an operation.
+
+    choice   on tp, in words
+    slower   seconds a step by which the best plan of this configuration with this choice is slower
+    bytes    that the operation itself then holds on a rank, with its parameters
+    chosen   whether the plan makes this choice
+    """
 
     choice: str
     slower: float
@@ -24,9 +29,11 @@ class Alternative:
 
 
 def alternatives(found: Found, op: Operation) -> tuple[Alternative, ...]:
-    """Every choice of an operation, the fastest first: reduced costs, exact for the problem of the chosen
-    configuration (min-marginals of the elimination), at the price of memory of the operation's stage, and with all
-    layers run as often as its own."""
+    """Return every choice of an operation, the fastest first.
+
+    The figures are reduced costs, exact for the problem of the chosen configuration (min-marginals of the elimination),
+    at the price of memory of the operation's stage, and with all layers recomputed or not as its own is.
+    """
     best, subject = found.best, found.subject
     item = subject.items[op.name]
     number = next(i for i, stage in enumerate(best.stages) if stage.items[0] <= item < stage.items[1])

@@ -1,8 +1,9 @@
 """Choices for a pipeline of many equal layers that fit into memory: every stage mixes two ways to run a layer.
 
 A stage runs its layers in one state of the cut, and may turn to another with its last one. For its layers it takes the
-two ways whose mix is fastest within its memory, each a whole number of times. Then the layers, and the states between
-stages, are spread over the stages so that a step is shortest.
+two ways whose mix is fastest within its memory, each a whole number of times: the linear relaxation of a choice of ways
+under one limit has an optimum that mixes two (as in the multiple-choice knapsack problem, Sinha and Zoltners 1979).
+Then the layers, and the states between stages, are spread over the stages so that a step is shortest.
 """
 
 from __future__ import annotations
@@ -28,8 +29,15 @@ SLACK = 0.05  # by which share more may be left to the end of a step than by the
 
 @dataclass(frozen=True, slots=True)
 class StageFill:
-    """A stage: its `head` and `tail` where it has them; `layers` in the middle, the first `often` of them run one way
-    and the others another; a last layer that ends in another state."""
+    """The layers of a stage.
+
+    head     the first piece of the model, on the first stage
+    ways     the two ways of the layers in the middle; None without such layers
+    often    how many of these run the first way
+    layers   how many layers are in the middle
+    turn     a last layer that ends in another state
+    tail     the last piece of the model, on the last stage
+    """
 
     head: Way | None
     ways: tuple[Way, Way] | None
@@ -39,7 +47,7 @@ class StageFill:
     tail: Way | None
 
     def __iter__(self) -> Iterator[Way]:
-        """The way of every layer."""
+        """Yield the way of every layer."""
         if self.head is not None:
             yield self.head
         if self.ways is not None:
@@ -48,7 +56,7 @@ class StageFill:
         yield from (way for way in (self.turn, self.tail) if way is not None)
 
     def price(self, live: int) -> float:
-        """Seconds of a micro-batch per byte of memory between both ways; 0 where only one is used."""
+        """Return the seconds of a micro-batch per byte of memory between both ways; 0 where only one is used."""
         if self.ways is None or self.often == self.layers:
             return 0.0
         fast, small = self.ways
@@ -58,15 +66,19 @@ class StageFill:
 
 @dataclass(frozen=True)
 class Ways:
-    """By state of the cut that a head ends in, by the states that a layer begins and ends in, and by the state that a
-    tail begins in."""
+    """The ways to run each piece.
+
+    head    by the state of the cut that it ends in
+    layer   by the states that it begins and ends in
+    tail    by the state that it begins in
+    """
 
     head: Mapping[int, tuple[Way, ...]]
     layer: Mapping[Ends, tuple[Way, ...]]
     tail: Mapping[int, tuple[Way, ...]]
 
     def ending(self, most: float) -> Ways:
-        """Those that do no more than so many seconds at the end of a step, with some that rounding may tell apart."""
+        """Return the ways with no more than `most` seconds at the end of a step, and a share of `SLACK` more."""
         most *= 1 + SLACK
         head = {state: tuple(w for w in own if w.last <= most) for state, own in self.head.items()}
         layer = {ends: tuple(w for w in own if w.last <= most) for ends, own in self.layer.items()}
@@ -75,9 +87,11 @@ class Ways:
 
 
 def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill, ...]]:
-    """The stages of the fastest pipelines that are found to fit: of all ways, and of those alone that leave less and
-    less to the end of the step. `cut`: that of the bound, whose states are tried, with others that are good for many
-    layers."""
+    """Yield the stages of the fastest pipelines that are found to fit.
+
+    They are made from all ways, then from those alone that leave less and less to the end of the step. `cut` is that of
+    the bound; its states are tried first, with others that are good for many layers.
+    """
     pieces = layered.at(prices)
     for hubs in _hubs(layered, pieces):
         yield from _fill(layered, prices, cut, pieces, hubs)
@@ -86,7 +100,7 @@ def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill
 def _fill(
     layered: Layered, prices: Prices, cut: Cut, pieces: Pieces, hubs: Mapping[int, int]
 ) -> Iterator[tuple[StageFill, ...]]:
-    """The same with these choices of the hubs."""
+    """Yield the pipelines with these choices of the hubs."""
     head, layer, tail = pieces
     used = dict.fromkeys(end for ends in cut.states for end in ends if cut.states)
     states = list(dict.fromkeys((*_states(layer, hubs), *used)))[:STATES]
@@ -113,14 +127,18 @@ def _fill(
 
 
 def _hubs(layered: Layered, pieces: Sequence[Priced]) -> Iterator[dict[int, int]]:
-    """The choices of all hubs that are best for all pieces together at some price of memory, those of no price first.
-    (A table of tokens that the head reads too is whole where memory is free, and cut where it is dear.)"""
+    """Yield choices of all hubs that are best for all pieces together at some price of memory, those of no price first.
+
+    A table of tokens that the head reads too, for example, is whole where memory is cheap, and split where it is dear.
+    """
     hubs = layered.chain.hubs
     sizes = tuple(layered.chain.sizes[hub] for hub in hubs)
     often = (1, layered.layers - 2, 1)
     half = pieces[0].table.shape[-1] // 2
+    # [choices of each hub ..., prices]: priced seconds of all pieces, each as often as it stands in the model
     total = np.zeros((*sizes, half))
     for piece, times in zip(pieces, often, strict=True):
+        # [hubs of the piece, 2 * prices], the best over the cuts; below, the better of kept and recomputed
         best = piece.table.min(axis=(1, 2))
         shape = [n if hub in piece.piece.hubs else 1 for hub, n in zip(hubs, sizes, strict=True)]
         total = total + times * np.minimum(best[:, :half], best[:, half:]).reshape(*shape, half)
@@ -131,7 +149,7 @@ def _hubs(layered: Layered, pieces: Sequence[Priced]) -> Iterator[dict[int, int]
 
 
 def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:
-    """The states of the cut in which some layer is best at some price, those that are so most often first."""
+    """Return the states of the cut in which some layer is best at some price, the most frequent first."""
     table = layer.at_hubs([hubs[h] for h in layer.piece.hubs])
     own = table[np.arange(table.shape[0]), np.arange(table.shape[0])]  # [states, prices]
     legal = np.isfinite(own).any(axis=0)
@@ -142,6 +160,7 @@ def _states(layer: Priced, hubs: Mapping[int, int]) -> list[int]:
 def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageFill, ...] | None:
     stages = stages_of(layered.configuration)
     found = {stage: _fastest(layered, ways, stage, states) for stage in set(stages)}
+    # [stages, layers, states, states]: the fastest mixes of all stages
     seconds = np.stack([_table(found[stage], layered.most, len(states)) for stage in stages])
     cut = best_cut(seconds, layered.layers, layered.configuration.micro_batches - 1)
     if cut is None:
@@ -155,8 +174,16 @@ def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageF
 
 @dataclass(frozen=True, eq=False)
 class Mixes:
-    """The fastest stages between two states: by number of layers, their `seconds`, which of `fixed` (head, turn, tail)
-    they have, and how they mix the others: `first`, the first `often` of them, and `second`."""
+    """The fastest stages between two states, by number of layers. The arrays are [layers].
+
+    fixed     the combinations of head, turn and tail
+    layers    the ways that a layer in the middle may run
+    seconds   of the fastest stage; infinite where none fits
+    taken     which of `fixed` it has
+    first     which of `layers` comes first
+    second    which of `layers` follows
+    often     how many layers run the first way
+    """
 
     fixed: tuple[tuple[Way | None, Way | None, Way | None], ...]
     layers: Sequence[Way]
@@ -167,7 +194,7 @@ class Mixes:
     often: NDArray[np.int64]
 
     def fill(self, count: int) -> StageFill:
-        """The stage of so many layers."""
+        """Return the stage of `count` layers."""
         head, turn, tail = self.fixed[self.taken[count]]
         middle = count - sum(way is not None for way in (head, turn, tail))
         pair = (self.layers[self.first[count]], self.layers[self.second[count]]) if middle else None
@@ -175,7 +202,7 @@ class Mixes:
 
 
 def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Numbers:
-    """[layers, states, states]: the seconds of the fastest."""
+    """Return the seconds of the fastest stages: [layers, states, states]."""
     seconds = np.full((most + 1, states, states), np.inf)
     for (begin, end), every in found.items():
         seconds[:, begin, end] = np.min([mixes.seconds for mixes in every], axis=0)
@@ -183,8 +210,10 @@ def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Num
 
 
 def _fastest(layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
-    """The fastest mixes that fit, by the states that a stage begins and ends in. States are numbered as they are
-    listed; what begins or ends the whole does so in the first."""
+    """Return the fastest mixes that fit, by the states that a stage begins and ends in.
+
+    States are numbered as they are listed. The first stage begins in the first state, and the last one ends in it.
+    """
     found: dict[Ends, list[Mixes]] = {}
     none: tuple[Way | None, ...] = (None,)
     useful: dict[int, list[Way]] = {}
@@ -207,7 +236,7 @@ def _fastest(layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]) 
 
 
 def _useful(ways: Sequence[Way], live: int) -> list[Way]:
-    """Those that no other one beats in seconds and in bytes, with so many live micro-batches."""
+    """Return the ways on the Pareto frontier of seconds and bytes, with `live` live micro-batches."""
     answer: list[Way] = []
     least = np.inf
     for way in sorted(ways, key=lambda w: (w.seconds, w.resting + live * w.kept + w.once)):
@@ -225,35 +254,48 @@ def _mixes(
     sent: float,
     most: int,
 ) -> Mixes:
-    """Up to `most` layers: any of `fixed`, and the fastest mix of two ways within the `memory` that it leaves. Of what
-    is there once, the largest counts. `sent`: seconds of every stage."""
+    """Return, for up to `most` layers, the fastest stage that fits into `memory` bytes.
+
+    Any of `fixed` is taken, with the fastest mix of two ways for the other layers in the memory that it leaves. Of
+    bytes that are there once (of a layer that runs again), the largest number counts. `sent`: seconds that every such
+    stage takes in addition.
+    """
+    # [fixed]: bytes that each combination leaves, bytes that it needs once, and its seconds
     kept = [[way for way in ways if way is not None] for ways in fixed]
     room = np.array([memory - sum(way.resting + live * way.kept for way in ways) for ways in kept])
     once = np.array([max((way.once for way in ways), default=0.0) for ways in kept])
     base = np.array([sum(way.seconds for way in ways) for ways in kept]) + sent
+    # [ways]: seconds and bytes of one layer
     time = np.array([way.seconds for way in layers])
     bytes_ = np.array([way.resting + live * way.kept for way in layers])
+    # [pairs]: a faster way and one that needs less, or one way twice
     a, b = (i.ravel() for i in np.meshgrid(np.arange(len(layers)), np.arange(len(layers)), indexing="ij"))
     useful = (time[a] <= time[b]) & ((bytes_[a] > bytes_[b]) | (a == b))
     a, b = a[useful], b[useful]
+    # [counts]: layers in the middle
     counts = np.arange(most + 1 - len(kept[0]))
     many, single = counts[None, :, None], np.maximum(np.array([way.once for way in layers]), once[:, None])
-    # by what is fixed, by count, by pair
+    # [fixed, counts, pairs]: bytes that are left when all layers run the smaller way
     left = (room[:, None] - np.maximum(single[:, a], single[:, b]))[:, None] - many * bytes_[b]
+    # [fixed, counts, pairs]: how many layers may run the faster way in the bytes that are left
     fewer = bytes_[a] - bytes_[b]
     often = np.clip(np.floor(left / np.where(fewer > 0.0, fewer, np.inf)), 0.0, many)
     # all layers run the first way: what the second one needs once is not there
     alone = (room[:, None] - single[:, a])[:, None] - many * bytes_[a] >= 0.0
     often = np.where(alone, many, often)
+    # [fixed, counts, pairs]: seconds of the middle layers; infinite where they do not fit
     seconds = np.where((left >= 0.0) | alone, often * time[a] + (many - often) * time[b], np.inf)
     seconds[:, 0] = 0.0
     seconds[room < once] = np.inf
+    # [fixed, counts]: the best pair, and the seconds of the stage with it
     best = seconds.argmin(axis=2)
     least = base[:, None] + np.take_along_axis(seconds, best[..., None], axis=2)[..., 0]
+    # [counts]: the best combination, and its pair
     taken = least.argmin(axis=0)
     pair = best[taken, counts]
     own = [least[taken, counts], taken, a[pair], b[pair], often[taken, counts, pair].astype(np.int64)]
     if not kept[0]:  # every stage has a layer
         own[0][0] = np.inf
+    # [layers]: with fewer layers than the combination has, there is no such stage
     before = [np.full(len(kept[0]), np.inf), *(np.zeros(len(kept[0]), np.int64) for _ in own[1:])]
     return Mixes(fixed, layers, *(np.concatenate(both) for both in zip(before, own, strict=True)))

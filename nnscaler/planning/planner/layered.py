@@ -1,10 +1,11 @@
 """Lower bounds for a pipeline of many equal layers under a limit of memory, for all cuts and all choices of layers.
 
-Every stage has a bound for every number of layers (see `priced`). The layers are then spread over the stages so that a
-step is shortest by these bounds. A step of 1F1B takes the sum of the stages' seconds and (micro-batches - 1) times the
-largest, and then what is done once per step: on the stage that has most of it. Where all have about as much, it counts
-in every stage 1 / (micro-batches + stages - 1) of it: the sum and the largest then make up no more than the whole.
-Where one stage has much more (the one with the embedding), the least that this can be is added.
+Every stage has a bound for every number of layers, by Lagrangian relaxation (see `priced`). The layers are then spread
+over the stages so that a step is shortest by these bounds (see `spread`). A step of 1F1B takes the sum of the stages'
+seconds, (micro-batches - 1) times the largest, and the work that is done once per step, on the stage that has most of
+it. Where all have about as much, each stage counts 1 / (micro-batches + stages - 1) of it: the sum and the largest then
+make up no more than the whole. Where one stage has much more (the one with the embedding), the least that this can be
+is added.
 """
 
 from __future__ import annotations
@@ -48,7 +49,15 @@ ROUGH, ROUGH_LIVES = 6, 5  # prices of rough bounds, and numbers of live micro-b
 
 @dataclass(frozen=True)
 class Layered:
-    """A chain in a configuration. `sent`: by state of the cut, seconds in which a stage hands a micro-batch on."""
+    """A chain in a configuration.
+
+    chain           the pieces
+    layers          how many layers the model has
+    configuration   dp, tp, pp, micro-batches, recomputation
+    weights         how the parts of a step count
+    memory          bytes of a rank
+    sent            by state of the cut, seconds in which a stage hands a micro-batch on
+    """
 
     chain: Chain
     layers: int
@@ -59,12 +68,12 @@ class Layered:
 
     @property
     def share(self) -> float:
-        """How much of what is done once per step counts in every micro-batch of every stage."""
+        """Share of the work once per step that counts in every micro-batch of every stage."""
         return 1 / (self.configuration.micro_batches + self.configuration.pp - 1) if self._even else 0.0
 
     @cached_property
     def _even(self) -> bool:
-        """Whether the stages have about as much to do once per step."""
+        """True where the stages have about as much to do once per step."""
         floors, c = self.floors, self.configuration
         return c.pp == 1 or floors.layer.summed * self.layers / c.pp >= EVEN * max(
             floors.head.summed, floors.tail.summed
@@ -72,7 +81,7 @@ class Layered:
 
     @property
     def once(self) -> float:
-        """Seconds that are spent once per step at least, where this is not shared."""
+        """Lower bound of the seconds that are spent once per step, where these are not shared among micro-batches."""
         most = max(self.floors.head.summed, self.floors.tail.summed)
         return 0.0 if self._even else self.weights.rates.get("dp", 0.0) * most
 
@@ -85,7 +94,7 @@ class Layered:
         return most_of(self.configuration, self.layers)
 
     def at(self, prices: Prices) -> Pieces:
-        """The pieces at these prices."""
+        """Eliminate the pieces at these prices."""
         return at_prices(
             self.chain,
             prices,
@@ -95,10 +104,11 @@ class Layered:
 
     @cached_property
     def bound(self) -> tuple[float, Prices, Cut | None]:
-        """Seconds of a step at least, and the prices and the cut that say so. Infinite, without a cut, where nothing
-        fits."""
+        """The bound of a step in seconds, and the prices and the cut that prove it; infinite, without a cut, where
+        nothing fits."""
         lives = np.geomspace(1, max(s.live for s in stages_of(self.configuration)), LIVES)
         prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, np.unique(np.round(lives)))
+        # [stages, layers, states, states] each: the bounds of the stages, and which price proves them
         seconds, binding = self.lower(prices)
         weight = self.configuration.micro_batches - 1
         found = best_cut(seconds, self.layers, weight)
@@ -111,7 +121,8 @@ class Layered:
         return np.inf if found is None else found.value + self.once, prices.with_more(refined), found
 
     def _refined(self, prices: Prices, binding: NDArray[np.int64], cut: Cut) -> Prices:
-        """Finer prices about those that bind in the stages of a cut, for their own numbers of live micro-batches."""
+        """Return finer prices about those that bind in the stages of a cut, for the stages' own numbers of live
+        micro-batches."""
         step = (HIGH / LOW) ** (1 / (COARSE - 1))
         around = np.geomspace(1 / step, step, FINE + 2)[1:-1]
         taken = zip(stages_of(self.configuration), binding, cut.layers, cut.states, strict=True)
@@ -123,8 +134,12 @@ class Layered:
         return Prices(kept, kept / np.maximum(live, 1))
 
     def lower(self, prices: Prices) -> tuple[Numbers, NDArray[np.int64]]:
-        """[stages, layers, states, states]: seconds of a micro-batch that a stage of so many layers takes at least
-        between two states of the cut, and the number of the price that says so."""
+        """Return lower bounds of the seconds of a micro-batch in each stage, and the number of the price that proves
+        each.
+
+        Both are [stages, layers, states, states]: by the number of layers and the states of the cut that the stage
+        begins and ends in.
+        """
         stages = stages_of(self.configuration)
         ends = ends_of(self.configuration)
         values = values_of(self.at(prices), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
@@ -137,8 +152,12 @@ class Layered:
 class Least:
     """Lower bounds for a rank of a tensor-parallel group that runs the whole graph on the whole batch, part by part.
 
-    `seconds`, and those that running the layers forward `again` takes; bytes at rest; bytes that all micro-batches
-    together keep in layers, and hand on from layer to layer; bytes of gradients summed over dp.
+    seconds   forward and backward
+    again     seconds of running all layers forward once more
+    resting   bytes at rest
+    kept      bytes that all micro-batches together keep in layers
+    handed    bytes that all micro-batches together hand on from layer to layer
+    summed    bytes of gradients summed over dp
     """
 
     seconds: float
@@ -151,8 +170,16 @@ class Least:
 
 @dataclass(frozen=True)
 class Rough:
-    """Bounds for every number of parts of the batch, from the chain of some `parts`: each takes no longer than its own
-    parts after one another, so its seconds and what it keeps count by the part. States of a cut are not told apart."""
+    """Bounds for every number of parts of the batch, from the chain of one of `parts` equal parts.
+
+    One of `parts` takes no longer than the smaller parts that make it up, one after another; so its seconds and kept
+    bytes, scaled by the size of a part, bound those of more parts. States of a cut are not told apart.
+
+    chain    the pieces for one of `parts`
+    layers   how many layers the model has
+    batch    samples in the batch
+    parts    into how many the batch is cut for the chain
+    """
 
     chain: Chain
     layers: int
@@ -172,7 +199,7 @@ class Rough:
         return pieces, prices
 
     def _values(self, most: int, ends: Ends) -> dict[Kind, Numbers]:
-        """Of stages of at least so many layers."""
+        """Return the priced seconds of stages of at least `most` layers."""
         size = min(self.layers, 1 << (most - 1).bit_length())
         if (size, ends) not in self._known:
             pieces, prices = self._priced
@@ -181,7 +208,7 @@ class Rough:
 
     @cached_property
     def least(self) -> Least:
-        """What no choices come below."""
+        """Lower bounds of time and memory over all choices, without a limit of memory."""
         free = Prices(np.zeros(1), np.zeros(1))
         pieces = at_prices(self.chain, free, False, lambda columns: columns.forward + columns.backward)
         values = values_of(pieces, 1, self.layers, 1, frozenset({(True, True)}))
@@ -206,9 +233,13 @@ class Rough:
         )
 
     def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers) -> float:
-        """Seconds of a step; infinite where nothing fits. `rate`: seconds per byte of gradients summed over dp; `each`:
-        seconds in which a micro-batch gathers a layer's parameters; `sent`: by state of the cut, seconds in which a
-        stage hands a micro-batch on."""
+        """Bound the seconds of a step; infinite where nothing fits.
+
+        memory   bytes of a rank
+        rate     seconds per byte of gradients summed over dp
+        each     seconds in which a micro-batch gathers a layer's parameters (ZeRO-3)
+        sent     by state of the cut, seconds in which a stage hands a micro-batch on
+        """
         values, prices = self._values(most_of(c, self.layers), ends_of(c)), self._priced[1]
         if c.recompute is False:
             values = {kind: np.full_like(v, np.inf) if kind[2] != 0 else v for kind, v in values.items()}
@@ -220,18 +251,22 @@ class Rough:
         for stage in set(stages):
             bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.shards)
             middle = counts - stage.first - stage.last
+            # [layers]: bytes of gradients, and with them the seconds of a micro-batch that do not depend on states
             summed = middle * floors.layer.summed
             summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
             once = rate * summed / (c.micro_batches + c.pp - 1) + each * np.maximum(middle, 0)
             made[stage] = part * bounds + once[:, None, None] + between(stage, sent, bounds.shape[-1])
+        # [stages, layers, states, states]: seconds of a micro-batch at least
         seconds = np.stack([made[stage] for stage in stages])
         found = best_cut(seconds, self.layers, c.micro_batches - 1)
         return np.inf if found is None else found.value
 
 
 def between(stage: Stage, sent: Numbers, states: int) -> Numbers:
-    """[states, states]: the seconds in which a stage is handed a micro-batch and hands it on. `sent`: by state; the
-    least of them where states are not told apart."""
+    """Return the seconds in which a stage is handed a micro-batch and hands it on: [states, states].
+
+    `sent` is by state; its least counts where states are not told apart.
+    """
     own = sent if states == len(sent) else np.full(states, sent.min())
     zero = np.zeros(states)
     return (zero if stage.first else own)[:, None] + (zero if stage.last else own)[None, :]

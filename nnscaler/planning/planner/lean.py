@@ -1,4 +1,5 @@
-"""The tables of a chain without strategies that another one of their node beats in every respect."""
+"""Drop strategies that are dominated in time and in every kind of memory (dead-end elimination, see
+`solver.reduce`)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ Kept = tuple[NDArray[np.intp], ...]  # of every node, the strategies that are le
 
 
 def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
-    """The smaller tables. What goes is no better in seconds, with what its neighbours are converted to and from,
-    whether its layer is run again or not, and in no kind of bytes; so it is in no plan that is needed, at any price of
-    memory. Those `fixed` keep all their strategies: nodes whose edges are not all here.
+    """Return smaller tables without dominated strategies, and the strategies that every node keeps.
+
+    A strategy goes where another one of its node is no slower, including the conversions to and from its neighbours,
+    whether its layer is recomputed or not, and needs no more of any kind of bytes. So no plan needs it, at any price of
+    memory. The nodes in `fixed` keep all their strategies: not all of their edges are in these tables.
 
     Raises `Infeasible` where a node has no strategy that all its neighbours can go with.
     """
@@ -27,7 +30,9 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
     for columns in tables.columns:
         if id(columns) not in made:
             once = columns.forward + columns.backward
+            # [strategies, 2]: seconds with the activations kept, and with the layer recomputed
             costs = np.stack([once, once + columns.forward], axis=1)
+            # [strategies, kinds of bytes]: at rest, kept, handed on, and summed over each axis
             needs = [
                 columns.resting,
                 columns.kept,
@@ -41,7 +46,10 @@ def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
 
 
 def _cut(tables: Tables, kept: Kept) -> Tables:
-    """What was shared stays so where what is left is the same."""
+    """Restrict the tables to the kept strategies.
+
+    Arrays that nodes shared stay shared where what is left of them is the same.
+    """
     of_nodes: dict[tuple[int, bytes], Columns] = {}
     columns = []
     for own, left in zip(tables.columns, kept, strict=True):

@@ -1,4 +1,4 @@
-"""From the stages of a filled pipeline to the choices of every operation."""
+"""Turn the stages of a filled pipeline into a choice for every operation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ TRIES = 3  # limits of memory that are tried
 
 
 def evaluate_chain(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
-    """The fastest choices that are found to fit into `memory` bytes, or the last ones tried. None where none are found.
-    Assumes that the graph is a chain."""
+    """Return the fastest choices found that fit into `memory` bytes, or the last ones tried; None where none are found.
+
+    The graph must be a chain. Where the real stages need more than the fill assumed, the limit is lowered by that much
+    and the fill is tried again, up to `TRIES` times.
+    """
     layered = layered_of(subject, c, memory)
     assert layered is not None
     bound, prices, cut = layered.bound
@@ -44,7 +47,7 @@ def evaluate_chain(subject: Subject, c: Configuration, memory: float) -> Evaluat
 
 
 def _placed(subject: Subject, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:
-    """What a fill really takes."""
+    """Evaluate a fill on the tables of the whole graph."""
     c = layered.configuration
     tables = subject.tables(c.tp, c.parts, c.shards)
     places = _places(tables, layered.chain, layered.layers)
@@ -62,7 +65,8 @@ def _placed(subject: Subject, layered: Layered, stages: Sequence[StageFill]) -> 
 
 
 def _places(tables: Tables, chain: Chain, layers: int) -> list[dict[int, int]]:
-    """For every layer, where the nodes of its piece lie in the tables of the whole graph."""
+    """Return, for every layer, where the nodes of its piece lie in the tables of the whole graph: chain node ->
+    index."""
     # a tensor may be called as its operation
     operations = len(tables.strategies)
     index = {(name, i < operations): i for i, name in enumerate(tables.names)}

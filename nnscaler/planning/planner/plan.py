@@ -1,4 +1,68 @@
-"""The planner's front door: the best plan for a graph on a described cluster, with a certificate."""
+"""The planner's front door: the fastest plan for a graph on a described cluster, with a proof of how good it is.
+
+The idea
+--------
+
+There are far too many plans to try, so the planner never asks "how fast is this plan?" before it has asked "how fast
+can any plan of this kind be?". Each kind gets a lower bound that is cheap to compute. Kinds whose bound is no better
+than the best plan in hand are never solved, and the least bound of all that is left says how far from the optimum that
+plan can be. There are three levels, each with a method from the literature:
+
+1  which configuration (dp, tp, pp, micro-batches, recomputation, ZeRO): best-first branch and bound (`search`)
+2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`priced`, `solver.hull`)
+3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
+   are both exact (`solver.eliminate`, `solver.fold`)
+
+Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`spread`). What level 2 leaves open is
+filled by mixing two ways to run a layer (`fill`), or by repair and branching (`solver.budget`).
+
+Level 2 by hand
+---------------
+
+Two equal layers; each may keep its activations (10 ms, 6 GB) or recompute them (13 ms, 2 GB). The limit is 8 GB.
+Instead of the limit, let a GB cost 0.75 ms: now both ways cost 14.5 ms, and two layers cost 29 ms whatever they do. Any
+plan that fits uses at most 8 GB, so it has paid at most 6 ms for memory: it takes 29 - 6 = 23 ms or more. One layer of
+each way takes exactly 23 ms and 8 GB, so it is optimal. With a limit of 7 GB the same price proves 23.75 ms, and no
+price proves more, while the best plan takes 26 ms (both recompute): the bound is true, and not tight. That difference
+is the gap.
+
+All levels, as they run
+-----------------------
+
+Eight blocks (LayerNorm, Linear 4096 to 16384, GELU, Linear back, residual) in float32, 8 sequences of 2048 tokens, on 4
+ranks of `h100x8` with 4.7 GB each. Values, gradients and both moments of Adam take 17.2 GB, 4.3 GB a rank if nothing is
+held twice, so 0.4 GB are left for activations. There are 28 configurations:
+
+14 of 28   cannot hold what rests and one micro-batch of every layer
+tp=4       first bound 0.570 s a step, the least of all, with any number of micro-batches
+           2 micro-batches: infinite within the memory, so nothing fits
+           4 micro-batches: 0.761 s from the shapes of the whole batch, and stays in the queue
+           8 micro-batches: 0.698 s, then 0.704 s from its own shapes, then 0.723 s at finer prices of memory
+dp=2 tp=2  with ZeRO-3 and 4 micro-batches: 0.769 s, and stays in the queue
+
+At 0.723 s, tp=4 with 8 micro-batches still has the least bound, so it is solved: 0.739 s and 4.68 GB, with 6 of the 8
+layers recomputed; at the margin one more GB would save 14 ms. Everything that is left has a bound above 0.739 s. So the
+search ends after one of 28 configurations was solved; 9 were pruned, 18 were too large, and the certificate says: 0.739
+s, the optimum of the space is at least 0.723 s, gap 2.2 %. With 80 GB a rank the same search ends with dp=2 tp=2 and
+ZeRO-3 at 0.583 s, which equals its bound.
+
+The invariant
+-------------
+
+At every moment, the optimum of the space is no less than the least of: the bounds in the queue, and the bounds of what
+was solved. Every bound is of the same tables that price plans, so it is a statement about the cost model, not about a
+machine. Anything that may only make a search faster (rough shapes, fewer states, coarse prices) must make bounds
+smaller, never larger. One assumption is left to the cost model: the same work in more and smaller micro-batches takes
+no less time. A plan, on the other hand, is always evaluated by the whole tables: no relaxation ever reaches `seconds`.
+
+Why not otherwise
+-----------------
+
+One integer program for all operations (as in Alpa's intra-operator pass) is exact too, but grows with every layer: it
+does not see that they are equal. A search by mutation or reinforcement finds good plans and cannot say how good. A
+dynamic program over memory in steps of bytes has as many states as the steps are fine, per stage. Prices have one
+dimension, are shared by all layers, and give a proof.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +95,13 @@ DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
 
 @dataclass(frozen=True)
 class Found:
-    """A plan, what is known of it, and what it was chosen among."""
+    """A plan with its certificate, and the space that it was chosen from.
+
+    plan          steps that `compile` and `verify-plan` take
+    certificate   seconds, bound, gap and memory
+    subject       the graph with its tables
+    search        the configurations that were solved
+    """
 
     plan: Plan
     certificate: Certificate
@@ -44,7 +114,8 @@ class Found:
         return self.search.best
 
     def layers_of(self, stage: int) -> str:
-        """`0..3`: the layers of a pipeline device, with how many are recomputed; `none` where it has none."""
+        """Return the layers of a pipeline device in words: `0..3`, with how many are recomputed; `none` where it has
+        none."""
         items = self.best.stages[stage].items
         first, last = max(items[0], 1), min(items[1], len(self.subject.layers) + 1)
         again = len(self.best.again.intersection(range(first - 1, last - 1)))
@@ -62,7 +133,7 @@ def find_plan(
     constraint: Constraint | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """The fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
+    """Return the fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
 
     Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
     constraint that cannot hold.
@@ -73,8 +144,8 @@ def find_plan(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Without the search for cycles of references: a search makes many objects and no cycles, and looking for some
-    would walk the whole traced model again and again."""
+    """Switch off the search for reference cycles: the planner makes many objects and no cycles, and each collection
+    would walk the whole traced model again."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -127,7 +198,8 @@ def _find_plan(
 
 
 def _refused(subject: Subject, c: Configuration) -> str | None:
-    """Why micro-batches of this number cannot be: operations that couple them show only when they are asked for."""
+    """Return why the batch cannot be cut into so many micro-batches: operations that couple them show only when asked
+    for."""
     mesh = (("dp", c.dp),) if c.dp > 1 else ()
     try:
         follow_batch(subject.graph, subject.signatures, Plan(mesh, (), c.micro_batches), mesh)
@@ -137,13 +209,15 @@ def _refused(subject: Subject, c: Configuration) -> str | None:
 
 
 def _may_be_cut(subject: Subject, c: Configuration) -> bool:
-    """Whether there are stages that keep to the constraints."""
+    """Return whether there are stages that keep to the constraints."""
     return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
 
 
 def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Evaluated, ...]:
-    """A plan for a limit of memory that is hardly larger than the least that has one; none where it is very large.
-    `look`: searches within a limit."""
+    """Return a plan for a limit of memory hardly larger than the least that has one; none where that is very large.
+
+    The limit is doubled until something fits, then bisected geometrically. `look` searches within a limit.
+    """
     fits: Evaluated | None = None
     low, high = limit, 2 * limit
     for _ in range(DOUBLINGS):
@@ -162,7 +236,8 @@ def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Eva
 def _without_choice(
     subject: Subject, constraint: Constraint | None, cluster: Cluster, error: Infeasible | NnscalerError
 ) -> NnscalerError:
-    """The error for constraints that leave nothing to choose, whatever tp is; `error` where that is another one."""
+    """Return the error for constraints that leave an operation no choice, whatever tp is; `error` where that is another
+    one."""
     if constraint is not None:
         free = Subject(subject.graph, subject.signatures, subject.cost)
         space = configurations(cluster.devices, subject.batch, len(subject.layers))
@@ -188,7 +263,7 @@ def _nothing(
     constraint: Constraint | None,
     refused: str | None,
 ) -> NnscalerError:
-    """The error for a search without a result. `refused`: why micro-batches do not go with the model."""
+    """Return the error for a search without a result. `refused` says why micro-batches do not go with the model."""
     if not found.solved and not found.too_large and refused is not None:
         told = "" if constraint is None else f" that keeps to {constraint.text!r}"
         return NnscalerError(

@@ -1,7 +1,12 @@
-"""Stages of a chain at prices of memory, and what a limit of memory leaves of that: the Lagrangian bound of a stage.
+"""Stages of a chain at prices of memory, and the Lagrangian bound of a stage within a limit of memory.
 
-What rests, and `live` times what a micro-batch keeps, fit into the memory of the stage. So at any prices per byte, the
-priced value of a stage, less the most that bytes which fit can cost, is a bound of its seconds.
+Lagrangian relaxation (Everett 1963; Geoffrion 1974): instead of a limit, memory has a price. The bytes at rest, and
+`live` times the bytes that a micro-batch keeps, fit into the memory of the stage. So at any prices per byte, the least
+priced value of a stage, less the highest price of bytes that fit, is a lower bound of its seconds. The best bound is
+that of the best price.
+
+Tables here are [layers, states, states, prices]: by number of layers of a stage from 0 on, by the states of the cuts
+that it begins and ends in, and by price.
 """
 
 from __future__ import annotations
@@ -25,7 +30,11 @@ Halves = tuple[Numbers | None, Numbers, Numbers | None]  # of head, layer and ta
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Seconds per byte that a micro-batch keeps, and per byte that rests: [prices] each."""
+    """Prices of memory; both fields are [prices].
+
+    kept      seconds per byte that a micro-batch keeps
+    resting   seconds per byte that rests
+    """
 
     kept: Numbers
     resting: Numbers
@@ -38,10 +47,14 @@ class Prices:
 
 
 def grid(chain: Chain, floors: Floors, low: float, high: float, count: int, lives: Numbers) -> Prices:
-    """Prices about the one at which running a layer again pays, from `low` to `high` times as much, for these numbers
-    of live micro-batches; and no price at all."""
+    """Return prices about the one at which recomputing a layer pays, and 0.
+
+    They go from `low` to `high` times that price, in `count` geometric steps, for each of these numbers of live
+    micro-batches: [len(lives) * count + 1].
+    """
     columns = [chain.tables.columns[node] for node in chain.layer.inside]
     saved = max(floors.layer.kept - floors.layer.handed, 1.0)
+    # seconds to run a layer once more, per byte that a micro-batch then does not keep
     base = max(sum(float(c.forward.min()) for c in columns), 1e-12) / saved
     kept, live = (a.ravel() for a in np.meshgrid(base * np.geomspace(low, high, count), lives))
     return Prices(np.append(0.0, kept), np.append(0.0, kept / live))
@@ -49,8 +62,14 @@ def grid(chain: Chain, floors: Floors, low: float, high: float, count: int, live
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What no choices of a piece come below: bytes at rest, bytes that a micro-batch keeps outside of layers and in its
-    layer, bytes handed on by its layer, bytes of gradients that are summed over dp."""
+    """Lower bounds of the bytes of a piece, whatever its choices.
+
+    resting   bytes of parameters, gradients and optimizer states
+    outside   bytes that a micro-batch keeps outside of layers
+    kept      bytes that a micro-batch keeps in the layer
+    handed    bytes of a micro-batch that the layer hands on
+    summed    bytes of gradients that are summed over dp
+    """
 
     resting: float
     outside: float
@@ -61,7 +80,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Of the pieces."""
+    """The floors of the three pieces."""
 
     head: Floor
     layer: Floor
@@ -69,7 +88,7 @@ class Floors:
 
 
 def floors_of(chain: Chain) -> Floors:
-    """What no choices come below."""
+    """Return the floors of the pieces: of each node the least, whether these go together or not."""
     columns = chain.tables.columns
 
     def floor(piece: Piece) -> Floor:
@@ -89,7 +108,12 @@ def floors_of(chain: Chain) -> Floors:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Its place decides how many micro-batches are alive, and what it has besides layers of the middle."""
+    """The place of a stage in its pipeline.
+
+    live    micro-batches that are alive at once
+    first   whether it is the first stage, which has the head
+    last    whether it is the last stage, which has the tail
+    """
 
     live: int
     first: bool
@@ -97,29 +121,37 @@ class Stage:
 
 
 def stages_of(c: Configuration) -> tuple[Stage, ...]:
-    """Of a pipeline with 1F1B."""
+    """Return the stages of a 1F1B pipeline: stage s has min(m, p - s) live micro-batches."""
     return tuple(Stage(min(c.micro_batches, c.pp - s), s == 0, s == c.pp - 1) for s in range(c.pp))
 
 
 def ends_of(c: Configuration) -> Ends:
-    """(whether it is the first stage, whether it is the last one), of all stages."""
+    """Return the different pairs (is the first stage, is the last stage) of all stages."""
     return frozenset((s.first, s.last) for s in stages_of(c))
 
 
 def most_of(c: Configuration, layers: int) -> int:
-    """The largest number of layers of a stage that is looked at: more cost no less."""
+    """Return the largest number of layers of a stage that is looked at: about twice the mean. More cost no less."""
     return min(layers - c.pp + 1, -(-2 * layers // c.pp) + 2)
 
 
 def at_prices(chain: Chain, prices: Prices, recompute: bool | None, seconds: Callable[[Columns], Column]) -> Pieces:
-    """The pieces at each price twice: with what layers keep, then with their layers run again. `seconds`: of a node's
-    choices. `recompute`: all layers, none, or those for which it pays (None)."""
+    """Return the pieces at each price twice: with what layers keep, then with their layers recomputed.
+
+    seconds     returns the seconds of each of a node's choices: [choices]
+    recompute   all layers, none, or those for which it pays (None)
+
+    The tables of the pieces are [hubs, before, after, 2 * prices].
+    """
     made: dict[tuple[int, bool], Numbers] = {}
 
     def costs(columns: Columns, inside: bool) -> Numbers:
         key = (id(columns), inside)
         if key not in made:
+            # [choices]: seconds of a micro-batch
             once = seconds(columns)
+            # [choices, prices]: priced bytes at rest; priced seconds with activations kept, and with the layer
+            # recomputed
             rests = columns.resting[:, None] * prices.resting
             kept = once[:, None] + columns.kept[:, None] * prices.kept + rests
             again = (once + columns.forward)[:, None] + columns.handed[:, None] * prices.kept + rests
@@ -137,12 +169,16 @@ def at_prices(chain: Chain, prices: Prices, recompute: bool | None, seconds: Cal
 def values_of(
     pieces: Pieces, prices: int, most: int, states: int, ends: Ends, counted: bool = False
 ) -> dict[Kind, Numbers]:
-    """By kind of stage, of those with these ends: [layers, states, states, prices], the best priced seconds. What
-    begins or ends the whole does so in state 0. Where a cut has more than `states`, they are not told apart: what is
-    handed on may change its state for nothing. `counted`: for every number of layers that are run again, else for none
-    and for any."""
+    """Return, by kind of stage, the least priced seconds: [layers, states, states, prices].
+
+    Only stages with one of these `ends` are made. The first stage begins in state 0, and the last one ends in it. Where
+    a cut has more than `states` states they are not told apart: the tensor that is handed on may change its state for
+    nothing, which makes the values smaller, and keeps bounds valid. With `counted`, there is an entry for every number
+    of recomputed layers, else one for none and one for any number.
+    """
     halves = []
     for part in (slice(None, prices), slice(prices, None)):
+        # [before, after, prices], the best over the hubs, of one half of the prices: kept, then recomputed
         head, layer, tail = (p.table.min(axis=0)[..., part] for p in pieces)
         if layer.shape[0] > states:
             head, tail = head.min(axis=1, keepdims=True), tail.min(axis=0, keepdims=True)
@@ -154,6 +190,7 @@ def values_of(
         if counted:
             found.update({(first, last, n): table for n, table in enumerate(_counted(kept, again, most))})
             continue
+        # each layer by itself may be recomputed or not
         either = tuple(None if a is None or b is None else np.minimum(a, b) for a, b in zip(kept, again, strict=True))
         nothing = (None, np.full_like(layer, np.inf), None)
         for number, one in ((0, kept), (ANY, either)):
@@ -170,15 +207,20 @@ def limited(
     prices: Prices,
     shards: int = 1,
 ) -> tuple[Numbers, NDArray[np.int64]]:
-    """[layers, states, states]: bounds of the seconds of a stage, infinite where it cannot fit, and the number of the
-    price that says so: the best over prices, for the number of layers run again with which this is least. What rests
-    is `shards` times as much in prices and floors as on a rank."""
+    """Return lower bounds of the seconds of a stage, and the number of the price that proves each.
+
+    Both results are [layers, states, states]; a bound is infinite where the stage cannot fit. It is the best over
+    prices, for the number of recomputed layers with which this is least. `live` is the number of live micro-batches;
+    Prices and floors count what rests `shards` times as large as it is on a rank.
+    """
     head, layer, tail = floors.head, floors.layer, floors.tail
     kinds = {
         number: table for (first, last, number), table in values.items() if (first, last) == (stage.first, stage.last)
     }
+    # [layers]: how many layers the stage has, and how many of these are in the middle
     counts = np.arange(len(next(iter(kinds.values()))), dtype=np.float64)
     middle, ends = counts - stage.first - stage.last, [head] * stage.first + [tail] * stage.last
+    # [layers]: floors of the bytes at rest, kept by a micro-batch in layers, and handed on
     resting = middle * layer.resting + sum(f.resting for f in ends)
     received = 0.0 if stage.first else live * layer.handed
     outside = sum(f.outside for f in ends)
@@ -195,8 +237,10 @@ def limited(
         # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
         most_kept = ((room - resting / shards) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
         most_resting = shards * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
+        # [layers, states, states, prices]: the Lagrangian bound at each price
         value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
         value[resting / shards + live * kept > room] = np.inf
+        # [layers, states, states]: the best bound over prices; below, the least over how many layers are recomputed
         bound, by = value.max(axis=-1), value.argmax(axis=-1)
         if best is None:
             best, at = bound, by
@@ -207,7 +251,11 @@ def limited(
 
 
 def _counted(kept: Halves, again: Halves, most: int, numbers: int | None = None) -> list[Numbers]:
-    """By how many layers are run again (up to `numbers`): [layers, states, states, prices], the best paths."""
+    """Return, by number of recomputed layers up to `numbers`, the best paths: [layers, states, states, prices].
+
+    A dynamic program over the layers of a stage; `kept` and `again` are head, layer and tail as they are and
+    recomputed.
+    """
     width, _, prices = kept[1].shape
     numbers = most if numbers is None else numbers
     answer = [np.full((most + 1, width, width, prices), np.inf) for _ in range(numbers + 1)]
@@ -225,7 +273,7 @@ def _counted(kept: Halves, again: Halves, most: int, numbers: int | None = None)
 
 
 def _longer(at: Sequence[Numbers | None], kept: Numbers, again: Numbers | None, numbers: int) -> list[Numbers | None]:
-    """Paths with one more piece, which is run again or not."""
+    """Extend paths by one more piece, which is recomputed or not. Results are by number of recomputed layers."""
     found: list[Numbers | None] = []
     for number in range(min(len(at), numbers) + 1):
         options = []
@@ -241,7 +289,7 @@ def _longer(at: Sequence[Numbers | None], kept: Numbers, again: Numbers | None, 
 
 
 def _product(first: Numbers, second: Numbers) -> Numbers:
-    """The best over the state in the middle, by price."""
+    """Multiply tables [before, after, prices] in the (min, +) semiring, price by price."""
     answer = first[:, 0, None] + second[None, 0]
     for state in range(1, first.shape[1]):
         np.minimum(answer, first[:, state, None] + second[None, state], out=answer)

@@ -1,4 +1,4 @@
-"""From the best configuration found to a plan, with its certificate."""
+"""Turn the best configuration found into a plan with its certificate."""
 
 from __future__ import annotations
 
@@ -30,8 +30,21 @@ NOT_SEARCHED = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of a plan. Seconds of one step, bytes of the rank that holds most. `runners_up`: (configuration,
-    seconds, whether it fits)."""
+    """Proof of how good a plan is, within the space that was searched and by the cost model.
+
+    configuration   in words: `dp=2 tp=2, 4 micro-batches`
+    seconds         of one step, by the planner's tables
+    bound           seconds of a step that no plan in the space goes below
+    gap             share of `seconds` that the optimum may be below them
+    memory          bytes of the rank that holds most
+    memory_limit    bytes that a rank may hold
+    solved          configurations that were solved
+    left            configurations that were pruned by their bounds
+    too_large       configurations in which nothing fits, or nothing was found to fit
+    cost_model      identity of the cost model
+    cluster         name of the cluster
+    runners_up      other solved configurations: (configuration, seconds, whether it fits)
+    """
 
     configuration: str
     seconds: float
@@ -47,7 +60,7 @@ class Certificate:
     runners_up: tuple[tuple[str, float, bool], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON data."""
+        """Return the certificate as JSON data."""
         return {
             "configuration": self.configuration,
             "objective_seconds": self.seconds,
@@ -66,7 +79,7 @@ class Certificate:
 
 
 def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> Certificate:
-    """Of the best plan of a search that found one."""
+    """Return the certificate of the best plan of a search that found one."""
     best = found.best
     assert best is not None
     others = tuple((str(e), e.seconds, e.fits) for e in found.solved if e is not best)[:5]
@@ -87,7 +100,7 @@ def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> 
 
 
 def choices_of(subject: Subject, found: Evaluated) -> dict[str, Choice]:
-    """operation -> its choice on tp."""
+    """Return, by operation, its choice on tp."""
     made = zip(subject.graph.operations, found.choices, strict=False)  # nodes of tensors follow
     strategies = found.tables.strategies
     return {
@@ -97,7 +110,7 @@ def choices_of(subject: Subject, found: Evaluated) -> dict[str, Choice]:
 
 
 def plan_of(subject: Subject, found: Evaluated) -> Plan:
-    """The plan that runs a configuration with the choices found for it."""
+    """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
     steps: list[Step] = []
     if c.tp > 1:
@@ -116,7 +129,10 @@ def plan_of(subject: Subject, found: Evaluated) -> Plan:
 
 
 def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
-    """The stages of a pipeline. Raises NnscalerError("plan_illegal") where the graph cannot be cut so."""
+    """Cut the graph into the stages of a pipeline.
+
+    Raises NnscalerError("plan_illegal") where the graph cannot be cut so.
+    """
     seconds = operation_seconds(subject, found)
     random = frozenset(s.spec.name for s in subject.signatures.values() if s.spec is not None and s.spec.random)
     count = len(subject.layers)
@@ -139,7 +155,7 @@ def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
 
 
 def operation_seconds(subject: Subject, found: Evaluated) -> Mapping[str, float]:
-    """What each operation takes for one micro-batch, with the conversions of what it reads."""
+    """Return, by operation, the seconds of one micro-batch with the conversions of the tensors that it reads."""
     names = [op.name for op in subject.graph.operations]
     total = dict.fromkeys(names, 0.0)
     choices, tables = found.choices, found.tables

@@ -1,10 +1,12 @@
-"""Branch and bound over configurations: what may still be better is looked at, the most promising first.
+"""Branch and bound over configurations (Land and Doig 1960), best first: the one with the least bound is looked at
+next.
 
-A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for
-the whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
-often, and have the same arithmetic.) Where that is the least of all, it gets a second one, from the fastest choices
-for its own size of micro-batches that may fit into memory, and then a finer one; and where that still is the least, it
-is solved. What is not proved to be slower when the search ends is part of the bound that it returns.
+A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for the
+whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
+often, and have the same arithmetic.) When that is the least bound of all, it is replaced by a second one, from the
+fastest choices for its own size of micro-batches that may fit into memory, and then by a finer one. When that still is
+the least, the configuration is solved. The search returns a bound too: the least bound of all configurations that are
+not proved to be slower. A worked example is in `plan`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,15 @@ Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it
 
 @dataclass(frozen=True)
 class Search:
-    """`best` and the others that were solved, fastest first; `bound`: no plan in the space takes less; `left`: how
-    many were not solved, since they cannot be much better; `too_large`: in how many nothing fits, or was found to;
-    `least`: bytes that rest
-    on some rank at least, whatever the configuration."""
+    """The result of a search.
+
+    best        the fastest configuration that fits, None where none was found
+    solved      all configurations that were solved, fastest first
+    bound       seconds of a step that no plan in the space goes below
+    left        how many configurations were not solved, since they cannot be much better
+    too_large   in how many configurations nothing fits, or nothing was found to fit
+    least       bytes at rest on some rank that no configuration goes below
+    """
 
     best: Evaluated | None
     solved: tuple[Evaluated, ...]
@@ -44,7 +51,7 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """By which share the plan may be slower than the best one in the space."""
+        """The share of its own time by which the best plan may be slower than the optimum of the space."""
         assert self.best is not None
         return max(0.0, 1 - self.bound / self.best.seconds)
 
@@ -57,8 +64,9 @@ def search(
     progress: Callable[[str], None] = lambda _: None,
     impossible: Callable[[Configuration], bool] = lambda _: False,
 ) -> Search:
-    """The best configuration of `ranks`, each with `memory` bytes, among those permitted. `impossible`: whether one
-    has no program, which is asked when it would be solved, and takes time.
+    """Return the best configuration of `ranks`, each with `memory` bytes, among those permitted.
+
+    `impossible` says whether a configuration has no program. It takes time, and is asked only before one is solved.
 
     Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
     Infeasible where no choices go together.
@@ -102,8 +110,12 @@ def search(
 def _queued(
     subject: Subject, ranks: int, memory: float, permitted: Callable[[Configuration], bool]
 ) -> tuple[list[Entry], int, float]:
-    """The configurations that may fit, as a heap by their first bounds; how many cannot fit, and the bytes that rest
-    on some rank at least. Where layers can be run again one by one, this contains running all of them, and none."""
+    """Return the configurations that may fit, as a heap by their first bounds.
+
+    Also returns how many cannot fit, and a lower bound of the bytes at rest on some rank. Where layers can be
+    recomputed one by one (`recompute` None), the configurations that recompute all of them or none are contained in
+    that one, and left out.
+    """
     queue: list[Entry] = []
     too_large = 0
     resting = float("inf")
@@ -140,13 +152,17 @@ def _result(
 
 
 def may_fit(least: Least, c: Configuration, memory: float) -> bool:
-    """Whether the layers may fit, each kept once at least, however they are cut into stages."""
+    """Return whether the memory floor of a configuration is within the limit, however the layers are cut into stages.
+
+    The floor counts what rests, and what each layer keeps of one micro-batch. It is compared over all `pp` devices
+    together.
+    """
     kept = (least.kept if c.recompute is False else least.handed) / c.parts
     return least.resting / c.shards + kept <= memory * c.pp
 
 
 def _bound(subject: Subject, least: Least, c: Configuration) -> float:
-    """Seconds of a step."""
+    """Return the first lower bound of a configuration, in seconds of a step."""
     rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
     return c.each * (once / c.parts + gathering_all(subject, c)) + rate * least.summed / c.pp

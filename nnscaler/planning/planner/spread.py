@@ -1,4 +1,8 @@
-"""How many layers every stage of a pipeline gets, so that a step is shortest: exact, by dynamic programming."""
+"""Spread layers over pipeline stages so that a step is shortest: exact, by dynamic programming over stages.
+
+The step of a pipeline is a sum over its stages plus a multiple of the largest one. As in Alpa (Zheng et al. 2022), the
+largest is bounded by each possible value in turn, and at such a limit the least sum is a shortest path.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,12 @@ Numbers = NDArray[np.float64]
 
 
 class Cut(NamedTuple):
-    """`value`: seconds of a step; by stage, its layers and the states that it begins and ends in."""
+    """Layers spread over stages.
+
+    value    seconds of a step
+    layers   by stage, how many layers it has
+    states   by stage, the states of the cut that it begins and ends in
+    """
 
     value: float
     layers: tuple[int, ...]
@@ -20,12 +29,13 @@ class Cut(NamedTuple):
 
 
 def best_cut(seconds: Numbers, layers: int, weight: float) -> Cut | None:
-    """The least sum of the stages' seconds + `weight` times the largest of them.
+    """Minimise the sum of the stages' seconds plus `weight` times the largest of them; None where the layers cannot be
+    spread.
 
-    `seconds` [stages, most + 1, states, states]: what a stage takes with 0, 1, ... layers that begins and ends in these
-    states of what it is handed and hands on; infinite where it cannot be. A stage begins as the one before it ended.
-    None where the layers cannot be spread. At a limit for the largest stage, the least sum is a shortest path; the
-    limits are tried in ascending order, until the largest stage alone costs more than the best so far.
+    `seconds` is [stages, most + 1, states, states]: what a stage takes with 0, 1, ... layers that begins and ends in
+    these states of the tensors it is handed and hands on; infinite where it cannot be. A stage begins as the one before
+    it ended. At a limit for the largest stage, the least sum is a shortest path; the limits are tried in ascending
+    order, until the largest stage alone costs more than the best so far.
     """
     free = _path(seconds, layers, np.inf)
     if free is None:
@@ -57,9 +67,10 @@ def best_cut(seconds: Numbers, layers: int, weight: float) -> Cut | None:
 
 
 def _most(seconds: Numbers, limit: float) -> float:
-    """The most layers that stages under the limit may have; -inf for none."""
+    """Return the most layers that stages under the limit may have together; -inf for none."""
     counts = np.arange(seconds.shape[1], dtype=np.float64)[:, None, None]
     most = np.where(seconds <= limit, counts, -np.inf).max(axis=1)  # [stages, states, states]
+    # [states]: the most layers up to here that end in each state
     reached = np.zeros(seconds.shape[2])
     for stage in most:
         reached = (reached[:, None] + stage).max(axis=0)
@@ -67,13 +78,15 @@ def _most(seconds: Numbers, limit: float) -> float:
 
 
 def _path(seconds: Numbers, layers: int, limit: float) -> Cut | None:
-    """The least sum with no stage over the limit."""
+    """Return the least sum with no stage over the limit, by a dynamic program over stages and layers."""
     allowed = np.where(seconds <= limit, seconds, np.inf)
     used = np.flatnonzero(np.isfinite(allowed).any(axis=(0, 2, 3)))
     if not len(used):
         return None
     allowed = allowed[:, : used[-1] + 1]
     stages, counts, states, _ = allowed.shape
+    # [counts - 1 + layers + 1, states]: rows before the first layer are infinite, so that every window has the same
+    # length
     padded = np.full((counts - 1 + layers + 1, states), np.inf)
     before = padded[counts - 1 :]  # [l, a]: the best way to l layers
     # [l, n, a]: the best way to what comes before n layers of a stage that ends at l
@@ -82,10 +95,14 @@ def _path(seconds: Numbers, layers: int, limit: float) -> Cut | None:
     taken = []
     rows = np.arange(layers + 1)[:, None], np.arange(states)[None, :]
     for stage in range(stages):
+        # [layers + 1, counts, states, states]: the sum up to the end of this stage, by how many layers it has and by
+        # its states
         every = start[..., None] + allowed[stage][None]
         flat = every.reshape(layers + 1, counts * states, states)
+        # [layers + 1, states]: the best number of layers and first state, as one number
         taken.append(flat.argmin(axis=1))
         before[:] = flat[rows[0], taken[-1], rows[1]]
+    # read the choices off, from the last stage to the first
     state = int(before[layers].argmin())
     value = float(before[layers, state])
     if not np.isfinite(value):

@@ -32,8 +32,12 @@ FREE = Constraint("none")
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Layers between the first and the last that are all alike. `window`: some of them; `around`: its first one with a
-    neighbour on either side; `times`: how many windows they make."""
+    """Layers between the first and the last that are all alike.
+
+    window   the layers that stand for all of them in bounds
+    around   the first layer of the window with a neighbour on either side
+    times    how many windows these layers make
+    """
 
     window: range
     around: range
@@ -42,7 +46,12 @@ class Repeated:
 
 @dataclass
 class Subject:
-    """Caches what depends on the graph, on tp, and on the size of a micro-batch. `constraint`: what a plan keeps to."""
+    """A graph with everything that the planner derives from it, cached by tp and by the size of a micro-batch.
+
+    constraint   what a plan keeps to
+    layered      the chain in a configuration and within a limit of memory (bytes)
+    gathering    by place of a dp axis, seconds per byte to gather a parameter and to scatter its gradient
+    """
 
     graph: Graph
     signatures: Mapping[str, Signature]
@@ -67,12 +76,12 @@ class Subject:
 
     @cached_property
     def groups(self) -> dict[str, int]:
-        """operation -> the number of its layer."""
+        """By operation in a layer, the number of the layer."""
         return {name: i for i, layer in enumerate(self.layers) for name in layer.operations}
 
     @cached_property
     def items(self) -> dict[str, int]:
-        """operation -> 0 before the layers, i + 1 in or after layer i, one more after the last one."""
+        """By operation, its item: 0 before the layers, i + 1 in or after layer i, one more after the last layer."""
         last = max((i for i, op in enumerate(self.graph.operations) if op.name in self.groups), default=-1)
         found: dict[str, int] = {}
         here = 0
@@ -92,7 +101,7 @@ class Subject:
 
     @cached_property
     def repeated(self) -> Repeated | None:
-        """Where all layers but the first and the last are alike, and there are many."""
+        """The equal layers between the first and the last; None where they differ or are fewer than `MANY` in all."""
         count, kept = len(self.layers), self.constraint
         if count < MANY or kept.also or kept.together or kept.at:
             return None
@@ -107,7 +116,7 @@ class Subject:
         return Repeated(range(middle, middle + size), range(middle - 1, middle + 2), (count - 2) // size)
 
     def repeated_on(self, tp: int) -> Repeated | None:
-        """The same where the constraints leave all of these layers the same choices."""
+        """Return `repeated` where the constraints leave all of these layers the same choices on tp, else None."""
         if self.repeated is None or tp == 1 or self.constraint is FREE:
             return self.repeated
         if tp not in self._repeated:
@@ -117,17 +126,20 @@ class Subject:
         return self._repeated[tp]
 
     def window(self, tp: int) -> Window | None:
-        """The layers that stand for all in bounds."""
+        """Return the layers that stand for all equal layers in bounds; None where layers differ."""
         found = self.repeated_on(tp)
         return None if found is None else Window(frozenset(found.window), float(found.times))
 
     def _short(self, layers: range) -> frozenset[str]:
-        """The operations outside of layers, of the first and the last one, and of these."""
+        """Return the operations outside of layers, of the first and the last layer, and of `layers`."""
         kept = {0, len(self.layers) - 1, *layers}
         return frozenset(op.name for op in self.graph.operations if self.groups.get(op.name, 0) in kept)
 
     def options(self, parts: int) -> Mapping[str, tuple[Choice, ...]]:
-        """The choices on a tp axis that may be taken. Layers that are alike have those of one of them."""
+        """Return, by operation, the choices that it may take on a tp axis of `parts`.
+
+        Layers that are alike share those of one of them.
+        """
         if parts in self._options:
             return self._options[parts]
         graph, repeated = self.graph, self.repeated
@@ -171,9 +183,12 @@ class Subject:
         return self._builders[key]
 
     def tables(self, tp: int, parts: int, shards: int = 1, short: bool = False) -> Tables:
-        """For shards of `tp` and one of `parts` of the batch. Data parallel parts and micro-batches are alike here: a
-        rank sees the same shapes. `shards`: of the parameters over dp. `short`: without layers that the window stands
-        for, where there is one."""
+        """Return the cost tables for operators split over `tp`, with one of `parts` of the batch.
+
+        Data-parallel parts and micro-batches are alike here: a rank sees the same shapes. `shards` is the number of
+        shards of the parameters over dp (1: whole). `short` leaves out the layers that the window stands for, where
+        there is one.
+        """
         repeated = self.repeated_on(tp) if short else None
         key = (tp, parts, shards, repeated is not None)
         if key not in self._tables:
@@ -182,7 +197,8 @@ class Subject:
         return self._tables[key]
 
     def chain(self, tp: int, parts: int, shards: int = 1) -> Chain | None:
-        """The same as three pieces, where all layers but the first and the last are alike."""
+        """Return the tables as a chain of three pieces where all layers but the first and the last are alike, else
+        None."""
         key = (tp, parts, shards)
         if self.repeated_on(tp) is None:
             return None
@@ -193,7 +209,8 @@ class Subject:
         return self._chains[key]
 
     def rough(self, tp: int, parts: int) -> Rough | None:
-        """Bounds from the chain of a part that is no smaller."""
+        """Return bounds from the chain whose shapes are those of one of `parts` of the batch; None where the graph is
+        no chain."""
         chain = self.chain(tp, parts)
         if chain is None:
             return None
@@ -202,7 +219,8 @@ class Subject:
         return self._rough[tp, parts]
 
     def items_of(self, tables: Tables) -> list[int]:
-        """The item of every node: that of the operation, of the producer, or of the first reader."""
+        """Return the item of every node: that of its operation, of the tensor's producer, or of the tensor's first
+        reader."""
         graph, found = self.graph, []
         for name in tables.names:
             op = graph.by_name.get(name) if name in tables.strategies else graph.producers.get(name)
@@ -210,8 +228,11 @@ class Subject:
         return found
 
     def gathered(self, c: Configuration, layer: int | None = None) -> float:
-        """Bytes at least of the parameters (None: of all, else of those that only this layer reads) that a rank of tp
-        gathers where they rest in shards over dp. Counted are those that can be cut whichever dim tp cuts."""
+        """Return a lower bound of the bytes of parameters that a rank of tp gathers under ZeRO-3.
+
+        `layer` restricts it to parameters that only this layer reads (None: all parameters). Counted are only those
+        that can be sharded over dp whichever dim tp splits.
+        """
         key = (c.dp, layer)
         if key not in self._gathered:
             found = 0.0
@@ -224,7 +245,8 @@ class Subject:
         return self._gathered[key] / c.tp
 
     def least(self, tp: int) -> Least:
-        """What no choices come below, in whatever parts the batch goes through."""
+        """Return lower bounds of time and memory that hold for every choice on tp, whatever parts the batch goes
+        through in."""
         if tp in self._least:
             return self._least[tp]
         rough = self.rough(tp, 1)
@@ -247,7 +269,8 @@ class Subject:
         return self._least[tp]
 
     def fastest(self, tp: int, parts: int) -> float:
-        """Seconds that no choices come below for one of `parts` of the batch, forward and backward."""
+        """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
+        memory."""
         if (tp, parts) not in self._fastest:
             tables = self.tables(tp, parts, short=True)
             self._fastest[tp, parts] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound

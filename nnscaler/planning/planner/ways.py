@@ -1,4 +1,8 @@
-"""Ways to run a piece of a chain between two states of its cuts: those that are best at some price, and more."""
+"""Ways to run a piece of a chain between two states of its cuts: the optima at some price of memory, and combinations.
+
+The optima at all prices are the supported points of the Pareto frontier of seconds and bytes. Points between two of
+them are reached by making only some of the changes that lead from one to the other.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,16 @@ Ends = tuple[int, int]  # states of the cut before and after
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a piece is run: the choice of each node, whether its layer is computed again; `seconds` of a micro-batch,
-    with the share of what is done `last` in a step, and the seconds of that; bytes at rest, kept by each live
-    micro-batch, and there once."""
+    """How a piece is run.
+
+    choices   by node, the number of its strategy
+    again     whether the layer is recomputed in backward
+    seconds   of one micro-batch, forward and backward, with its share of `last`
+    resting   bytes of parameters, gradients and optimizer states
+    kept      bytes that each live micro-batch keeps
+    once      bytes that are there once, whatever the number of live micro-batches: a layer that runs again
+    last      seconds at the end of a step: sums of gradients
+    """
 
     choices: Mapping[int, int]
     again: bool
@@ -34,7 +45,8 @@ class Way:
 
 
 def ways_of(layered: Layered, priced: Priced, hubs: Mapping[int, int], ends: Ends, prices: Prices) -> tuple[Way, ...]:
-    """The ways that are best at some price, and their crossings: those that no other one beats in seconds and bytes."""
+    """Return the Pareto frontier, in seconds and bytes, of the ways that are best at some price and of their
+    crossings."""
     found: list[Way] = []
     for again in (False, True):
         own = _best(layered, priced, hubs, ends, prices, again)
@@ -47,12 +59,17 @@ def ways_of(layered: Layered, priced: Priced, hubs: Mapping[int, int], ends: End
 def _best(
     layered: Layered, priced: Priced, hubs: Mapping[int, int], ends: Ends, prices: Prices, again: bool
 ) -> list[Way]:
-    """Those that are best at some price. Where a known one is as good, there is no need to look for another."""
+    """Return the ways that are best at some price.
+
+    Where a known way is as good at a price, no other is looked for there.
+    """
     piece = priced.piece
     before, after = ends
     own = [hubs[h] for h in piece.hubs]
     first = len(prices) if again else 0
+    # [prices]: the best priced seconds between the two states
     values = priced.at_hubs(own)[before, after, first : first + len(prices)]
+    # [prices]: the priced seconds of the best way found so far
     best = np.full(len(prices), np.inf)
     found: list[Way] = []
     for number in np.flatnonzero(np.isfinite(values)):
@@ -66,7 +83,7 @@ def _best(
 
 
 def efficient(ways: Sequence[Way]) -> list[Way]:
-    """Those that no other one beats in seconds and in bytes."""
+    """Return the Pareto frontier: the ways that no other one beats in seconds and in every kind of bytes."""
     answer: list[Way] = []
     for way in sorted(ways, key=lambda w: (w.seconds, w.kept, w.resting, w.once, w.last)):
         if not any(
@@ -78,8 +95,11 @@ def efficient(ways: Sequence[Way]) -> list[Way]:
 
 
 def crossings(layered: Layered, piece: Piece, ways: Sequence[Way], hubs: Mapping[int, int], ends: Ends) -> list[Way]:
-    """Ways between these: the first with any of the changes that lead to another. What changes together, since it
-    shares an edge, is one change; changes that touch are not made together."""
+    """Return combinations of these ways: the fastest one with some of the changes that lead to another.
+
+    Nodes that change together and share an edge are one change. Changes that touch each other are not made together,
+    since the edge between them would have a price that neither way has.
+    """
     base = min(ways, key=lambda way: way.seconds)
     near: dict[int, set[int]] = {node: set() for node in piece.nodes}
     for i in piece.edges:
@@ -116,7 +136,7 @@ def _apart(sizes: Sequence[int], nodes: Sequence[int], joint: int) -> list[int]:
 def way_of(
     layered: Layered, piece: Piece, made: Mapping[int, int], hubs: Mapping[int, int], ends: Ends, again: bool
 ) -> Way:
-    """With these choices, between these states."""
+    """Return the way that makes these choices between these states, with its seconds and bytes from the tables."""
     seconds = last = resting = outside = kept = handed = given = 0.0
     tables = layered.chain.tables
     known = {**hubs, **dict(zip(piece.before, _apart(layered.chain.sizes, piece.before, ends[0]), strict=True)), **made}

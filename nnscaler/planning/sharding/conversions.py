@@ -1,4 +1,4 @@
-"""What conversions between layouts cost, in seconds, as tables over all pairs of layouts.
+"""The cost of conversions between layouts, in seconds, as tables over all pairs of layouts.
 
 Where two layouts differ on one axis only, the way is a row of the conversion table, or two through `Invariant`. Where
 they differ on two searched axes, the axes are converted one after the other, in the cheaper legal order. Any other pair
@@ -27,7 +27,7 @@ Hops = tuple[tuple[str | None, str | None], ...]  # (forward, backward) collecti
 
 
 class Conversions:
-    """Tables for one setting; equal ones are one array."""
+    """Tables of conversions for one setting; equal ones are one array."""
 
     def __init__(self, setting: Setting, cost: CostModel) -> None:
         self._setting, self._cost = setting, cost
@@ -35,14 +35,15 @@ class Conversions:
         self._seconds: dict[tuple[str, int, str], float] = {}
 
     def table(self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
-        """[sources, targets]: seconds, forward and backward; inf where there is no way."""
+        """Return the seconds, forward and backward, of each conversion: [sources, targets]; inf where there is no
+        way."""
         key = (tensor.shape, tensor.dtype, tensor.needs_grad, tuple(sources), tuple(targets))
         if key not in self._tables:
             self._tables[key] = self._make(tensor, tuple(sources), tuple(targets))
         return self._tables[key]
 
     def seconds(self, tensor: LogicalTensor, source: Layout, target: Layout) -> float:
-        """Of one pair, by the way that programs take."""
+        """Return the seconds of one conversion, by the way that programs take."""
         searched = len(self._setting.sizes) - 1  # micro-batches communicate nothing
         source, target = source[:searched], target[:searched]
         if source == target:
@@ -77,7 +78,10 @@ class Conversions:
     def _on_axis(
         self, tensor: LogicalTensor, axis: int, befores: Sequence[State], afters: Sequence[State], elements: float
     ) -> Table:
-        """Along one axis; `elements` of the tensor whole along it."""
+        """Return the seconds of conversions along one axis: [befores, afters].
+
+        `elements`: of the tensor whole along it.
+        """
         parts = self._setting.sizes[axis]
         found: dict[tuple[State, State], float] = {}
         for pair in ((a, b) for a in befores for b in afters):
@@ -89,7 +93,10 @@ class Conversions:
     def _on_two(
         self, tensor: LogicalTensor, sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...]
     ) -> Table:
-        """The cheaper order of two axes. The second converts what the first has made."""
+        """Return the seconds in the cheaper order of two axes: [sources, targets].
+
+        The second converts what the first has made.
+        """
         sizes = self._setting.sizes
         sharded = [np.array([isinstance(s[a], Sharded) for s in sources]) for a in (0, 1)]
         made = [np.array([isinstance(t[a], Sharded) for t in targets]) for a in (0, 1)]
@@ -139,7 +146,7 @@ class Conversions:
 def _legal_between(
     sources: Sequence[Layout], targets: Sequence[Layout], first: int, tensor: LogicalTensor, setting: Setting
 ) -> NDArray[np.bool_]:
-    """Whether the layout after the first axis is converted is a legal one."""
+    """Return whether the layout after the first axis is converted is a legal one: [sources, targets]."""
     known: dict[Layout, bool] = {}
     result = np.ones((len(sources), len(targets)), dtype=bool)
     for i, source in enumerate(sources):
@@ -154,7 +161,8 @@ def _legal_between(
 
 @lru_cache(maxsize=65536)
 def hops_between(before: State, after: State, parts: int, shape: tuple[int, ...], needs_grad: bool) -> Hops | None:
-    """The rows from one state to another on one axis: one, or two through `Invariant`; None where there are none."""
+    """Return the rows from one state to another on one axis: one, or two through `Invariant`; None where there are
+    none."""
     if before == after:
         return ()
 

@@ -1,4 +1,4 @@
-"""What operations keep for backward: for every operation the inputs that it is the first to keep."""
+"""Activations kept for backward: for every operation, the inputs that it is the first to keep."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from nnscaler.transform.kept import VIEWS, kept_slots
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An input slot whose memory is kept; `ratio`: elements of what the view shows per element of the slot."""
+    """An activation that an operation keeps.
+
+    slot    the input slot
+    ratio   elements of the tensor that is kept per element of the slot, which may be a view of it
+    """
 
     slot: int
     ratio: float
 
 
 def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tuple[Kept, ...]]:
-    """By operation, what is kept for it and for no earlier one. Several readers of one tensor keep it once."""
+    """Return, by operation, the slots that are kept for it and for no earlier one.
+
+    Several readers of one tensor keep it once.
+    """
     base: dict[str, str] = {}
     seen: set[str] = set()
     found: dict[str, tuple[Kept, ...]] = {}

@@ -1,4 +1,4 @@
-"""From tables to a choice problem: how often each part of a step counts, and how many micro-batches are alive."""
+"""Turn tables into a choice problem: how often each part of a step counts, and how many micro-batches are alive."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nnscaler.planning.solver.problem import Edge, Node, Problem
 class Weights:
     """
     each        how often the seconds of one micro-batch count
-    once        how often what is done once per step counts
+    once        how often the seconds at the end of a step count
     rates       by axis, seconds per byte of gradients summed over it
     live        micro-batches that are between forward and backward at once
-    recompute   layers keep what goes in, and run forward twice
+    recompute   whether layers keep only their inputs, and run forward twice
     """
 
     each: float = 1.0
@@ -30,17 +30,25 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some of many equal layers, which stand for all: `groups` count `times` as much. The problem of a window has a
-    value that no choices for all layers come below: of any choices, some window of the layers is no dearer than the
-    mean, and what goes between other layers is left out."""
+    """Some of many equal layers, which stand for all of them in lower bounds.
+
+    The problem of a window has a value that no choices for all layers come below: of any choices, some window of the
+    layers is no dearer than the mean, and what goes between other layers is left out.
+
+    groups   numbers of the layers in the window
+    times    how many times as much each of them counts
+    """
 
     groups: frozenset[int]
     times: float
 
 
 def pose(tables: Tables, weights: Weights, window: Window | None = None, layers_only: bool = False) -> Problem:
-    """The problem whose value is the weighted time, and whose memory is that of one rank running the whole graph.
-    `layers_only`: what is outside of layers has no memory."""
+    """Return the problem whose value is the weighted time, and whose memory is that of one rank running the whole
+    graph.
+
+    With `layers_only`, nodes outside of layers have no memory.
+    """
     times = [1.0] * len(tables.groups)
     if window is not None:
         times = [window.times if group in window.groups else 1.0 for group in tables.groups]
@@ -63,13 +71,13 @@ def pose(tables: Tables, weights: Weights, window: Window | None = None, layers_
 
 
 def seconds_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:
-    """Of a node's strategies, by the weights."""
+    """Return the weighted seconds of a node's strategies: [strategies]."""
     again = columns.forward if weights.recompute and in_layer else 0.0
     return weights.each * (columns.forward + columns.backward + again) + weights.once * once_of(columns, weights)
 
 
 def once_of(columns: Columns, weights: Weights) -> Column:
-    """Seconds of the sums of gradients at the end of a step."""
+    """Return the seconds of the sums of gradients at the end of a step: [strategies]."""
     total: Column = np.zeros_like(columns.forward)
     for axis, size in columns.summed.items():
         total = total + weights.rates.get(axis, 0.0) * size
@@ -77,11 +85,11 @@ def once_of(columns: Columns, weights: Weights) -> Column:
 
 
 def once_at(columns: Columns, weights: Weights, choice: int) -> float:
-    """The same of one strategy."""
+    """Return the seconds of the sums of gradients for one strategy."""
     return sum((weights.rates.get(axis, 0.0) * float(size[choice]) for axis, size in columns.summed.items()), 0.0)
 
 
 def bytes_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:
-    """Of a node's strategies: at rest, and what the live micro-batches keep."""
+    """Return the bytes of a node's strategies, at rest and kept by the live micro-batches: [strategies]."""
     kept = columns.handed if weights.recompute and in_layer else columns.kept
     return columns.resting + weights.live * kept

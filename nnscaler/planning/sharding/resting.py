@@ -1,4 +1,4 @@
-"""What a parameter costs that rests in shards over dp (ZeRO-3): less memory, for a gather before it is read and a
+"""The cost of a parameter that rests in shards over dp (ZeRO-3): less memory, for a gather before it is read and a
 scattered sum of its gradient, in every micro-batch."""
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ SIZES = tuple(2.0**n for n in range(10, 42, 2))  # bytes; of the largest, latenc
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """`bytes`: at rest; `elements`: of the shard; `gathered`: bytes of what is read; seconds to gather it, `forward`,
-    and to sum and scatter its gradient, `backward`."""
+    """A parameter that rests in shards.
+
+    bytes      at rest, with its gradient and optimizer states
+    elements   of the shard
+    gathered   bytes of the gathered parameter
+    forward    seconds to gather it
+    backward   seconds to sum and scatter its gradient
+    """
 
     bytes: float
     elements: int
@@ -32,7 +38,8 @@ class Resting:
 def resting_of(
     tensor: LogicalTensor, leaf: Layout, setting: Setting, shards: AxisPlace, cost: CostModel
 ) -> Resting | None:
-    """Of a parameter whose leaf would lie so, over `shards` of the axis dp; None where it cannot be cut."""
+    """Return the cost of a parameter whose leaf would lie so, over `shards` of the axis dp; None where it cannot be
+    cut."""
     names = [name for name, _ in setting.axes]
     axis = names.index("dp")
     sizes = (*setting.sizes[:axis], shards.size, *setting.sizes[axis + 1 :])
@@ -48,7 +55,9 @@ def resting_of(
 
 
 def gathering_rate(cost: CostModel, shards: AxisPlace) -> float:
-    """Seconds at least per byte of a parameter that is gathered, and whose gradient is summed and scattered. Measured
-    links may be fastest at some size in the middle."""
+    """Return the least seconds per byte of a parameter that is gathered, and whose gradient is summed and scattered.
+
+    Measured links may be fastest at some size in the middle.
+    """
     kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
     return sum(min(cost.collective(kind, size, shards) / size for size in SIZES) for kind in kinds)

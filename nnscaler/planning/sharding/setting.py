@@ -41,7 +41,7 @@ class Setting:
         return tuple(size for _, size in self.axes)
 
     def local(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The largest shard of a rank in one micro-batch."""
+        """Return the shape of the largest shard of a rank in one micro-batch."""
         return local_shape(layout, self.sizes, shape)
 
 
@@ -53,7 +53,7 @@ def make_setting(
     micro_batches: int,
     places: Mapping[str, AxisPlace],
 ) -> Setting:
-    """The setting of a mesh (rank order, without pp). The batch goes to the axis `dp` where it is not searched.
+    """Return the setting of a mesh (rank order, without pp). The batch goes to the axis `dp` where it is not searched.
 
     Raises NnscalerError: plan_illegal where the batch does not divide, micro_batches_coupled.
     """

@@ -24,7 +24,12 @@ AxisOptions = Mapping[str, tuple[Choice, ...]]  # operation -> choices on one ax
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """`choices`: per searched axis. `needs`, `makes`: layouts of input slots and outputs, on all axes."""
+    """One way to run an operation.
+
+    choices   per searched axis
+    needs     layouts of its input slots, on all axes
+    makes     layouts of its outputs, on all axes
+    """
 
     choices: tuple[Choice, ...]
     needs: tuple[Layout, ...]
@@ -34,11 +39,12 @@ class Strategy:
 def axis_options(
     graph: Graph, signatures: Mapping[str, Signature], parts: int, with_batch: bool, full: bool
 ) -> dict[str, tuple[Choice, ...]]:
-    """The choices of every operation on an axis of `parts` that are searched, what runs whole first.
+    """Return the choices of every operation on an axis of `parts` that are searched, first the one that runs it whole.
 
-    `with_batch`: also splits that the batch dim of the inputs reaches; an axis beside one that has the batch leaves
-    them to it. `full`: also splits with an outer, and partial sums of large tensors. What no gradient reaches (masks,
-    positions, labels) is split along the batch or runs whole: to cut a piece out of it costs nothing.
+    `with_batch` adds the splits that the batch dim of the inputs reaches; an axis beside one that has the batch leaves
+    them to it. `full` adds splits with an outer, and partial sums of large tensors. An operation that no gradient
+    reaches (masks, positions, labels) is split along the batch or runs whole: to cut a piece out of its result costs
+    nothing.
     """
     candidates = all_candidates(graph, signatures, parts)
     batch = _reached(graph, signatures, parts)
@@ -61,12 +67,12 @@ def axis_options(
 
 
 def _is_plain(choice: Split) -> bool:
-    """Whether it cuts into equal contiguous shards, or equal ones of every section."""
+    """Return whether a split cuts into equal contiguous shards, or equal ones of every section."""
     return choice.outer == 1 and not choice.sizes
 
 
 def _reached(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Mapping[str, frozenset[Split]]:
-    """The splits that follow from one of the batch."""
+    """Return the splits that follow from one of the batch."""
     states = batch_states(graph, "dp", parts, 1) if parts <= batch_of(graph) else {}
     return {name: frozenset(splits) for name, splits in reach(graph, signatures, parts, states).items()}
 
@@ -86,7 +92,10 @@ class Strategies:
         self._by_name: dict[str, tuple[Strategy, ...]] = {}
 
     def of(self, op: Operation) -> tuple[Strategy, ...]:
-        """Those with distinct layouts, what runs whole first. Raises NnscalerError("plan_illegal") if none is left."""
+        """Return the strategies with distinct layouts, first the one that runs whole.
+
+        Raises NnscalerError("plan_illegal") if none is left.
+        """
         if op.name in self._by_name:
             return self._by_name[op.name]
         graph, signature = self._graph, self._signatures[op.name]
@@ -122,7 +131,8 @@ class Strategies:
 
 
 def alike(first: Choice, second: Choice) -> bool:
-    """Whether two choices are the same: both whole, both on partial sums, or splits of one identifier by name."""
+    """Return whether two choices are the same: both whole, both on partial sums, or splits of one identifier by
+    name."""
     if isinstance(first, Split) and isinstance(second, Split):
         return first.identifier == second.identifier
     whole = (RunInvariant, RunReplicated)

@@ -2,8 +2,8 @@
 
 There is one node per operation, one per tensor that several places read, and one per parameter that several places
 read. A tensor's node says in which layout its readers find it: it is converted to that layout once, and from there by
-each reader that needs another. A parameter's says how its leaf lies; gradients that are partial sums there are added
-up once per step.
+each reader that needs another. A parameter's node says how its leaf lies; gradients that are partial sums there are
+added up once per step.
 
 Operations of equal layers share their arrays, by which the solver knows that they are equal.
 """
@@ -40,9 +40,15 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Per strategy of a node, on one rank: seconds of one micro-batch, forward and backward; bytes at rest (values,
-    gradients, optimizer); bytes that one micro-batch keeps from forward to backward; bytes handed to another layer.
-    `summed`: by axis, bytes of gradients that are added up over it once per step."""
+    """The figures of a node's strategies on one rank; each column is [strategies].
+
+    forward    seconds of one micro-batch
+    backward   seconds of one micro-batch
+    resting    bytes of values, gradients and optimizer states
+    kept       bytes that one micro-batch keeps from forward to backward
+    handed     bytes of one micro-batch that are handed to another layer
+    summed     by axis, bytes of gradients that are added up over it once per step
+    """
 
     forward: Column
     backward: Column
@@ -54,8 +60,15 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """`names`, `groups`, `columns`: per node, the operations first, in order; `edges`: (node, node, seconds of one
-    micro-batch [k, k]). `strategies`: by operation; `layouts`: by tensor that has a node, what its choices mean."""
+    """The tables of a graph: nodes are the operations in their order, then tensors.
+
+    names        by node
+    groups       by node, the number of its layer; -1 for none
+    columns      by node
+    edges        (node, node, seconds of one micro-batch [k of first, k of second])
+    strategies   by operation, the meaning of its choices
+    layouts      by tensor that has a node, the meaning of its choices
+    """
 
     names: tuple[str, ...]
     groups: tuple[int, ...]
@@ -67,9 +80,13 @@ class Tables:
 
 @dataclass
 class TableBuilder:
-    """Makes the tables of one graph in one setting. `kept`: what `memory.kept_by` found; `groups`: the number of an
-    operation's layer; `together`: pairs of operations whose choices on the first axis are to be the same; `shards`: the
-    ranks of dp over which parameters rest in shards, None where they rest whole there."""
+    """Makes the tables of one graph in one setting.
+
+    kept       what `memory.kept_by` found
+    groups     by operation, the number of its layer
+    together   pairs of operations whose choices on the first axis are to be the same
+    shards     the ranks of dp over which parameters rest in shards; None where they rest whole there
+    """
 
     graph: Graph
     signatures: Mapping[str, Signature]
@@ -90,7 +107,7 @@ class TableBuilder:
         self.conversions = Conversions(self.setting, self.cost)
 
     def build(self, only: Collection[str] | None = None) -> Tables:
-        """The tables of the whole graph, or of `only` these operations and what goes between them."""
+        """Return the tables of the whole graph, or of `only` these operations and the tensors between them."""
         graph = self.graph
         operations = [op for op in graph.operations if only is None or op.name in only]
         names = [op.name for op in operations]
@@ -181,7 +198,8 @@ class TableBuilder:
         outputs: Sequence[LogicalTensor | None],
         leaving: tuple[bool, ...],
     ) -> tuple[tuple[float, ...], list[dict[str, float]]]:
-        """The numbers of `Columns`, and of each parameter that is read here alone, what is summed of its gradient."""
+        """Return the figures of `Columns` for one strategy, and the bytes summed of each parameter that is read here
+        alone."""
         setting = self.setting
         shapes_in = [setting.local(n, t.shape) for (t, _), n in zip(inputs, strategy.needs, strict=True)]
         shapes_out = [
@@ -220,7 +238,7 @@ class TableBuilder:
         return (forward, backward, resting, kept, handed), sums
 
     def _kept_slots(self, op: Operation) -> tuple[int, ...]:
-        """The inputs that backward reads."""
+        """Return the inputs that backward reads."""
         grads = [self.graph.tensors[name].needs_grad for name in op.inputs]
         return tuple(kept_slots(op.operator, self.signatures[op.name].linear, grads))
 
@@ -253,7 +271,7 @@ class TableBuilder:
         return self._columns[key]
 
     def _meeting(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
-        """The layouts in which readers may find a tensor: those made, and those needed."""
+        """Return the layouts in which readers may find a tensor: those made, and those needed."""
         producer = self.graph.producers[tensor.name]
         made = self._layouts_of(self.strategies.of(producer), False, producer.outputs.index(tensor.name))
         wanted = dict.fromkeys(
@@ -268,7 +286,7 @@ class TableBuilder:
         return self._met[key]
 
     def _leaves(self, tensor: LogicalTensor) -> tuple[Layout, ...]:
-        """The layouts in which the leaf of a parameter may lie, given what its readers need."""
+        """Return the layouts in which the leaf of a parameter may lie, given the layouts that its readers need."""
         found: dict[Layout, None] = {}
         whole = (INVARIANT, REPLICATED) if tensor.needs_grad else (INVARIANT,)
         for op, slot in self.graph.consumers[tensor.name]:
@@ -281,14 +299,15 @@ class TableBuilder:
         return self._layouts.setdefault(layouts, layouts)
 
     def _layouts_of(self, strategies: tuple[Strategy, ...], needed: bool, position: int) -> tuple[Layout, ...]:
-        """Of one slot or output under every strategy."""
+        """Return the layout of one slot or output under every strategy."""
         key = (id(strategies), needed, position)
         if key not in self._made:
             self._made[key] = self._shared(tuple((s.needs if needed else s.makes)[position] for s in strategies))
         return self._made[key]
 
     def _edge(self, tensor: LogicalTensor, made: tuple[Layout, ...], needed: tuple[Layout, ...]) -> Column:
-        """[made, needed] over choices: layouts may stand more than once."""
+        """Return the seconds between choices of two nodes: [made, needed]; the same layout may stand there more than
+        once."""
         key = (id(made), id(needed), tensor.shape, tensor.dtype, tensor.needs_grad)
         if key not in self._edges:
             sources, targets = tuple(dict.fromkeys(made)), tuple(dict.fromkeys(needed))
@@ -300,7 +319,8 @@ class TableBuilder:
     def _uses(
         self, tensor: LogicalTensor, own: tuple[Layout, ...], strategies: tuple[Strategy, ...], slots: tuple[int, ...]
     ) -> Column:
-        """From where a tensor lies to what a reader needs; the same layout in two slots is made once."""
+        """Return the seconds from a tensor's layout to those that a reader needs; the same layout in two slots is made
+        once."""
         if len(slots) == 1:
             return self._edge(tensor, own, self._layouts_of(strategies, True, slots[0]))
         key = (id(own), id(strategies), slots, tensor.shape, tensor.dtype, tensor.needs_grad)
@@ -314,7 +334,7 @@ class TableBuilder:
         return self._edges[key]
 
     def _alike(self, first: tuple[Strategy, ...], second: tuple[Strategy, ...]) -> Column:
-        """0 where two operations make the same choice, else infinite."""
+        """Return 0 where two operations make the same choice, else infinity: [choices of first, choices of second]."""
         key = ("alike", id(first), id(second))
         if key not in self._edges:
             rows = [[0.0 if alike(a.choices[0], b.choices[0]) else inf for b in second] for a in first]
@@ -329,13 +349,13 @@ class TableBuilder:
         return float(parameter_memory(elements, tensor.dtype, trainable=tensor.needs_grad).total)
 
     def _apart(self, tensor: LogicalTensor, leaf: Layout) -> Resting | None:
-        """The shards that a parameter rests in; None where it rests whole on dp."""
+        """Return the shards that a parameter rests in; None where it rests whole on dp."""
         if self.shards is None:
             return None
         return resting_of(tensor, leaf, self.setting, self.shards, self.cost)
 
     def _summed(self, tensor: LogicalTensor, leaf: Layout, apart: Resting | None) -> dict[str, float]:
-        """By axis, the bytes of this gradient that are added up over it at the end of a step."""
+        """Return, by axis, the bytes of this gradient that are added up over it at the end of a step."""
         if not tensor.needs_grad:
             return {}
         elements = prod(self.setting.local(leaf, tensor.shape)) if apart is None else apart.elements
@@ -346,8 +366,10 @@ class TableBuilder:
 
 
 def _leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:
-    """The leaf of a parameter that one place alone reads so: shards rest as shards, and sums of gradients wait for the
-    end of the step."""
+    """Return the leaf of a parameter that one place alone reads with layout `need`.
+
+    Shards rest as shards, and sums of gradients wait for the end of the step.
+    """
     leaf = tuple(s if isinstance(s, Sharded | Replicated) else INVARIANT for s in need[:-1])
     last = REPLICATED if isinstance(need[-1], Replicated) else INVARIANT
     return (*leaf, last) if tensor.needs_grad else without_gradient((*leaf, last))

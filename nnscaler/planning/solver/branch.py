@@ -1,4 +1,4 @@
-"""Branch and bound over the nodes of no layer, where one price of memory leaves a gap.
+"""Branch and bound (Land and Doig 1960) over the nodes of no layer, where one price of memory leaves a gap.
 
 A hub that all layers touch makes them jump together between its strategies, and between two jumps no crossing lies.
 With the hub fixed, layers change one by one again. The min-marginals of the hub at the price of the bound say which of
@@ -22,11 +22,12 @@ Fixed = tuple[tuple[int, int], ...]  # nodes and their choices
 
 
 def branch(problem: Problem, budget: float, solution: Solution, swept: Hull, points: int, most: int) -> Solution:
-    """`solution` or a better one, and a bound that is no worse, after at most `most` subproblems.
+    """Return `solution` or a better one, and a bound that is no worse, after at most `most` subproblems.
 
     `swept` is the hull of `problem` that proves the bound of `solution`; subproblems have hulls of `points` points.
     """
     choices, value = solution.choices, solution.value
+    # The optimum is no less than `value`, the bounds of all that waits, and `leaves`.
     leaves = inf  # the least bound of what is not split any further
     waiting: list[tuple[float, Fixed]] = []
     if not _split(problem, swept, budget, (), value, waiting):
@@ -55,9 +56,9 @@ def branch(problem: Problem, budget: float, solution: Solution, swept: Hull, poi
 def _split(
     problem: Problem, swept: Hull, budget: float, fixed: Fixed, value: float, waiting: list[tuple[float, Fixed]]
 ) -> bool:
-    """Adds to `waiting` the strategies, worth a look, of a node that differs on the two sides of the budget.
+    """Push the strategies of a node that differs on the two sides of the budget, where they are worth a look.
 
-    False where there is no such node.
+    Returns False where there is no such node.
     """
     node = _undecided(problem, swept, budget)
     bound, price = line_at(swept, budget)
@@ -76,7 +77,7 @@ def _split(
 
 
 def _undecided(problem: Problem, swept: Hull, budget: float) -> int | None:
-    """The first node of no layer that chooses differently at the two points about the budget."""
+    """Return the first node of no layer that chooses differently at the two points about the budget."""
     within = swept.points.index(swept.fastest_within(budget))
     if within == 0:
         return None
@@ -86,7 +87,7 @@ def _undecided(problem: Problem, swept: Hull, budget: float) -> int | None:
 
 
 def _with(problem: Problem, fixed: Fixed) -> Reduced:
-    """The problem in which some nodes have one strategy only."""
+    """Return the problem in which some nodes have one strategy only."""
     kept = [np.arange(size) for size in problem.sizes]
     for node, choice in fixed:
         kept[node] = np.array([choice])

@@ -1,8 +1,8 @@
 """The best choices within one budget of memory, with a proven bound.
 
-The Lagrangian bound comes from exact solves at prices of memory; the choices come from the efficient points next to the
-budget and their crossings. Where a gap stays open, hubs are fixed one by one, and a small problem is handed to an
-integer program.
+The bound is that of Lagrangian relaxation, from exact solves at prices of memory (see `hull`); the choices come from
+the efficient points next to the budget and their crossings (see `repair`). Where a gap stays open, hubs are fixed one
+by one (see `branch`), and a small problem is handed to an integer program.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ POINTS = 64
 
 
 def solve_within(problem: Problem, budget: float, found: Hull | None = None, seconds: float = 10.0) -> Solution:
-    """Choices whose memory is at most `budget`, their value, and a bound of the optimum.
+    """Return choices whose memory is at most `budget`, their value, and a bound of the optimum.
 
-    `found`: a hull of the same problem; without one, the hull is refined about the budget. `seconds` is for the integer
-    program, which 0 leaves out. Raises `TooWide`, and `Infeasible` with the least memory of all choices.
+    `found` is a hull of the same problem; without one, the hull is refined about the budget. `seconds` is for the
+    integer program, which 0 leaves out. Raises `TooWide`, and `Infeasible` with the least memory of all choices.
     """
     swept = hull(problem, POINTS, budget) if found is None else found
     bound, price = line_at(swept, budget)
@@ -40,7 +40,7 @@ def solve_within(problem: Problem, budget: float, found: Hull | None = None, sec
 
 
 def _closed(problem: Problem, budget: float, solution: Solution, seconds: float) -> Solution:
-    """The better of `solution` and what an integer program finds, with the better of both bounds."""
+    """Return the better of `solution` and the integer program's choices, with the better of both bounds."""
     reduced = reduce_problem(problem, memory=True)
     try:
         found = optimise(reduced.problem, budget, seconds)

@@ -1,8 +1,8 @@
 """Exact variable elimination over sums of tables.
 
-Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; what is left is a message to the
-bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no
-table of arguments is kept.
+Bucket elimination (Dechter 1999): a variable's tables are added and minimised over it; the result is a message to the
+bucket of the next of its neighbours. Choices are read off in reverse order from the tables themselves, so that no table
+of arguments is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ BLOCK = 2**18  # entries of a table that are added at once: they stay in the pro
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """A table with one axis per variable of `scope`."""
+    """A table of costs over some variables.
+
+    scope   the variables, one per axis
+    table   [sizes of the variables of `scope`]
+    """
 
     scope: tuple[int, ...]
     table: Table
@@ -31,7 +35,12 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """The tables that name `variable`, which is the first axis of each, and the variables of its message."""
+    """One step of an elimination.
+
+    variable   that is eliminated; it is the first axis of every factor
+    factors    all tables that name it
+    scope      the variables of the message that is left: its neighbours
+    """
 
     variable: int
     factors: tuple[Factor, ...]
@@ -40,7 +49,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elimination:
-    """The buckets in the order of elimination, and what is left: messages and tables over kept variables only."""
+    """Messages of an elimination, and the tables from which choices are read off.
+
+    buckets   in the order of elimination
+    rest      messages and tables over kept variables only
+    keep      the variables that were kept
+    sizes     by variable, its number of values
+    """
 
     buckets: tuple[Bucket, ...]
     rest: tuple[Factor, ...]
@@ -48,7 +63,7 @@ class Elimination:
     sizes: tuple[int, ...]
 
     def table(self) -> Table:
-        """The best value for each choice of the kept variables, one axis each; a table without axes for none."""
+        """Return the best value for each choice of the kept variables, one axis each; a table without axes for none."""
         shape = tuple(self.sizes[variable] for variable in self.keep)
         total = np.zeros(shape)
         for factor in self.rest:
@@ -57,8 +72,10 @@ class Elimination:
 
 
 def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int]) -> Elimination:
-    """Eliminates the variables of `order` from `factors`, which name no variables but those of `order`. Variables with
-    one value name no axis: a table of hundreds of them has few entries, and more axes than numpy has."""
+    """Eliminate the variables of `order` from `factors`, which name no other variables than those and the kept ones.
+
+    Variables with one value name no axis: a table of hundreds of them has few entries, and more axes than numpy has.
+    """
     single = {variable for variable in order.variables if sizes[variable] == 1}
     place = {variable: index for index, variable in enumerate((*order.variables, *order.keep))}
     waiting: list[list[Factor]] = [[] for _ in order.variables]
@@ -83,7 +100,7 @@ def run_elimination(factors: Sequence[Factor], order: Order, sizes: Sequence[int
 
 
 def substitute(elimination: Elimination, choices: dict[int, int]) -> None:
-    """Completes `choices`, which has those of the kept variables, by the best of every eliminated variable."""
+    """Complete `choices`, which has those of the kept variables, by the best of every eliminated variable."""
     for bucket in reversed(elimination.buckets):
         total = np.zeros(elimination.sizes[bucket.variable])
         for factor in bucket.factors:
@@ -93,13 +110,13 @@ def substitute(elimination: Elimination, choices: dict[int, int]) -> None:
 
 
 def factors_of(problem: Problem) -> list[Factor]:
-    """The tables of `problem`: one per node and one per edge."""
+    """Return the tables of `problem`: one per node and one per edge."""
     nodes = [Factor((index,), node.cost) for index, node in enumerate(problem.nodes)]
     return nodes + [Factor((edge.first, edge.second), edge.cost) for edge in problem.edges]
 
 
 def eliminate(problem: Problem) -> Solution:
-    """The optimum of `problem`. Raises `TooWide`, and `Infeasible` where no choice is legal."""
+    """Return the optimum of `problem`. Raises `TooWide`, and `Infeasible` where no choice is legal."""
     factors = factors_of(problem)
     order = find_order([factor.scope for factor in factors], range(len(problem.nodes)), problem.sizes)
     elimination = run_elimination(factors, order, problem.sizes)
@@ -109,7 +126,7 @@ def eliminate(problem: Problem) -> Solution:
 
 
 def exact_solution(problem: Problem, choices: tuple[int, ...], how: str) -> Solution:
-    """Optimal `choices` as a solution. Raises `Infeasible` where even they are forbidden."""
+    """Return optimal `choices` as a solution. Raises `Infeasible` where even they are forbidden."""
     value = evaluate(problem, choices)
     if value == inf:
         raise Infeasible(inf)
@@ -117,7 +134,7 @@ def exact_solution(problem: Problem, choices: tuple[int, ...], how: str) -> Solu
 
 
 def _without(factor: Factor, single: Set[int]) -> Factor:
-    """The factor without the axes of these variables, which have one value."""
+    """Return the factor without the axes of these variables, which have one value."""
     if single.isdisjoint(factor.scope):
         return factor
     axes = [axis for axis, variable in enumerate(factor.scope) if variable not in single]
@@ -126,7 +143,7 @@ def _without(factor: Factor, single: Set[int]) -> Factor:
 
 
 def _sort_axes(factor: Factor, place: dict[int, int]) -> Factor:
-    """The factor with its axes in the order of elimination, so that tables line up without transposition."""
+    """Return the factor with its axes in the order of elimination, so that tables line up without transposition."""
     positions = [place[variable] for variable in factor.scope]
     if positions == sorted(positions):
         return factor
@@ -136,7 +153,8 @@ def _sort_axes(factor: Factor, place: dict[int, int]) -> Factor:
 
 
 def _align(factor: Factor, scope: Sequence[int]) -> Table:
-    """The factor's table with one axis per variable of `scope`, of size one where the factor does not name it."""
+    """Return the factor's table with one axis per variable of `scope`, of size one where the factor does not name
+    it."""
     axes = sorted(range(len(factor.scope)), key=lambda axis: scope.index(factor.scope[axis]))
     table = factor.table if axes == list(range(len(axes))) else factor.table.transpose(axes)
     named = dict(zip((factor.scope[axis] for axis in axes), table.shape, strict=True))
@@ -144,13 +162,14 @@ def _align(factor: Factor, scope: Sequence[int]) -> Table:
 
 
 def _minimise(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Table:
-    """The sum of `factors` over `scope`, minimised over its first variable. Small tables are added first."""
+    """Add `factors` over `scope`, and minimise over its first variable. Small tables are added first."""
     shape = tuple(sizes[variable] for variable in scope)
     tables = sorted((_align(factor, scope) for factor in factors), key=np.size)
     entries = prod(shape)
     if entries <= BLOCK or len(shape) == 1:
         answer: Table = reduce(np.add, tables).min(axis=0)
         return answer
+    # large tables are added and minimised in blocks along the second axis
     answer = np.empty(shape[1:])
     step = max(1, BLOCK * shape[1] // entries)
     for start in range(0, shape[1], step):

@@ -15,7 +15,19 @@ Indices = NDArray[np.int_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """The distinct tables of nodes' costs, nodes' memory and edges' costs, and where each node's and edge's begins."""
+    """All tables of a problem end to end, and where each begins.
+
+    cost           costs of nodes
+    cost_start     [nodes]: where each node's table begins in `cost`
+    memory         memory of nodes
+    memory_start   [nodes]: where each node's table begins in `memory`
+    edge           costs of edges
+    edge_start     [edges]: where each edge's table begins in `edge`
+    first          [edges]: index of its first node
+    second         [edges]: index of its second node
+    width          [edges]: number of columns of its table
+    loose          [nodes]: whether it is of no layer
+    """
 
     cost: Table
     cost_start: Indices
@@ -29,23 +41,23 @@ class Flat:
     loose: NDArray[np.bool_]  # nodes of no layer
 
     def cost_of(self, choices: Indices) -> Table:
-        """The cost of each node."""
+        """Return the cost of each node: [nodes]."""
         found: Table = self.cost[self.cost_start + choices]
         return found
 
     def memory_of(self, choices: Indices) -> Table:
-        """The memory of each node."""
+        """Return the memory of each node: [nodes]."""
         found: Table = self.memory[self.memory_start + choices]
         return found
 
     def edge_cost_of(self, first: Indices, second: Indices) -> Table:
-        """The cost of each edge, whose nodes choose `first` and `second` (one entry per edge)."""
+        """Return the cost of each edge, whose nodes choose `first` and `second`: all [edges]."""
         found: Table = self.edge[self.edge_start + first * self.width + second]
         return found
 
 
 def flatten(problem: Problem) -> Flat:
-    """The tables of `problem` as a `Flat`."""
+    """Return the tables of `problem` as a `Flat`."""
     none = np.zeros(max(problem.sizes, default=0))
     cost, cost_start = _end_to_end(node.cost for node in problem.nodes)
     memory, memory_start = _end_to_end(none if node.memory is None else node.memory for node in problem.nodes)
@@ -58,7 +70,7 @@ def flatten(problem: Problem) -> Flat:
 
 
 def _end_to_end(tables: Iterable[Table]) -> tuple[Table, Indices]:
-    """Distinct tables in one array, and the place at which each of `tables` begins."""
+    """Return the distinct tables in one array, and the place at which each of `tables` begins."""
     places: dict[int, int] = {}
     parts: list[Table] = []
     starts: list[int] = []

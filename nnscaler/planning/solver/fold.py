@@ -1,7 +1,7 @@
 """Exact folding of equal consecutive layers: the optimum of the flat problem at the price of one layer.
 
 The interior of a segment is eliminated once, which leaves a table over the cut before, the cut after and the hubs; the
-run is a (min, +) power of that table. What is left of the problem is eliminated as usual.
+run is a (min, +) power of that table (see `power`). The rest of the problem is eliminated as usual (see `eliminate`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Fold:
-    """A run, the order that eliminates one segment, the edges (indices) that the segment's table counts, and the work
-    in table entries."""
+    """A run and how it is folded.
+
+    run     the equal segments
+    order   eliminates one segment
+    edges   indices of the edges that the segment's table counts
+    work    table entries
+    """
 
     run: Run
     order: Order
@@ -39,7 +44,13 @@ class _Fold:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a problem is solved, which depends on its shape and on which tables are equal, but not on their values."""
+    """How a problem is solved, which depends on its shape and on which tables are equal, but not on their values.
+
+    folds   the runs that are folded
+    nodes   that are eliminated apart from runs
+    edges   indices of the edges that no fold counts
+    order   eliminates what is left
+    """
 
     folds: tuple[_Fold, ...]
     nodes: tuple[int, ...]
@@ -53,7 +64,9 @@ class Structure:
 
 
 def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
-    """Folds what is worth it, and finds the order for the rest. The nodes to `keep` are neither folded nor eliminated.
+    """Fold the runs that are worth it, and find the order for the rest.
+
+    The nodes to `keep` are neither folded nor eliminated.
 
     Raises `TooWide`.
     """
@@ -79,7 +92,7 @@ def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
 def best_choices(
     structure: Structure, problem: Problem, nodes: Sequence[Table], edges: Sequence[Table]
 ) -> tuple[int, ...]:
-    """Optimal choices of the problem with these tables, which must be equal where those of `problem` are."""
+    """Return optimal choices of the problem with these tables, which must be equal where those of `problem` are."""
     assert not structure.order.keep
     elimination, powers = _eliminate(structure, problem, nodes, edges)
     choices: dict[int, int] = {}
@@ -90,14 +103,19 @@ def best_choices(
 
 
 def solve_folded(problem: Problem, structure: Structure | None = None) -> Solution:
-    """The optimum; `structure`: where it is known. Raises `TooWide`, and `Infeasible` where no choice is legal."""
+    """Return the optimum; `structure`: where it is known.
+
+    Raises `TooWide`, and `Infeasible` where no choice is legal.
+    """
     structure = structure or find_structure(problem)
     choices = best_choices(structure, problem, *tables_of(problem))
     return exact_solution(problem, choices, "folding" if structure.folds else "elimination")
 
 
 def min_marginal(problem: Problem, node: int, price: float = 0.0) -> Table:
-    """The best value with `node` fixed to each of its strategies, the other layers folded. Raises `TooWide`.
+    """Return the best value with `node` fixed to each of its strategies, [k], the other layers folded.
+
+    Raises `TooWide`.
 
     With a `price` per unit of memory, that of cost and price times memory: take the `multiplier` of a solution.
     """
@@ -107,12 +125,12 @@ def min_marginal(problem: Problem, node: int, price: float = 0.0) -> Table:
 
 
 def tables_of(problem: Problem) -> tuple[list[Table], list[Table]]:
-    """The costs of the nodes and of the edges."""
+    """Return the costs of the nodes and of the edges."""
     return [node.cost for node in problem.nodes], [edge.cost for edge in problem.edges]
 
 
 def priced(problem: Problem, price: float) -> list[Table]:
-    """The costs of the nodes with `price` per unit of memory."""
+    """Return the costs of the nodes with `price` per unit of memory."""
     found: dict[tuple[int, int], Table] = {}
     answer = []
     for node in problem.nodes:
@@ -142,7 +160,7 @@ def _eliminate(
 
 
 def _power(fold: _Fold, problem: Problem, nodes: Sequence[Table], edges: Sequence[Table]) -> tuple[Elimination, Power]:
-    """The elimination of one segment, and its power over all segments but the first."""
+    """Return the elimination of one segment, and its power over all segments but the first."""
     sizes = problem.sizes
     factors = [Factor((index,), nodes[index]) for index in fold.run.segments[1]]
     factors += [Factor((problem.edges[index].first, problem.edges[index].second), edges[index]) for index in fold.edges]
@@ -153,7 +171,7 @@ def _power(fold: _Fold, problem: Problem, nodes: Sequence[Table], edges: Sequenc
 
 
 def _unfold(fold: _Fold, segment: Elimination, power: Power, sizes: Sequence[int], choices: dict[int, int]) -> None:
-    """Completes `choices` by the best of all nodes of the run."""
+    """Complete `choices` by the best of all nodes of the run."""
     run = fold.run
     cut_sizes = [sizes[node] for node in run.cut_of(0)]
     hubs = {node: choices[node] for node in run.hubs}
@@ -174,7 +192,7 @@ def _unfold(fold: _Fold, segment: Elimination, power: Power, sizes: Sequence[int
 
 
 def _joint(choices: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number of a joint choice, the last one running fastest."""
+    """Return the number of a joint choice, the last one running fastest."""
     return int(np.ravel_multi_index(tuple(choices), tuple(sizes))) if sizes else 0
 
 
@@ -183,7 +201,7 @@ def _apart(state: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _touching(problem: Problem) -> list[list[int]]:
-    """The edges (indices) at each node."""
+    """Return the edges (indices) at each node."""
     touching: list[list[int]] = [[] for _ in problem.nodes]
     for index, edge in enumerate(problem.edges):
         touching[edge.first].append(index)
@@ -192,24 +210,25 @@ def _touching(problem: Problem) -> list[list[int]]:
 
 
 def _extent(run: Run, sizes: Sequence[int]) -> tuple[int, int]:
-    """How many joint choices the hubs and the cut have."""
+    """Return how many joint choices the hubs and the cut have."""
     return prod(sizes[node] for node in run.hubs), prod(sizes[node] for node in run.cut_of(0))
 
 
 def _segment_edges(problem: Problem, touching: Sequence[Sequence[int]], run: Run, number: int) -> list[int]:
-    """The edges of a segment inside of it, to the segment before, and to the hubs."""
+    """Return the edges of a segment inside of it, to the segment before, and to the hubs."""
     allowed = set(run.segments[number]) | set(run.segments[number - 1]) | set(run.hubs)
     found = {index for node in run.segments[number] for index in touching[node]}
     return sorted(i for i in found if problem.edges[i].first in allowed and problem.edges[i].second in allowed)
 
 
 def _counted(problem: Problem, touching: Sequence[Sequence[int]], run: Run) -> list[int]:
-    """The edges that the table of the run counts."""
+    """Return the edges that the table of the run counts."""
     return [i for number in range(1, len(run.segments)) for i in _segment_edges(problem, touching, run, number)]
 
 
 def _worth(problem: Problem, touching: Sequence[Sequence[int]], run: Run) -> _Fold | None:
-    """How to fold the run, or None where plain elimination of all segments costs less, or the tables are too wide."""
+    """Return how to fold the run, or None where plain elimination of all segments costs less, or the tables are too
+    wide."""
     sizes = problem.sizes
     hub, width = _extent(run, sizes)
     if hub * width * width > CAP:

@@ -1,6 +1,6 @@
 """The choice problem as a linear and as an integer program, by HiGHS: for what is too wide to eliminate.
 
-The relaxation is Schlesinger's (the local polytope): one variable per strategy and one per pair of strategies of an
+The relaxation is the local polytope (Schlesinger 1976): one variable per strategy and one per pair of strategies of an
 edge, whose sums agree with the strategies' variables. Its bound is computed again from the multipliers of those rows,
 so that it holds whatever the tolerances of the program are.
 """
@@ -23,7 +23,12 @@ SLACK = 1e-6  # relative: what the tolerances of an integer program may hide
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relaxation:
-    """The bound of the linear program, the price per unit of memory, and the strategies' variables by node."""
+    """The result of the linear program.
+
+    bound        a lower bound of the value
+    multiplier   the price per unit of memory
+    weights      by node, [k]: the strategies' variables
+    """
 
     bound: float
     multiplier: float
@@ -32,7 +37,15 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
-    """Costs of all columns (forbidden ones +inf), rows as triplets, right-hand sides, and where things are."""
+    """A program as arrays for HiGHS.
+
+    cost            [columns]: +inf where a column is forbidden
+    rows, columns   [entries]: place of each entry of the matrix
+    values          [entries]
+    lower, upper    [rows]: right-hand sides
+    starts          first column of each node
+    pairs           of each edge, its nodes and its first column
+    """
 
     cost: Table
     rows: NDArray[np.int32]
@@ -45,12 +58,12 @@ class _Program:
 
 
 def columns_of(problem: Problem) -> int:
-    """How many columns the program has."""
+    """Return how many columns the program has."""
     return sum(problem.sizes) + sum(edge.cost.size for edge in problem.edges)
 
 
 def relax(problem: Problem, budget: float | None = None, seconds: float = 60.0) -> Relaxation:
-    """The linear relaxation, with a lower bound that holds even where `seconds` did not suffice.
+    """Return the linear relaxation, with a lower bound that holds even where `seconds` did not suffice.
 
     Raises `Infeasible` where the relaxation shows that no choice is legal within the budget.
     """
@@ -71,7 +84,7 @@ def relax(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
 def optimise(
     problem: Problem, budget: float | None = None, seconds: float = 60.0, start: Sequence[int] | None = None
 ) -> Solution | None:
-    """The best choices that the integer program finds in `seconds`, and its bound; None where it finds none.
+    """Return the best choices that the integer program finds in `seconds`, and its bound; None where it finds none.
 
     Raises `Infeasible` where no choice is legal within the budget. `start` are choices to begin with.
     """
@@ -101,7 +114,8 @@ def optimise(
 
 
 def _program(problem: Problem, budget: float | None) -> _Program:
-    """One row per node (its strategies sum to one), two blocks of rows per edge, and one for memory, if any."""
+    """Return the program: a row per node (its strategies sum to one), two blocks of rows per edge, and one for memory,
+    if any."""
     merged = merge_edges(problem.edges)
     sizes = np.array(problem.sizes)
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -113,6 +127,7 @@ def _program(problem: Problem, budget: float | None) -> _Program:
     column, row = int(starts[-1]), len(sizes)
     for (first, second), table in merged.items():
         pairs.append((first, second, column))
+        # [k of first, k of second]: the columns of the edge's pairs
         inner = column + np.arange(table.size).reshape(table.shape)
         for node, grid in ((first, inner), (second, inner.T)):
             count, width = problem.sizes[node], grid.size // problem.sizes[node]
@@ -122,6 +137,7 @@ def _program(problem: Problem, budget: float | None) -> _Program:
             row += count
         costs.append(table.ravel())
         column += table.size
+    # [rows]: all are equations but that of memory
     lower = np.concatenate([np.ones(len(sizes)), np.zeros(row - len(sizes))])
     upper = lower.copy()
     if budget is not None:
@@ -186,7 +202,8 @@ def _run(solver: highspy.Highs) -> None:
 
 
 def _dual_bound(problem: Problem, program: _Program, duals: Table, budget: float | None) -> tuple[float, float]:
-    """The bound that the multipliers of the edges' rows, and of memory, prove: minima of nodes and edges apart."""
+    """Return the bound that the multipliers of the edges' rows, and of memory, prove: minima of nodes and edges
+    apart."""
     multiplier = 0.0
     unary = [node.cost.copy() for node in problem.nodes]
     if budget is not None:

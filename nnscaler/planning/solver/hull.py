@@ -1,8 +1,8 @@
 """The efficient points of time against memory, by one sweep of the price of memory over exact solves.
 
-At a price per unit of memory, the optimum of time + price * memory is a point of the lower convex hull, and a line
-that no choice lies below: the Lagrangian bound for every budget. A segment of the hull is tried at its own slope; it
-is an edge of the hull when nothing lies below.
+At a price per unit of memory, the optimum of time + price * memory is a point of the lower convex hull, and a line that
+no choice lies below: the Lagrangian bound for every budget (Everett 1963). A segment of the hull is tried at its own
+slope, and is an edge of the hull when nothing lies below (the dichotomic search of Aneja and Nair 1979).
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ STEEP = 1e6  # first price, in slopes of the whole hull: nothing but the least m
 
 
 class Point(NamedTuple):
-    """A choice with its value and its memory."""
+    """A choice of strategies.
+
+    time      its value
+    memory    its memory
+    choices   one strategy per node
+    """
 
     time: float
     memory: float
@@ -40,7 +45,11 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Efficient points from the fastest to the one of least memory, and the lines that were found on the way."""
+    """Efficient points and the bounds that were found on the way.
+
+    points   from the fastest to the one of least memory
+    lines    by price: no choice lies below them
+    """
 
     points: tuple[Point, ...]
     lines: tuple[Line, ...]
@@ -57,7 +66,7 @@ class Hull:
         return self.points[-1].memory
 
     def fastest_within(self, budget: float) -> Point:
-        """The fastest of the points within `budget`. Raises `Infeasible`."""
+        """Return the fastest of the points within `budget`. Raises `Infeasible`."""
         for point in self.points:
             if point.memory <= budget:
                 return point
@@ -65,10 +74,10 @@ class Hull:
 
 
 def hull(problem: Problem, points: int = 32, budget: float | None = None) -> Hull:
-    """The hull, widest segments first, until it is exact or has `points` points; with `budget`, only the segment that
-    holds it is refined, which gives the best Lagrangian bound for it.
+    """Return the hull, widest segments first, until it is exact or has `points` points.
 
-    Raises `TooWide`, and `Infeasible` where no choice is legal.
+    With `budget`, only the segment that holds it is refined, which gives the best Lagrangian bound for it. Raises
+    `TooWide`, and `Infeasible` where no choice is legal.
     """
     sweep = _Sweep(problem, find_structure(problem))
     fastest, smallest = sweep.fastest(), sweep.smallest()
@@ -98,12 +107,12 @@ def hull(problem: Problem, points: int = 32, budget: float | None = None) -> Hul
 
 
 def bound_at(found: Hull, budget: float) -> float:
-    """A lower bound of the value of every choice within `budget`; +inf where there is none."""
+    """Return a lower bound of the value of every choice within `budget`; +inf where there is none."""
     return line_at(found, budget)[0]
 
 
 def line_at(found: Hull, budget: float) -> tuple[float, float]:
-    """The bound for `budget`, and the price that proves it."""
+    """Return the bound for `budget`, and the price that proves it."""
     if budget < found.least_memory:
         return inf, inf
     bounds = [
@@ -114,7 +123,7 @@ def line_at(found: Hull, budget: float) -> tuple[float, float]:
 
 
 class _Sweep:
-    """Solves one problem at many prices. `lines` grows with each."""
+    """One problem, solved at many prices. `lines` grows with each."""
 
     def __init__(self, problem: Problem, structure: Structure) -> None:
         self.problem = problem
@@ -123,7 +132,7 @@ class _Sweep:
         self.lines: list[Line] = []
 
     def at(self, price: float) -> Point:
-        """The best point at `price`. Raises `Infeasible` where nothing is legal."""
+        """Return the best point at `price`. Raises `Infeasible` where nothing is legal."""
         point = self._point(priced(self.problem, price), self.edges)
         if point.time == inf:
             raise Infeasible(inf)
@@ -131,11 +140,11 @@ class _Sweep:
         return point
 
     def fastest(self) -> Point:
-        """The best point where memory costs nothing."""
+        """Return the best point where memory costs nothing."""
         return self.at(0.0)
 
     def smallest(self) -> Point:
-        """A point of least memory: what is legal costs its memory."""
+        """Return a point of least memory, by a problem in which every legal strategy costs its memory."""
         closed: dict[int, Table] = {}
         for table in self.edges:
             if id(table) not in closed:
@@ -156,13 +165,13 @@ class _Sweep:
 
 
 def _waiting(pair: tuple[Point, Point]) -> tuple[float, float, Point, Point]:
-    """A segment for the heap: the largest area first, then the fastest."""
+    """Return the key and the ends of a segment for the heap: the largest area first, then the fastest."""
     left, right = pair
     return -(right.time - left.time) * (left.memory - right.memory), left.time, left, right
 
 
 def _efficient(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in time and in memory, from the fastest on."""
+    """Return the Pareto frontier of time and memory, from the fastest point on."""
     answer: list[Point] = []
     for point in sorted(points):
         if not answer or point.memory < answer[-1].memory:

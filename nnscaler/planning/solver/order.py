@@ -1,4 +1,7 @@
-"""The order in which variables are eliminated: always the one whose table is the smallest (min-weight)."""
+"""The order in which variables are eliminated: always the one whose table is the smallest.
+
+This is the min-weight heuristic (Kjaerulff 1990) for elimination orders, of which the best is NP-hard to find.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ STEP = 20_000  # what one elimination costs apart from its entries, in entries
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The variables to eliminate, first to last, the variables that stay, and the work in table entries."""
+    """An elimination order.
+
+    variables   to eliminate, first to last
+    keep        variables that stay
+    work        table entries that the elimination visits, with what steps cost apart from these
+    """
 
     variables: tuple[int, ...]
     keep: tuple[int, ...]
@@ -30,10 +38,10 @@ def find_order(
     keep: Sequence[int] = (),
     cap: int | None = None,
 ) -> Order:
-    """An order that eliminates `variables` but those to `keep`; `scopes` are the variables of each factor, and
-    `sizes[v]` is the number of values of variable v.
+    """Return an order that eliminates `variables` but those to `keep`.
 
-    Raises `TooWide` where a table would have more than `cap` (or else `CAP`) entries, or all messages more than `KEPT`.
+    `scopes` are the variables of each factor, and `sizes[v]` is the number of values of variable v. Raises `TooWide`
+    where a table would have more than `cap` (or else `CAP`) entries, or all messages more than `KEPT`.
     """
     weights = {variable: log2(sizes[variable]) for variable in (*variables, *keep)}
     near: dict[int, set[int]] = {variable: set() for variable in weights}
@@ -71,7 +79,7 @@ def find_order(
 
 
 def _connect(near: dict[int, set[int]], table: dict[int, float], weights: dict[int, float], gone: int) -> None:
-    """Connects the neighbours of a variable that goes, and brings their tables' weights up to date."""
+    """Connect the neighbours of a variable that goes, and bring their tables' weights up to date."""
     around = sorted(near[gone])
     for other in around:
         near[other].discard(gone)

@@ -1,6 +1,8 @@
-"""Powers of a table in the (min, +) semiring, by doubling, and the states along the best path.
+"""Powers of a table in the (min, +) semiring by repeated squaring, and the states along the best path.
 
-A table has axes [hub, before, after]: what a segment costs between two states of its cut, for each choice of the hubs.
+The n-th power of the table of one segment is the table of n segments in a row: the entry of two states is the cost of
+the shortest path between them. A table has axes [hub, before, after]: what a segment costs between two states of its
+cut, for each choice of the hubs.
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ from nnscaler.planning.solver.problem import Table
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Power:
-    """The `count`-th power. `doubled[j]` is the 2**j-th; `prefixes` are the products of the powers that make up
-    `count`, the smallest first."""
+    """The `count`-th power of a table.
+
+    doubled    `doubled[j]` is the 2**j-th power: [hub, before, after]
+    prefixes   products of the powers that make up `count`, the smallest first
+    count      the exponent
+    """
 
     doubled: tuple[Table, ...]
     prefixes: tuple[Table, ...]
@@ -28,7 +34,8 @@ class Power:
 
 
 def multiply(first: Table, second: Table) -> Table:
-    """The (min, +) product: the best over the state in the middle."""
+    """Return the (min, +) product: the best over the state in the middle."""
+    # [states]: whether any path goes through this state in the middle
     useful = np.isfinite(first).any(axis=(0, 1)) & np.isfinite(second).any(axis=(0, 2))
     answer = np.full((first.shape[0], first.shape[1], second.shape[2]), np.inf)
     for state in np.flatnonzero(useful):
@@ -37,7 +44,7 @@ def multiply(first: Table, second: Table) -> Table:
 
 
 def raise_to(table: Table, count: int) -> Power:
-    """The `count`-th power of `table`, count at least one."""
+    """Return the `count`-th power of `table`, count at least one."""
     doubled = [table]
     while 2 ** len(doubled) <= count:
         doubled.append(multiply(doubled[-1], doubled[-1]))
@@ -49,7 +56,7 @@ def raise_to(table: Table, count: int) -> Power:
 
 
 def states(power: Power, hub: int, first: int, last: int) -> list[int]:
-    """The `count` + 1 states of a best path from `first` to `last`."""
+    """Return the `count` + 1 states of a best path from `first` to `last`."""
     bits = _bits(power.count)
     ends = [last]
     for index in range(len(bits) - 1, 0, -1):
@@ -61,7 +68,7 @@ def states(power: Power, hub: int, first: int, last: int) -> list[int]:
 
 
 def _inside(power: Power, bit: int, hub: int, first: int, last: int) -> list[int]:
-    """The states after `first` up to `last` of a path of 2**bit segments."""
+    """Return the states after `first` up to `last` of a path of 2**bit segments."""
     if bit == 0:
         return [last]
     half = power.doubled[bit - 1]

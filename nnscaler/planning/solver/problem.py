@@ -37,10 +37,15 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """What takes one of k strategies. `cost` and `memory` have shape [k]; no memory is none used.
+    """A variable that takes one of k strategies.
 
     Nodes with the same `group` >= 0 belong to the same layer, and consecutive layers have consecutive numbers. Layers
     are equal where their nodes and edges, in the order of their indices, have the same tables: best the same arrays.
+
+    name     for messages
+    cost     [k]: of each strategy, in the unit of the problem; +inf where it is forbidden
+    memory   [k]: of each strategy; None where no memory is used
+    group    the number of the layer, -1 for none
     """
 
     name: str
@@ -51,7 +56,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """What two nodes, given by index, cost together: `cost` has shape [k of first, k of second]."""
+    """A cost of two nodes together.
+
+    first    index of a node
+    second   index of another node
+    cost     [k of first, k of second]
+    """
 
     first: int
     second: int
@@ -93,9 +103,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """One strategy per node, its value, a proven lower bound of the optimum, and how they were found.
+    """One strategy per node, and a proof of how good they are.
 
-    `multiplier` is the price of one unit of memory that proves the bound; 0 without a budget.
+    choices      by node, the number of its strategy
+    value        the cost of the choices
+    bound        a proven lower bound of the optimum
+    how          the method that found them
+    multiplier   the price of one unit of memory that proves the bound; 0 without a budget
     """
 
     choices: tuple[int, ...]
@@ -111,25 +125,25 @@ class Solution:
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> float:
-    """The cost of `choices`, one strategy per node; +inf where they are forbidden."""
+    """Return the cost of `choices`, one strategy per node; +inf where they are forbidden."""
     assert len(choices) == len(problem.nodes)
     nodes = sum(float(node.cost[choice]) for node, choice in zip(problem.nodes, choices, strict=True))
     return nodes + sum(float(edge.cost[choices[edge.first], choices[edge.second]]) for edge in problem.edges)
 
 
 def memory_of(problem: Problem, choices: Sequence[int]) -> float:
-    """The memory of `choices`, one strategy per node."""
+    """Return the memory of `choices`, one strategy per node."""
     pairs = zip(problem.nodes, choices, strict=True)
     return sum(float(node.memory[choice]) for node, choice in pairs if node.memory is not None)
 
 
 def memory_floor(problem: Problem) -> float:
-    """What the memory of no choice comes below: of each node the least, whether they go together or not."""
+    """Return a lower bound of the memory of any choices: of each node the least, whether these go together or not."""
     return sum(float(node.memory.min()) for node in problem.nodes if node.memory is not None)
 
 
 def to_json(problem: Problem) -> dict[str, Any]:
-    """`problem` for `json.dumps`. Each array is written once, and null is +inf."""
+    """Return `problem` as data for `json.dumps`. Each array is written once, and null is +inf."""
     tables: list[Any] = []
     places: dict[int, int] = {}
 
@@ -148,7 +162,7 @@ def to_json(problem: Problem) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Problem:
-    """The problem that `to_json` wrote, with arrays shared as they were."""
+    """Return the problem that `to_json` wrote, with arrays shared as they were."""
     tables = [
         np.array([inf if value is None else value for value in table["values"]], np.float64).reshape(table["shape"])
         for table in data["tables"]

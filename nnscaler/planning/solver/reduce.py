@@ -1,7 +1,8 @@
-"""Removes strategies that no optimum needs: forbidden ones, and those that another one of the node dominates.
+"""Remove strategies that no optimum needs: forbidden ones, and those that another one of the node dominates.
 
-Dead-end elimination (Goldstein 1994): strategy a goes where changing it to b is never a loss, whatever the neighbours
-choose. With memory, b must not need more of it either, so that no optimum under any budget is lost.
+Dead-end elimination (Desmet et al. 1992; Goldstein 1994): strategy a goes where changing it to b is never a loss,
+whatever the neighbours choose. With memory, b must not need more of it either, so that no optimum under any budget is
+lost.
 
 It is done in rounds, each of which looks at what the round before has left: nodes that look alike then stay alike, are
 looked at once, and equal layers stay equal layers.
@@ -24,27 +25,35 @@ Pairs = Mapping[tuple[int, int], Table]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """The smaller problem, and the strategies (numbers in the larger problem) that each node kept."""
+    """A smaller problem.
+
+    problem   with the kept strategies
+    kept      by node, the numbers of its strategies in the larger problem
+    """
 
     problem: Problem
     kept: tuple[NDArray[np.intp], ...]
 
     def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The choices in the larger problem."""
+        """Return the choices in the larger problem."""
         return tuple(int(kept[choice]) for kept, choice in zip(self.kept, choices, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Criteria:
-    """What a change of a node's strategy may not raise: `costs` [strategies, ways to count], to each of which the
-    tables of the edges are added, and `needs` [strategies, resources]. Nodes are alike where these are the same."""
+    """The figures of a node that a change of its strategy may not raise. Nodes are alike where these are the same
+    objects.
+
+    costs   [strategies, ways to count]; the tables of the edges are added to each column
+    needs   [strategies, resources]
+    """
 
     costs: Table
     needs: Table
 
 
 def reduce_problem(problem: Problem, memory: bool = False) -> Reduced:
-    """`problem` without forbidden and dominated strategies, and with one edge per pair of nodes.
+    """Return `problem` without forbidden and dominated strategies, and with one edge per pair of nodes.
 
     Raises `Infeasible` where a node loses all its strategies, which shows that no choice is legal.
     """
@@ -61,13 +70,15 @@ def reduce_problem(problem: Problem, memory: bool = False) -> Reduced:
 
 
 def restrict(problem: Problem, kept: Sequence[NDArray[np.intp]]) -> Reduced:
-    """`problem` with only the `kept` strategies of each node."""
+    """Return `problem` with only the `kept` strategies of each node."""
     return Reduced(_cut(problem, merge_edges(problem.edges), kept), tuple(kept))
 
 
 def merge_edges(edges: Iterable[Edge]) -> dict[tuple[int, int], Table]:
-    """The sum of the tables of each pair of nodes, by (smaller index, larger index). Single tables stay the same, and
-    sums of the same tables are the same."""
+    """Return the sum of the tables of each pair of nodes, by (smaller index, larger index).
+
+    Single tables stay the same arrays, and sums of the same tables are the same array.
+    """
     found: dict[tuple[int, int], list[Table]] = {}
     flipped: dict[int, Table] = {}
     for edge in edges:
@@ -84,8 +95,11 @@ def merge_edges(edges: Iterable[Edge]) -> dict[tuple[int, int], Table]:
 
 
 def survivors(criteria: Sequence[Criteria], pairs: Pairs, fixed: Collection[int] = ()) -> tuple[NDArray[np.intp], ...]:
-    """The strategies that every node keeps. `pairs`: the table of each pair of nodes that share one; those `fixed` keep
-    all of theirs. Raises `Infeasible` where a node keeps none."""
+    """Return the strategies that every node keeps.
+
+    `pairs` has the table of each pair of nodes that share one. The nodes in `fixed` keep all their strategies. Raises
+    `Infeasible` where a node keeps none.
+    """
     near: list[list[tuple[int, Table]]] = [[] for _ in criteria]
     flipped: dict[int, Table] = {}
     for (first, second), table in pairs.items():
@@ -94,6 +108,7 @@ def survivors(criteria: Sequence[Criteria], pairs: Pairs, fixed: Collection[int]
         near[first].append((second, table))
         near[second].append((first, flipped[id(table)]))
     masks = _Masks()
+    # by node, [strategies]: all; those whose own costs are finite; and the number of that set
     every = [np.ones(len(own.costs), np.bool_) for own in criteria]
     legal = [mask if i in fixed else mask & np.isfinite(criteria[i].costs).all(axis=1) for i, mask in enumerate(every)]
     state = [masks.number(mask) for mask in legal]
@@ -133,8 +148,10 @@ class _Masks:
 
 
 def _left(own: Criteria, alive: Alive, tables: Sequence[Table]) -> Alive:
-    """The strategies that every neighbour can go with, without those that are dominated. `tables`: one per neighbour,
-    with its strategies that are left."""
+    """Return the strategies that every neighbour can go with, without those that are dominated.
+
+    `tables` are [strategies, strategies of a neighbour that are left], one per neighbour.
+    """
     left = alive.copy()
     for table in tables:
         left &= np.isfinite(table).any(axis=1)
@@ -142,13 +159,16 @@ def _left(own: Criteria, alive: Alive, tables: Sequence[Table]) -> Alive:
 
 
 def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
-    """What is left when dominated strategies go one by one, each for one that stays at that time, the last ones first:
-    of equals the first one stays."""
+    """Drop dominated strategies one by one, each for one that stays at that time, the last ones first: of equals, the
+    first one stays."""
+    # [strategies left], then [a, b] for every pair of them
     numbers = np.flatnonzero(left)
     costs, needs = own.costs[numbers], own.needs[numbers]
     loss = (costs[:, None] - costs[None, :]).min(axis=2)  # at least this is won by changing a to b
     loss[(needs[:, None] < needs[None, :]).any(axis=2)] = -inf
     for table in tables:
+        # [strategies left, strategies of the neighbour]; then [a, b, strategies of the neighbour]: what a costs more
+        # than b
         part = table[numbers]
         closed = ~np.isfinite(part)
         finite = np.where(closed, 0.0, part)
@@ -167,7 +187,8 @@ def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
 
 
 def _cut(problem: Problem, pairs: Pairs, kept: Sequence[NDArray[np.intp]]) -> Problem:
-    """The problem with the kept strategies only; arrays that were shared stay so where what is kept is the same."""
+    """Return the problem with the kept strategies only; arrays that were shared stay so where what is kept is the
+    same."""
     found: dict[tuple[int, bytes, bytes], Table] = {}
 
     def cut(table: Table, *axes: NDArray[np.intp]) -> Table:

@@ -1,8 +1,8 @@
-"""Better choices within a budget of memory, from choices at hand.
+"""Improve choices within a budget of memory by local search.
 
 Equal layers change together at one price of memory, so that hull points lie far apart. Between two points lie their
 crossings: the nodes up to some place take the choices of one, the nodes behind it those of the other. For equal layers
-this is "the last r of L layers take the cheaper neighbour". What memory is then left goes to single nodes.
+this is "the last r of L layers take the cheaper neighbour". Memory that is then left goes to single nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = 1e-9  # relative: smaller gains are rounding
 
 
 def repair_from(problem: Problem, swept: Hull, budget: float) -> Point:
-    """The best point within `budget` that crossings of the points of a hull lead to. Raises `Infeasible`."""
+    """Return the best point within `budget` that crossings of the points of a hull lead to. Raises `Infeasible`."""
     start = swept.fastest_within(budget)
     place = swept.points.index(start)
     if place == 0 or start.time <= bound_at(swept, budget):
@@ -31,7 +31,7 @@ def repair_from(problem: Problem, swept: Hull, budget: float) -> Point:
 
 
 def repair(problem: Problem, start: Point, others: Iterable[Point], budget: float) -> Point:
-    """The best point within `budget` that crossings of `start`, which is within, and single changes lead to."""
+    """Return the best point within `budget` that crossings of `start`, which is within, and single changes lead to."""
     best = start
     others = tuple(others)
     flat = flatten(problem)
@@ -48,7 +48,7 @@ def repair(problem: Problem, start: Point, others: Iterable[Point], budget: floa
 
 
 def best_crossing(problem: Problem, flat: Flat, first: Point, second: Point, budget: float) -> Point | None:
-    """The fastest crossing of two points within `budget`; nodes of no layer all follow one of the two."""
+    """Return the fastest crossing of two points within `budget`; nodes of no layer all follow one of the two."""
     count = len(problem.nodes)
     variants = [np.arange(count)]
     if flat.loose.any() and not flat.loose.all():
@@ -71,7 +71,8 @@ def best_crossing(problem: Problem, flat: Flat, first: Point, second: Point, bud
 
 
 def change_single_nodes(problem: Problem, start: Point, budget: float) -> Point:
-    """The point after changes of one node at a time that gain time within `budget`, the best of each node first."""
+    """Return the point after changes of one node at a time that gain time within `budget`, the best of each node
+    first."""
     near: list[list[tuple[int, Table]]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
         near[edge.first].append((edge.second, edge.cost))
@@ -102,7 +103,8 @@ def change_single_nodes(problem: Problem, start: Point, budget: float) -> Point:
 def _changes(
     problem: Problem, near: Sequence[tuple[int, Table]], choices: Sequence[int], index: int
 ) -> tuple[Table, Table]:
-    """The cost of each strategy of a node, its neighbours as they are, and by how much it needs more memory."""
+    """Return the cost of each strategy of a node, its neighbours as they are, and the memory that it needs more: both
+    [k]."""
     node = problem.nodes[index]
     cost = node.cost.copy()
     for other, table in near:
@@ -113,8 +115,9 @@ def _changes(
 
 
 def _along(flat: Flat, places: Indices, behind: Indices, ahead: Indices) -> tuple[Table, Table]:
-    """Time and memory of the crossings at 0, 1, ... n: nodes with a place before the crossing choose `ahead`."""
+    """Return time and memory of the crossings at 0, 1, ... n: nodes with a place before the crossing choose `ahead`."""
     count = len(places)
+    # [edges]: whether the second node comes first, and the places of the earlier and the later node
     swap = places[flat.first] > places[flat.second]
     near = np.where(swap, places[flat.second], places[flat.first])
     far = np.where(swap, places[flat.first], places[flat.second])
@@ -125,6 +128,7 @@ def _along(flat: Flat, places: Indices, behind: Indices, ahead: Indices) -> tupl
         return flat.edge_cost_of(first, second)
 
     zero, last = np.zeros(1, np.int_), np.full(1, count)
+    # (values, first and last crossing at which each counts)
     parts = (
         (flat.cost_of(behind), zero, places),
         (flat.cost_of(ahead), places + 1, last),
@@ -132,6 +136,7 @@ def _along(flat: Flat, places: Indices, behind: Indices, ahead: Indices) -> tupl
         (edges(ahead, behind), near + 1, far),
         (edges(ahead, ahead), far + 1, last),
     )
+    # [crossings]: the sum of finite values, and how many infinite ones there are
     times, closed = np.zeros(count + 1), np.zeros(count + 1)
     for values, first, end in parts:
         finite = np.isfinite(values)
@@ -143,9 +148,11 @@ def _along(flat: Flat, places: Indices, behind: Indices, ahead: Indices) -> tupl
 
 
 def _sums(values: Table, first: Indices, last: Indices, count: int) -> Table:
-    """For 0, 1, ... count, the sum of the values whose range `first` to `last`, which may be empty, it lies in."""
+    """Return, for 0, 1, ... count, the sum of the values whose range `first` to `last`, which may be empty, contains
+    it."""
     first, last = (np.broadcast_to(ends, values.shape) for ends in (first, np.minimum(last, count)))
     some = first <= last
+    # a value is added where its range begins and taken away behind its end; the running sum is what is asked for
     begins = np.bincount(first[some], values[some], minlength=count + 2)
     stops = np.bincount(last[some] + 1, values[some], minlength=count + 2)
     answer: Table = np.cumsum(begins - stops)[: count + 1]

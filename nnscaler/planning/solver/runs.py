@@ -17,9 +17,11 @@ PERIODS = range(1, 9)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Equal `segments` of node indices, in the order of composition. The first stays as it is; all others are folded.
+    """Equal segments of a problem.
 
-    `cut` are the positions in a segment of the nodes that touch the next one, `hubs` the nodes that all touch.
+    segments   node indices of each, in the order of composition; the first stays as it is, all others are folded
+    cut        positions in a segment of the nodes that touch the next one
+    hubs       the nodes that all segments touch
     """
 
     segments: tuple[tuple[int, ...], ...]
@@ -27,12 +29,12 @@ class Run:
     hubs: tuple[int, ...]
 
     def cut_of(self, segment: int) -> tuple[int, ...]:
-        """The nodes of a segment that touch the next one."""
+        """Return the nodes of a segment that touch the next one."""
         return tuple(self.segments[segment][position] for position in self.cut)
 
 
 def find_runs(problem: Problem, apart: Sequence[int] = ()) -> tuple[Run, ...]:
-    """The runs of at least three equal segments, first to last. Layers with a node of `apart` are in none."""
+    """Return the runs of at least three equal segments, first to last. Layers with a node of `apart` are in none."""
     layers = _layers(problem)
     if len(layers) < 3:
         return ()
@@ -58,7 +60,7 @@ def find_runs(problem: Problem, apart: Sequence[int] = ()) -> tuple[Run, ...]:
 
 
 def _layers(problem: Problem) -> list[list[int]]:
-    """The node indices of each layer; none where the numbers of layers have holes."""
+    """Return the node indices of each layer; none where the numbers of layers have holes."""
     groups: dict[int, list[int]] = {}
     for index, node in enumerate(problem.nodes):
         if node.group >= 0:
@@ -69,7 +71,7 @@ def _layers(problem: Problem) -> list[list[int]]:
 
 
 def _table_names(problem: Problem) -> dict[int, int]:
-    """By id of an array, a number that equal arrays share."""
+    """Return, by id of an array, a number that equal arrays share."""
     by_content: dict[Hashable, int] = {}
     names: dict[int, int] = {}
 
@@ -89,7 +91,8 @@ def _table_names(problem: Problem) -> dict[int, int]:
 def _signatures(
     problem: Problem, layers: list[list[int]]
 ) -> tuple[list[Hashable], list[Hashable], list[frozenset[int]]]:
-    """For each layer: what it is apart from the layer before, its edges to that, and the nodes elsewhere it touches."""
+    """Return, for each layer, its own tables, its edges to the layer before, and the nodes elsewhere that it
+    touches."""
     names = _table_names(problem)
     position = {node: place for layer in layers for place, node in enumerate(layer)}
     own: list[list[tuple[int, ...]]] = [[] for _ in layers]
@@ -121,7 +124,7 @@ def _signatures(
 
 
 def _longest(own: Sequence[Hashable], link: Sequence[Hashable], start: int) -> tuple[int, int]:
-    """The period and the number of the equal segments from layer `start` that fold the most layers."""
+    """Return the period and the number of the equal segments from layer `start` that fold the most layers."""
     best = (1, 1)
     for period in PERIODS:
         layer = start
@@ -152,7 +155,8 @@ def _run(
     period: int,
     count: int,
 ) -> Run | None:
-    """The run, composed in the direction with the smaller cut; None where its end touches others by more than that."""
+    """Return the run, composed in the direction with the smaller cut; None where its end touches others by more than
+    that."""
     segments = tuple(
         tuple(node for layer in layers[first : first + period] for node in layer)
         for first in range(start, start + count * period, period)

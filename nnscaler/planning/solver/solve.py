@@ -1,6 +1,6 @@
-"""The front door: the best choices of a problem, with or without a budget of memory, and always a bound.
+"""The solver's front door: the best choices of a problem, with or without a budget of memory, and always a bound.
 
-Folding and elimination first, which are exact; where tables would be wide, the same after dominated strategies are
+Folding and elimination come first, which are exact; where tables would be wide, the same after dominated strategies are
 removed; then HiGHS, which starts from the best choices among each node's most likely strategies.
 """
 
@@ -21,7 +21,7 @@ WORTH = 2.0**25  # table entries of an elimination, from which on it pays to rem
 
 
 def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) -> Solution:
-    """Choices, their value, a bound that is at most the optimum, and how they were found.
+    """Return choices, their value, a bound that is at most the optimum, and how they were found.
 
     `budget` limits the sum of memory. `seconds` is for each program of HiGHS, and only a problem that needs longer has
     an answer that depends on the machine. Raises `Infeasible` with the least memory where nothing is legal within the
@@ -44,14 +44,14 @@ def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
 
 
 def _exact(problem: Problem, budget: float | None, seconds: float) -> Solution:
-    """Raises `TooWide`."""
+    """Solve by folding, or by a hull within the budget. Raises `TooWide`."""
     if budget is None:
         return solve_folded(problem)
     return solve_within(problem, budget, seconds=min(seconds, 10.0))
 
 
 def _by_programs(problem: Problem, budget: float | None, seconds: float, wide: TooWide) -> Solution:
-    """The better of a start and what the integer program finds, with the better of the programs' bounds."""
+    """Return the better of a start and the integer program's choices, with the better of the programs' bounds."""
     try:
         relaxed = relax(problem, budget, seconds)
         start = _start(problem, relaxed, budget)
@@ -70,7 +70,8 @@ def _by_programs(problem: Problem, budget: float | None, seconds: float, wide: T
 
 
 def _least(problem: Problem, budget: float | None, seconds: float) -> Infeasible:
-    """The error for a problem with nothing legal within the budget: what is the least memory?"""
+    """Return the error for a problem with nothing legal within the budget, with the least memory of any legal
+    choice."""
     if budget is None:
         return Infeasible(inf)
     nodes = tuple(
@@ -85,7 +86,8 @@ def _least(problem: Problem, budget: float | None, seconds: float) -> Infeasible
 
 
 def _start(problem: Problem, relaxed: Relaxation, budget: float | None) -> Solution | None:
-    """The best choices among the strategies of each node that the relaxation prefers: as many as can be eliminated."""
+    """Return the best choices among the strategies of each node that the relaxation prefers: as many as can be
+    eliminated."""
     ranks = [np.lexsort((node.cost, -np.round(w, 9))) for node, w in zip(problem.nodes, relaxed.weights, strict=True)]
     for most in range(max(problem.sizes), 0, -1):
         narrow = restrict(problem, [np.sort(rank[:most]) for rank in ranks])
@@ -105,7 +107,7 @@ def _start(problem: Problem, relaxed: Relaxation, budget: float | None) -> Solut
 
 
 def _restored(problem: Problem, smaller: Reduced, found: Solution) -> Solution:
-    """The solution of a smaller problem as one of `problem`; the bound is that of the smaller one."""
+    """Return the solution of a smaller problem as one of `problem`; the bound is that of the smaller one."""
     choices = smaller.restore(found.choices)
     value = evaluate(problem, choices)
     return Solution(choices, value, min(found.bound, value), found.how, found.multiplier)

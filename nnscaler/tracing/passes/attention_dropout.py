@@ -76,7 +76,7 @@ class _Lowering:
         return Ref(made.name)
 
     def _repeat(self, x: Ref, heads: int | None) -> Ref:
-        """Each head of keys or values as often as query heads share it."""
+        """Return each head of keys or values as often as query heads share it."""
         *outer, own, length, size = self._shape(x)
         if heads is None or own == heads:
             return x

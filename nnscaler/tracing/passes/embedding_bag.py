@@ -68,7 +68,7 @@ def _lowered(operation: Operation, builder: Builder, read: set[str], producers: 
 
 
 def _bag_length(offsets: Operation | None, entries: int) -> int:
-    """The step of `arange(0, entries, step)`, if it divides `entries`; else 0."""
+    """Return the step of `arange(0, entries, step)`, if it divides `entries`; else 0."""
     if offsets is None or offsets.operator != "aten.arange.start_step" or len(offsets.args) < 3:
         return 0
     start, end, step = offsets.args[:3]

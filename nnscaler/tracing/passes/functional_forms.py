@@ -1,4 +1,4 @@
-"""What an in-place operator computes, as operators that return values."""
+"""Functional forms of in-place operators: operators that return values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def functional_form(
     kwargs: dict[str, Any],
     tensors: Callable[[str], LogicalTensor],
 ) -> list[Step]:
-    """The steps that give what the written tensor (`args[0]`) is worth afterwards, in its dtype and shape.
+    """Return the steps that give what the written tensor (`args[0]`) is worth afterwards, in its dtype and shape.
 
     Raises NnscalerError "trace_failed" when the operator has no functional form.
     """
@@ -78,13 +78,13 @@ def _without_underscore(operation: Operation) -> str:
 
 
 def _overloads(namespace: str, packet: str, first: str) -> list[str]:
-    """The operators of a packet, the overload called `first` before the others."""
+    """Return the operators of a packet, the overload called `first` before the others."""
     found = getattr(getattr(torch.ops, namespace), packet, None)
     names = sorted(found.overloads(), key=lambda o: o != first) if found is not None else []
     return [f"{namespace}.{packet}.{name}" for name in names]
 
 
 def _kinds(operator: str) -> list[str]:
-    """The types of an operator's arguments."""
+    """Return the types of an operator's arguments."""
     schema = torch_operator(operator)._schema  # type: ignore[attr-defined]
     return [str(argument.type) for argument in schema.arguments]

@@ -50,7 +50,7 @@ def drop_identities(graph: Graph) -> Graph:
 
 
 def _identity_of(operation: Operation, builder: Builder, differentiable: frozenset[str]) -> str | None:
-    """The input that is the operation's value, if there is one."""
+    """Return the input that is the operation's value, if there is one."""
     if len(operation.outputs) != 1 or operation.outputs[0] is None or not operation.inputs:
         return None
     args, kwargs = builder.references(operation)
@@ -76,7 +76,7 @@ def _identity_of(operation: Operation, builder: Builder, differentiable: frozens
 
 
 def _parts(operation: Operation, builder: Builder) -> list[Ref]:
-    """The operands of a concatenation that are not empty and so make a difference."""
+    """Return the operands of a concatenation that are not empty and so make a difference."""
     args, _ = builder.references(operation)
     return [r for r in args[0] if builder.tensor(r.name).elements]
 

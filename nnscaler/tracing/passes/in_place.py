@@ -24,7 +24,7 @@ from nnscaler.tracing.rewrite import Builder, Ref, iterate_references, map_refer
 
 
 def to_values(raw: RawGraph) -> Graph:
-    """The graph without in-place operators, with `updates` of the buffers that the model writes.
+    """Replace in-place operators by ones that return values, with `updates` of the buffers that the model writes.
 
     Raises NnscalerError "trace_failed" for a parameter that is written, for operators without a functional form,
     and for writes through views that have no inverse.
@@ -72,7 +72,7 @@ class _Values:
     # ---- reading ----
 
     def value(self, name: str) -> str:
-        """The present value of a tensor of the source graph, viewed again when a write outdated it."""
+        """Return the present value of a tensor of the source graph, viewed again when a write outdated it."""
         storage = self.raw.storages.get(name)
         if storage is None or storage not in self.written:
             return name

@@ -22,7 +22,7 @@ _STATISTICS = {"nnscaler.running_statistic": (0,), "nnscaler.ce_max": (0,), "nns
 
 
 def needing_grad(graph: Graph) -> frozenset[str]:
-    """Names of the tensors through which gradients reach a trainable parameter."""
+    """Return the names of the tensors through which gradients reach a trainable parameter."""
     found = {t.name for t in graph.tensors.values() if t.role == "parameter" and t.needs_grad}
     for operation in graph.operations:
         if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
@@ -36,8 +36,11 @@ def needing_grad(graph: Graph) -> frozenset[str]:
 
 
 def _reaching_loss(graph: Graph) -> frozenset[str]:
-    """Names of the tensors to which gradients of the loss come back: what is used behind `detach` only, or only by
-    comparisons, gets none, and eager then leaves a parameter's gradient out."""
+    """Return the names of the tensors to which gradients of the loss come back.
+
+    A tensor that is used behind `detach` only, or only by comparisons, gets none, and eager then leaves a parameter's
+    gradient out.
+    """
     found = {graph.loss}
     for operation in reversed(graph.operations):
         if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
@@ -53,7 +56,7 @@ def _is_statistic(operation: Operation, index: int) -> bool:
 
 
 def mark_needs_grad(graph: Graph) -> Graph:
-    """The graph with `needs_grad` set, and without no-grad regions around operations that have no gradient anyway."""
+    """Set `needs_grad`, and remove no-grad regions around operations that have no gradient anyway."""
     unused = {name for name, uses in graph.consumers.items() if not uses}
     carrying = needing_grad(graph)
     found = carrying & (_reaching_loss(graph) | unused)

@@ -30,7 +30,7 @@ _SOMETIMES: dict[str, tuple[int, ...]] = {
 
 
 def lower_random_draws(graph: Graph) -> Graph:
-    """Every operator that `tracing.draws` has a formula for, written as that formula.
+    """Write every operator that `tracing.draws` has a formula for as that formula.
 
     Raises NnscalerError "trace_failed" for operators that draw and have none.
     """
@@ -55,7 +55,7 @@ def lower_random_draws(graph: Graph) -> Graph:
 
 
 def draws(operation: Operation) -> bool:
-    """Whether an operator of torch draws random numbers in this call."""
+    """Return whether an operator of torch draws random numbers in this call."""
     if operation.operator in _SOMETIMES:
         places = _SOMETIMES[operation.operator]
         return all(place < len(operation.args) and bool(operation.args[place]) for place in places)

@@ -38,7 +38,7 @@ Emit = Callable[[str, tuple[Any, ...], LogicalTensor], str]
 
 
 def write_through(view: Operation, output: int, base: LogicalTensor, value: LogicalTensor, emit: Emit) -> str:
-    """The name of `base` after the `output`-th result of `view` became `value`.
+    """Return the name of `base` after the `output`-th result of `view` became `value`.
 
     `base` and `value` are named tensors of the graph under construction; `emit(operator, args, like)` adds an
     operation whose result is shaped like `like` and gives its name. Raises NnscalerError "trace_failed" for views
@@ -76,7 +76,7 @@ def _scatter(
     value: LogicalTensor,
     emit: Emit,
 ) -> str | None:
-    """The base with `value` in the part of it that the view shows."""
+    """Return the base with `value` in the part of it that the view shows."""
 
     def get(position: int, name: str, default: Any) -> Any:
         return args[position] if position < len(args) else kwargs.get(name, default)
