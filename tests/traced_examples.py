@@ -6,9 +6,9 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from nnscaler.model_file import ModelFile, load_model_file
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
+from nnscaler.model_file import ModelFile, load_model_file
 from nnscaler.tracing import Traced, trace
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
