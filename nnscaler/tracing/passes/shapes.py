@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from op_registry.call import DType
+from op_registry.torch_schema import has_default_dtype
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
@@ -16,13 +17,6 @@ RESHAPES = frozenset(
     ).split()
 )
 EXPANSIONS = frozenset(("aten.expand.default", "aten.expand_as.default"))
-_FACTORIES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "arange.default arange.start arange.start_step zeros.default ones.default full.default empty.memory_format "
-        "eye.default eye.m linspace.default rand.default randn.default scalar_tensor.default"
-    ).split()
-)
 
 
 def spell_shapes(graph: Graph) -> Graph:
@@ -46,7 +40,7 @@ def _spell(operation: Operation, builder: Builder) -> bool:
         spelled, args, kwargs = "aten.reshape.default", (args[0], output.shape), {}
     elif kind in EXPANSIONS:
         spelled, args, kwargs = "aten.expand.default", (args[0], output.shape), {}
-    elif kind in _FACTORIES:
+    elif kind.startswith("aten.") and has_default_dtype(kind):
         spelled, kwargs = kind, {**kwargs, "dtype": DType(output.dtype)}
     else:
         return False

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
+from op_registry.torch_schema import schema_of
 
-from nnscaler.codegen.operators import schema
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import trace
 from verify.op_checks.concrete import function_of, outputs_of, with_tensors
@@ -286,7 +286,7 @@ def compared_dims() -> tuple[set[str], list[str]]:
     generator, registry = torch.Generator().manual_seed(0), default_registry()
     for sample in SAMPLES:
         names = dim_arguments(sample.operator)
-        found = schema(sample.operator)
+        found = schema_of(sample.operator)
         if not names or found is None:
             continue
         call = builtin_call(sample, "normal", generator)
