@@ -9,19 +9,6 @@ import torch
 
 from op_registry.torch_schema import is_factory, schema_of
 
-# these draw numbers: they are told their stage, their name, and where their result lies
-RANDOM = frozenset(
-    f"nnscaler.{name}"
-    for name in (
-        "dropout",
-        "feature_dropout",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "random_uniform",
-        "random_normal",
-    )
-)
-
 
 def is_builtin(operator: str) -> bool:
     """Whether a program can name it without loading anything of the user's."""
