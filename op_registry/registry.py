@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 from threading import RLock
 from typing import Any
 
@@ -108,3 +108,15 @@ def _builtin() -> Iterable[OperatorSpec]:
 def default_registry() -> Registry:
     """Return the registry of the process: built-in operators, and what `register_op` adds."""
     return Registry(_builtin)
+
+
+def facts_of(operator: str) -> OperatorSpec:
+    """The record of any operator. One that has no annotation has a record without, which only says facts."""
+    return default_registry().lookup(operator) or _unannotated(operator)
+
+
+@lru_cache(maxsize=8192)
+def _unannotated(operator: str) -> OperatorSpec:
+    from op_registry.builtin.unannotated import UNANNOTATED
+
+    return next((spec for spec in UNANNOTATED if spec.name == operator), OperatorSpec(operator, ""))

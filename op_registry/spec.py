@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from op_registry.call import AxisShard, Call
+from op_registry.torch_schema import returns_alias
 
 AnnotationResult = str | tuple[str, Mapping[str, int]]  # the text, and sizes that shapes alone do not determine
 AnnotationFunction = Callable[[Call], AnnotationResult]
 LinearSets = tuple[frozenset[int], ...]
 Shards = Mapping[str, tuple[AxisShard, ...]]
+Moves = Literal["value", "cast", "reshape", "unit dims", "expand", "transpose", "permute", "part", "pad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,18 @@ class OperatorSpec:
     uneven         shards may have unequal sizes. None: they may where no hook rewrites the call; a hook that reads
                    `AxisShard.sizes` (`op_registry.local_size` does) says True
     flops          multiply-add pairs times two of one call, from the sizes of identifiers; None: the compiler counts
-    random         draws random numbers
+    random         draws random numbers, of the runtime's own: it is told its place
+    moves          every element of the results is one of the first operand: how it is rearranged; None: it computes
+                     "value"      not at all                "reshape"    in the same order, in another shape
+                     "cast"       in another dtype          "unit dims"  dims of size 1 come or go
+                     "expand"     dims are repeated         "transpose"  dims change places; done twice it is undone
+                     "part"       some of it, or pieces     "permute"    dims in another order
+                     "pad"        with numbers around it
+    detached       outputs without a gradient although they may be floats: all of them (True), or these
+    gathers        reads of its first operand what indices point at, as much as it writes
+    keeps_nothing  its derivative reads no values, although it is not linear: `x + 1`, a cast
+    hands_on       its derivative is the gradient as it comes, summed where an operand was broadcast
+    backward_flops floating point operations of backward for each of forward: two products for one
     target         the Python callable of a registered operator
     parameters     the schema's parameters in order, of a registered operator; empty: not known
     origin         file and line of the registration of a user's operator, and its name in that file
@@ -75,6 +88,12 @@ class OperatorSpec:
     uneven: bool | None = None
     flops: Callable[[Mapping[str, int]], int] | None = None
     random: bool = False
+    moves: Moves | None = None
+    detached: bool | frozenset[int] = False
+    gathers: bool = False
+    keeps_nothing: bool = False
+    hands_on: bool = False
+    backward_flops: float = 2.0
     gradient: Literal["derivative", "custom"] = "derivative"
     sample_inputs: Callable[[], Any] | None = None
     target: Callable[..., Any] | None = None
@@ -85,6 +104,16 @@ class OperatorSpec:
     @property
     def allows_uneven(self) -> bool:
         return self.localize is None if self.uneven is None else self.uneven
+
+    @property
+    def view(self) -> bool:
+        """Whether its results lie in its first operand's memory: torch's schema says so. A cast does where it changes
+        nothing, which no graph has. Where strides do not allow it, `reshape` copies all the same."""
+        return self.moves != "cast" and returns_alias(self.name)
+
+    def is_detached(self, output: int) -> bool:
+        """Whether torch connects this output to no input."""
+        return self.detached if isinstance(self.detached, bool) else output in self.detached
 
 
 class Refusal(Exception):

@@ -15,6 +15,7 @@ from op_registry.bind_call import named_values
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError
+from verify.catalogue import INCOMPARABLE
 from verify.environment import environment
 from verify.finding import Finding
 from verify.op_checks.audit import audit
@@ -39,7 +40,6 @@ from verify.verdict import Verdict, merge
 Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line
 AUDITED = 3  # sample calls on which the operator itself is looked at
 PROOF_SHARE = 0.2  # of the limit of one operator: processor time for proofs; what is left then is tested only
-_NOTHING_TO_COMPARE = ("random_operator", "not_repeatable", "input_mutated")  # a shard cannot equal the whole then
 
 
 def _together(one: Check, two: Check) -> Check:
@@ -108,7 +108,7 @@ class Verification:
         for name, value in self.never_changed(found):
             self.notes[f"`{name}` was {value!r} in all calls: `sample_inputs` gives others"] = None
         self.audit(found)
-        if any(f.code in _NOTHING_TO_COMPARE for f in self.findings):
+        if any(f.code in INCOMPARABLE for f in self.findings):
             return
         for step in (self.derivative, self.subsets, self.singles, self.linear, self.pairs):
             step(found)
@@ -156,7 +156,7 @@ class Verification:
             if self.options.safeguards.audit:
                 for call in self.runner.first_calls():
                     self.probed(audit(self.spec, call, self.options.seed, function=self.runner.function(call)))
-            if any(f.code in _NOTHING_TO_COMPARE for f in self.findings):
+            if any(f.code in INCOMPARABLE for f in self.findings):
                 return []
             self.checks.clear()
             self.findings.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.printer import print_graph
+from verify.catalogue import UNMATCHED
 from verify.environment import environment
 from verify.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
 from verify.plan_checks.context import Outcome
@@ -23,8 +24,6 @@ from verify.static import StaticResult, check_program
 from verify.verdict import Verdict, merge
 
 SECONDS = 300.0  # of processor time, for all lemmas; what is left then is tested, or undecided
-# a line that is not the model's may still compute the same: the typing cannot tell
-UNDECIDED = frozenset({"operation_differs", "program_unreadable"})
 ASSUMED = (
     "the traced graph is the model: checked against the eager model where it was traced",
     "the runtime: the executor, the gradient sums and the messages do what rank programs declare",
@@ -80,7 +79,7 @@ class Proof:
     def only_undecided(self) -> bool:
         """Return whether all findings concern lines that are not the model's but may compute the same."""
         found = [f.code for o in self.outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings]
-        return bool(found) and UNDECIDED.issuperset(found)
+        return bool(found) and UNMATCHED.issuperset(found)
 
     @property
     def notes(self) -> tuple[str, ...]:

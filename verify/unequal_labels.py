@@ -13,6 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from op_registry.registry import facts_of
+
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.runtime.role import MICRO, Input, Stage
@@ -25,16 +27,6 @@ _LOSSES: Mapping[str, tuple[int, int]] = {
     "nnscaler.ce_weight": (0, 2),
     "aten.cross_entropy_loss.default": (1, 4),
 }
-# the labels that come out are labels that went in
-_MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "reshape.default", "view.default", "flatten.using_ints", "clone.default", "contiguous.default",
-        "slice.Tensor", "transpose.int", "permute.default", "squeeze.dim", "unsqueeze.default", "select.int",
-        "constant_pad_nd.default", "pad.default", "to.dtype", "alias.default", "split_with_sizes.default",
-        "narrow.default",
-    )
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ def _source(graph: Graph, name: str) -> str | None:
         if tensor.role == "input":
             return name
         operation: Operation | None = graph.producers.get(name)
-        if operation is None or operation.operator not in _MOVES or not operation.inputs:
+        if operation is None or facts_of(operation.operator).moves is None:
             return None
         name = operation.inputs[0]
 

@@ -7,51 +7,7 @@ from functools import cache
 
 import torch
 
-# factories take their device from the rank; all other operators from their arguments
-FACTORIES = frozenset(
-    {
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "scalar_tensor",
-        "eye",
-        "linspace",
-        "logspace",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "tril_indices",
-        "triu_indices",
-        "hann_window",
-    }
-)
-# these draw numbers: they are told their stage, their name, and where their result lies
-RANDOM = frozenset(
-    f"nnscaler.{name}"
-    for name in (
-        "dropout",
-        "feature_dropout",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "random_uniform",
-        "random_normal",
-    )
-)
-
-
-@cache
-def schema(operator: str) -> torch.FunctionSchema | None:
-    """Return the schema of a torch.ops overload named `namespace.name.overload`; None where there is none here."""
-    parts = operator.split(".")
-    if len(parts) != 3:
-        return None
-    try:
-        return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])._schema  # type: ignore[no-any-return]
-    except AttributeError:
-        return None
+from op_registry.torch_schema import is_factory, schema_of
 
 
 def is_builtin(operator: str) -> bool:
@@ -79,13 +35,13 @@ def user_name(operator: str) -> str:
 
 
 def needs_device(operator: str) -> bool:
-    namespace, _, rest = operator.partition(".")
-    return namespace == "aten" and rest.partition(".")[0] in FACTORIES
+    """Whether the operator takes its device from the rank; all others take it from their arguments."""
+    return operator.startswith("aten.") and is_factory(operator)
 
 
 def returns_sequence(operator: str, outputs: int) -> bool:
     """Return whether the operator's result has to be unpacked."""
     if outputs != 1:
         return True
-    found = schema(operator)
+    found = schema_of(operator)
     return found is not None and len(found.returns) == 1 and "List" in str(found.returns[0].type)

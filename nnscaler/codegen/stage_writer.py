@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from op_registry.registry import facts_of
+
 from nnscaler.codegen.blocks import Block, blocks, header
 from nnscaler.codegen.conversion_text import conversion_text
 from nnscaler.codegen.expressions import arguments
 from nnscaler.codegen.layout_text import layout_text
-from nnscaler.codegen.operators import RANDOM, function_text, needs_device, returns_sequence
+from nnscaler.codegen.operators import function_text, needs_device, returns_sequence
 from nnscaler.codegen.places import Places
 from nnscaler.communication.communicated import Compute, Convert, StageProgram, Statement, Version
 from nnscaler.ir.graph import Graph
@@ -93,7 +95,7 @@ class StageWriter:
         given = arguments(statement.call, variables)
         if needs_device(operator):
             given.append("device=self.device")
-        if operator in RANDOM:
+        if facts_of(operator).random:
             given.extend(self._place_of_draws(statement))
         targets = ["_" if v is None else v.variable for v in statement.outputs]
         left = ", ".join(targets)

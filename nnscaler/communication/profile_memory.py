@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from op_registry.registry import facts_of
+
 from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Version
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.recomputed import group_of, kept_inputs
@@ -30,7 +32,6 @@ from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
-from nnscaler.transform.kept import VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def kept_bytes(graph: Graph, program: StageProgram) -> int:
         group = group_of(graph, program.forward, i)
         made = statement.outputs if isinstance(statement, Compute) else (statement.target,)
         if isinstance(statement, Compute):
-            if statement.operation.operator in VIEWS:
+            if facts_of(statement.operation.operator).view:
                 shown = base.get(statement.inputs[0].variable, statement.inputs[0])
                 base.update((v.variable, shown) for v in made if v is not None)
             read = kept_inputs(graph, statement) if group is None else statement.inputs

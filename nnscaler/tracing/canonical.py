@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
+
+from op_registry.torch_schema import may_draw
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
-from nnscaler.tracing.raw import RawGraph, overload_of, written_inputs
+from nnscaler.tracing.raw import RawGraph, written_inputs
 from nnscaler.tracing.rewrite import LEAF_ROLES
 
 _COPY = re.compile(r"@.*$")
@@ -85,10 +86,7 @@ def _needed(graph: Graph) -> list[Operation]:
 
 def _acts(operator: str) -> bool:
     """Return whether the operator has an effect besides its results."""
-    overload = overload_of(operator)
-    if overload is None:
-        return False
-    return bool(written_inputs(operator)) or torch.Tag.nondeterministic_seeded in overload.tags
+    return bool(written_inputs(operator)) or may_draw(operator)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from op_registry.call import DType
 from op_registry.registry import default_registry
+from op_registry.torch_schema import is_factory
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, map_slots
@@ -123,8 +124,7 @@ def callable_of(operation: Operation, dropout: bool, device: torch.device) -> Ca
         target = spec.target
         return lambda *args, **kwargs: target(*map(_listed, args), **{k: _listed(v) for k, v in kwargs.items()})
     found = torch_operator(name)
-    schema = found._schema  # type: ignore[attr-defined]
-    if not operation.inputs and any(a.name == "device" for a in schema.arguments):
+    if is_factory(name):
         return lambda *args, **kwargs: found(*args, **kwargs, device=device)
     return found
 

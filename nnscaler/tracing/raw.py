@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import Tensor
+
+from op_registry.torch_schema import schema_of
 
 from nnscaler.ir.graph import Graph
 
@@ -27,21 +28,9 @@ class RawGraph:
 @lru_cache(maxsize=8192)
 def written_inputs(operator: str) -> tuple[int, ...]:
     """Positions of the arguments that an operator of torch writes into; empty for operators of ours."""
-    overload = overload_of(operator)
-    if overload is None:
-        return ()
-    arguments = overload._schema.arguments
+    schema = schema_of(operator)
+    arguments = () if schema is None else schema.arguments
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-@lru_cache(maxsize=8192)
-def overload_of(operator: str) -> torch._ops.OpOverload | None:
-    """torch's operator called `aten.linear.default`; None when there is none."""
-    parts = operator.split(".")
-    if len(parts) != 3:
-        return None
-    found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1], None), parts[2], None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def storage_of(value: Tensor) -> int:

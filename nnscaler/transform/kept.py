@@ -1,22 +1,10 @@
-"""Activations that the derivative of an operator keeps of its inputs, and operators that compute nothing."""
+"""Values that the derivative of an operator keeps of its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "reshape.default view.default transpose.int permute.default unsqueeze.default squeeze.dim expand.default "
-        "t.default slice.Tensor select.int split.Tensor split_with_sizes.default chunk.default unbind.int "
-        "flatten.using_ints"
-    ).split()
-)
-# not linear to the registry (casts round, a constant is added), and their derivatives need no values
-_KEEPS_NOTHING = frozenset(
-    "aten.to.dtype aten._to_copy.default aten.add.Tensor aten.add.Scalar aten.sub.Tensor aten.sub.Scalar "
-    "aten.rsub.Scalar aten.clone.default aten.contiguous.default nnscaler.ce_tail".split()
-)
+from op_registry.registry import facts_of
 
 
 def kept_slots(operator: str, linear: Collection[Collection[int]], needs_grad: Sequence[bool]) -> tuple[int, ...]:
@@ -25,7 +13,7 @@ def kept_slots(operator: str, linear: Collection[Collection[int]], needs_grad: S
     These are the inputs in which, together with an input that has a gradient, the operator is not linear. `linear`: the
     operator's linear sets; `needs_grad`: of each input. An output that an operator keeps instead is of the same size.
     """
-    if operator in _KEEPS_NOTHING:
+    if facts_of(operator).keeps_nothing:
         return ()
     return tuple(
         i

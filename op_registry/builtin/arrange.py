@@ -18,7 +18,7 @@ from op_registry.builtin._dims import (
 )
 from op_registry.call import Call
 from op_registry.local_size import local_size
-from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, OperatorSpec, Shards
+from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, Moves, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
 
@@ -245,22 +245,27 @@ def _pixel_unshuffle(call: Call) -> str:
     return f"* c (h {r}) (w {r}) -> * (c {r} {r}) h w"
 
 
-def _spec(name: str, annotation: AnnotationFunction, linear: Callable[[Call], LinearSets] = _FIRST) -> OperatorSpec:
-    return OperatorSpec(f"aten.{name}", annotation, linear=linear)
+def _spec(
+    name: str,
+    annotation: AnnotationFunction,
+    linear: Callable[[Call], LinearSets] = _FIRST,
+    moves: Moves | None = None,
+) -> OperatorSpec:
+    return OperatorSpec(f"aten.{name}", annotation, linear=linear, moves=moves)
 
 
 SPECS: tuple[OperatorSpec, ...] = (
-    _spec("transpose.int", _transpose),
-    _spec("swapaxes.default", _swapaxes),
-    _spec("permute.default", _permute),
-    _spec("t.default", _reversed),
-    _spec("numpy_T.default", _reversed),
-    _spec("mT.default", _matrix_transpose),
-    _spec("movedim.int", _movedim),
-    _spec("movedim.intlist", _movedim),
-    _spec("moveaxis.int", _movedim),
-    _spec("moveaxis.intlist", _movedim),
-    _spec("swapdims.default", _transpose),
+    _spec("transpose.int", _transpose, moves="transpose"),
+    _spec("swapaxes.default", _swapaxes, moves="transpose"),
+    _spec("permute.default", _permute, moves="permute"),
+    _spec("t.default", _reversed, moves="transpose"),
+    _spec("numpy_T.default", _reversed, moves="transpose"),
+    _spec("mT.default", _matrix_transpose, moves="transpose"),
+    _spec("movedim.int", _movedim, moves="permute"),
+    _spec("movedim.intlist", _movedim, moves="permute"),
+    _spec("moveaxis.int", _movedim, moves="permute"),
+    _spec("moveaxis.intlist", _movedim, moves="permute"),
+    _spec("swapdims.default", _transpose, moves="transpose"),
     _spec("adjoint.default", _matrix_transpose),
     _spec("mH.default", _matrix_transpose),
     _spec("rot90.default", _turned),
@@ -280,8 +285,8 @@ SPECS: tuple[OperatorSpec, ...] = (
         "aten.repeat_interleave.self_int", _repeat_interleave, linear=_FIRST, localize=_drop_output_size, uneven=True
     ),
     _spec("repeat_interleave.self_Tensor", _repeat_each),
-    _spec("pad.default", _pad, _pad_linear),
-    _spec("constant_pad_nd.default", _pad, _pad_linear),
+    _spec("pad.default", _pad, _pad_linear, "pad"),
+    _spec("constant_pad_nd.default", _pad, _pad_linear, "pad"),
     _spec("diagonal.default", _diagonal),
     _spec("diagonal_scatter.default", _diagonal_scatter, linear_in({0, 1})),
     _spec("unfold.default", _unfold),

@@ -90,5 +90,6 @@ SPECS: tuple[OperatorSpec, ...] = (
         localize=_localize,
         uneven=True,
         flops=attention_flops,
+        backward_flops=2.5,  # five products for two: one of them makes the scores again
     ),
 )

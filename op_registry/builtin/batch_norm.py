@@ -56,5 +56,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("nnscaler.batch_mean", _mean, linear=linear_in({0}), localize=_with_count(1), uneven=True),
     OperatorSpec("nnscaler.batch_variance", _variance, localize=_with_count(2), uneven=True),
     OperatorSpec("nnscaler.batch_normalise", _normalise, linear=_normalise_linear),
-    OperatorSpec("nnscaler.running_statistic", "c, c -> c"),
+    OperatorSpec("nnscaler.running_statistic", "c, c -> c", detached=True),
 )

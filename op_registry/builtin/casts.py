@@ -31,7 +31,7 @@ def _like_other(call: Call) -> str:
 _NAMES = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default")
 
 SPECS: tuple[OperatorSpec, ...] = (
-    *(OperatorSpec(f"aten.{name}", "* -> *") for name in _NAMES),
-    OperatorSpec("aten.type_as.default", _like_other),
-    OperatorSpec("aten.to.other", _like_other),
+    *(OperatorSpec(f"aten.{name}", "* -> *", moves="cast", keeps_nothing=True) for name in _NAMES),
+    OperatorSpec("aten.type_as.default", _like_other, moves="cast", keeps_nothing=True),
+    OperatorSpec("aten.to.other", _like_other, moves="cast", keeps_nothing=True),
 )

@@ -21,6 +21,7 @@ _UNARY = """
 _UNARY_LINEAR = """
     alias clone contiguous deg2rad detach lift lift_fresh lift_fresh_copy neg negative positive rad2deg
 """.split()
+_COMPUTES = "deg2rad neg negative rad2deg".split()  # the other ones give the value that they are given
 
 # Scalars in place of tensors bind no operand, so that one rule serves `.Tensor` and `.Scalar` overloads.
 _BROADCAST = """
@@ -32,6 +33,8 @@ _BROADCAST = """
     xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor add.Scalar sub.Scalar subtract.Scalar rsub.Scalar div.Scalar_mode
     div.Tensor_mode divide.Scalar_mode divide.Tensor_mode
 """.split()
+_SHIFTS = "add.Scalar sub.Scalar subtract.Scalar rsub.Scalar".split()  # by a number, which makes them affine
+_HANDED_ON = _SHIFTS[:3]  # `rsub` turns the sign of the gradient
 _COMPARISONS = "eq ge gt greater greater_equal le less less_equal lt ne not_equal".split()
 _BITS = """
     bitwise_and.Scalar bitwise_and.Scalar_Tensor bitwise_and.Tensor bitwise_left_shift.Scalar_Tensor
@@ -103,12 +106,30 @@ def _overload(name: str) -> str:
 
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(_overload(name), "* -> *") for name in _UNARY),
-    *(OperatorSpec(_overload(name), "* -> *", linear=_FIRST) for name in _UNARY_LINEAR),
+    *(
+        OperatorSpec(
+            _overload(name),
+            "* -> *",
+            linear=_FIRST,
+            moves=None if name in _COMPUTES else "value",
+            detached=name == "detach",
+        )
+        for name in _UNARY_LINEAR
+    ),
     OperatorSpec("aten.frexp.Tensor", "* -> *, *"),
-    *(OperatorSpec(_overload(name), broadcasting) for name in (*_BROADCAST, *_BITS)),
+    *(
+        OperatorSpec(_overload(name), broadcasting, keeps_nothing=name in _SHIFTS, hands_on=name in _HANDED_ON)
+        for name in (*_BROADCAST, *_BITS)
+    ),
     *(OperatorSpec(f"aten.{n}.{overload}", broadcasting) for n in _COMPARISONS for overload in ("Tensor", "Scalar")),
     *(
-        OperatorSpec(f"aten.{name}.Tensor", broadcasting, linear=_sum_linear)
+        OperatorSpec(
+            f"aten.{name}.Tensor",
+            broadcasting,
+            linear=_sum_linear,
+            keeps_nothing=True,
+            hands_on=f"{name}.Scalar" in _HANDED_ON,
+        )
         for name in ("add", "sub", "rsub", "subtract")
     ),
     *(OperatorSpec(f"aten.{name}.Tensor", broadcasting, linear=_product_linear) for name in ("mul", "multiply")),

@@ -86,6 +86,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         "aten.embedding.default",
         _embedding,
         linear=_linear,
+        gathers=True,
         contiguous=frozenset({"v"}),
         localize=_localize_embedding,
         uneven=True,

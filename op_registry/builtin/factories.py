@@ -85,16 +85,20 @@ _NUMBERS = """
 
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", _filled, shape_argument=(0, "size", 0)) for name in _SIZED),
-    *(OperatorSpec(f"aten.{name}", _filled_like, shape_argument=(1, "size", 0)) for name in _NEW),
+    *(OperatorSpec(f"aten.{name}", _filled_like, detached=True, shape_argument=(1, "size", 0)) for name in _NEW),
     OperatorSpec(
-        "aten.new_empty_strided.default", _filled_like, shape_argument=(1, "size", 0), localize=_localize_strided
+        "aten.new_empty_strided.default",
+        _filled_like,
+        detached=True,
+        shape_argument=(1, "size", 0),
+        localize=_localize_strided,
     ),
-    *(OperatorSpec(f"aten.{name}", "* -> *") for name in _LIKE),
+    *(OperatorSpec(f"aten.{name}", "* -> *", detached=True) for name in _LIKE),
     *(
         OperatorSpec(f"nnscaler.{name}", _filled, shape_argument=(0, "size", 0), random=True)
         for name in ("random_uniform", "random_normal")
     ),
-    OperatorSpec("aten.zeros_like.default", "* -> *", linear=_FIRST),
+    OperatorSpec("aten.zeros_like.default", "* -> *", linear=_FIRST, detached=True),
     *(
         OperatorSpec(
             f"aten.arange.{name}", _arange, contiguous=frozenset({"t"}), localize=_localize_arange, uneven=True

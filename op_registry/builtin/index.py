@@ -295,19 +295,31 @@ def _buckets(call: Call) -> str:
 
 
 def _spec(
-    name: str, annotation: AnnotationFunction, hook: Hook, linear: LinearFunction | LinearSets = ()
+    name: str,
+    annotation: AnnotationFunction,
+    hook: Hook,
+    linear: LinearFunction | LinearSets = (),
+    gathers: bool = False,
 ) -> OperatorSpec:
-    return OperatorSpec(f"aten.{name}", annotation, linear=linear, contiguous=_POINTED, localize=hook, uneven=True)
+    return OperatorSpec(
+        f"aten.{name}",
+        annotation,
+        linear=linear,
+        contiguous=_POINTED,
+        localize=hook,
+        uneven=True,
+        gathers=gathers,
+    )
 
 
 _POINTED = frozenset({"v"})
 _ADDED = linear_in({0, 2})
 
 SPECS: tuple[OperatorSpec, ...] = (
-    _spec("index.Tensor", _index, localize_index, _FIRST),
+    _spec("index.Tensor", _index, localize_index, _FIRST, gathers=True),
     _spec("index_put.default", _index_put, localize_index_put, _put_linear),
-    _spec("gather.default", _gather, localize_gather, _FIRST),
-    _spec("index_select.default", _index_select, localize_gather, _FIRST),
+    _spec("gather.default", _gather, localize_gather, _FIRST, gathers=True),
+    _spec("index_select.default", _index_select, localize_gather, _FIRST, gathers=True),
     _spec("index_add.default", _index_add, localize_write, _ADDED),
     _spec("index_copy.default", _index_written, localize_write, _ADDED),
     _spec("index_fill.int_Scalar", _index_written, localize_write),

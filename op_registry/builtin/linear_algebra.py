@@ -91,7 +91,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.triangular_solve.default", _batched(2, 2)),
     *(OperatorSpec(f"aten.{n}.default", _batched(2, 1, 2), linear=linear_in({2})) for n in _SOLVED),
     OperatorSpec("aten.lu_solve.default", _batched(2, 2, 1), linear=linear_in({0})),
-    OperatorSpec("aten.lu_unpack.default", _batched(2, 1)),
+    OperatorSpec("aten.lu_unpack.default", _batched(2, 1), detached=frozenset({0})),
     OperatorSpec("aten.ormqr.default", _batched(2, 1, 2)),
     OperatorSpec("aten.linalg_householder_product.default", _batched(2, 1)),
     *(OperatorSpec(f"aten.{name}.default", all_frozen) for name in ("cov", "corrcoef")),

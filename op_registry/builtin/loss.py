@@ -226,17 +226,18 @@ def _localize_pick(call: Call, shards: Shards) -> Call:
 
 
 _CE = (
-    OperatorSpec("nnscaler.ce_max", "n c+max -> n"),
+    OperatorSpec("nnscaler.ce_max", "n c+max -> n", detached=True),
     OperatorSpec("nnscaler.ce_sumexp", "n c+, n -> n"),
     OperatorSpec(
         "nnscaler.ce_pick",
         "n c+, n -> n",
         linear=linear_in({0}),
+        gathers=True,
         contiguous=frozenset({"c"}),
         localize=_localize_pick,
         uneven=True,
     ),
-    OperatorSpec("nnscaler.ce_tail", "n+, n+, n+, n+ -> ()"),
+    OperatorSpec("nnscaler.ce_tail", "n+, n+, n+, n+ -> ()", keeps_nothing=True),
     OperatorSpec("nnscaler.ce_count", "n+ -> ()"),
     OperatorSpec("nnscaler.ce_weight", "n+, c^ -> ()", linear=(frozenset({1}),)),
 )
@@ -255,7 +256,10 @@ SPECS: tuple[OperatorSpec, ...] = (
         uneven=True,
     ),
     *(OperatorSpec(f"aten.{name}.default", _classes) for name in ("nll_loss_nd", "nll_loss", "nll_loss2d")),
-    *(OperatorSpec(f"aten.{name}.default", _nll_forward) for name in ("nll_loss_forward", "nll_loss2d_forward")),
+    *(
+        OperatorSpec(f"aten.{name}.default", _nll_forward, detached=frozenset({1}))
+        for name in ("nll_loss_forward", "nll_loss2d_forward")
+    ),
     OperatorSpec("aten.ctc_loss.Tensor", _ctc, localize=_localize_ctc),
     OperatorSpec("aten.ctc_loss.IntList", _ctc),
 )

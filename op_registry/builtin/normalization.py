@@ -126,6 +126,7 @@ def _weight_norm_interface(call: Call) -> str:
     return f"{text}, {text.partition(' ->')[0].rpartition(', ')[2]}"
 
 
+_STATISTICS = frozenset({1, 2})  # outputs that hold a mean and a deviation
 _NATIVE = ("native_batch_norm.default", "_native_batch_norm_legit_no_training.default")
 
 SPECS: tuple[OperatorSpec, ...] = (
@@ -134,14 +135,14 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.group_norm.default", _group_norm, localize=_localize_group_norm, uneven=True),
     OperatorSpec("aten.batch_norm.default", _batch_norm),
     OperatorSpec("aten._weight_norm.default", _weight_norm),
-    OperatorSpec("aten._weight_norm_interface.default", _weight_norm_interface),
+    OperatorSpec("aten._weight_norm_interface.default", _weight_norm_interface, detached=frozenset({1})),
     OperatorSpec("aten.instance_norm.default", _instance_norm),
     OperatorSpec("aten.renorm.default", _kept_dim(2)),
     OperatorSpec("aten.norm_except_dim.default", _norm_except),
-    OperatorSpec("aten.native_layer_norm.default", _native_norm),
+    OperatorSpec("aten.native_layer_norm.default", _native_norm, detached=_STATISTICS),
     OperatorSpec("aten._fused_rms_norm.default", _native_norm),
     OperatorSpec(
         "aten.native_group_norm.default", _native_group_norm, localize=_localize_native_group_norm, uneven=True
     ),
-    *(OperatorSpec(f"aten.{name}", _native_batch_norm) for name in _NATIVE),
+    *(OperatorSpec(f"aten.{name}", _native_batch_norm, detached=_STATISTICS) for name in _NATIVE),
 )

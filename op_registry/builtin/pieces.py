@@ -207,13 +207,13 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.stack.default", _stack, linear=linear_in_all),
     *(OperatorSpec(f"aten.{name}.default", _stacked, linear=linear_in_all) for name in ("hstack", "vstack")),
     *(
-        OperatorSpec(f"aten.{name}", _split, linear=_FIRST, localize=_localize_split, uneven=True)
+        OperatorSpec(f"aten.{name}", _split, linear=_FIRST, moves="part", localize=_localize_split, uneven=True)
         for name in ("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default", *_CUTS)
     ),
-    OperatorSpec("aten.unbind.int", _unbind, linear=_FIRST),
-    OperatorSpec("aten.slice.Tensor", _slice, linear=_FIRST, localize=_localize_slice, uneven=True),
-    *(OperatorSpec(f"aten.narrow.{name}", _narrow, linear=_FIRST) for name in ("default", "Tensor")),
-    OperatorSpec("aten.select.int", _select, linear=_FIRST),
+    OperatorSpec("aten.unbind.int", _unbind, linear=_FIRST, moves="part"),
+    OperatorSpec("aten.slice.Tensor", _slice, linear=_FIRST, moves="part", localize=_localize_slice, uneven=True),
+    *(OperatorSpec(f"aten.narrow.{name}", _narrow, linear=_FIRST, moves="part") for name in ("default", "Tensor")),
+    OperatorSpec("aten.select.int", _select, linear=_FIRST, moves="part"),
     OperatorSpec(
         "aten.slice_scatter.default", _slice_scatter, linear=_BOTH, localize=_localize_slice_scatter, uneven=True
     ),

@@ -175,7 +175,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.mean.dim", _over("+"), linear=unless_cast, localize=_localize_mean, uneven=True),
     OperatorSpec("aten.count_nonzero.default", _over("+")),
     OperatorSpec("aten.count_nonzero.dim_IntList", _over("+")),
-    OperatorSpec("aten.histc.default", _histc),
+    OperatorSpec("aten.histc.default", _histc, detached=True),
     *_extreme_specs(),
     *_norm_specs(),
     *_frozen_specs(),

@@ -84,7 +84,10 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"aten.{name}", _short_time, linear=_short_time_linear)
         for name in ("stft.default", "stft.center", "istft.default")
     ),
-    *(OperatorSpec(f"aten.{name}.default", "* -> *", linear=_FIRST) for name in _CONJUGATES),
+    *(
+        OperatorSpec(f"aten.{name}.default", "* -> *", linear=_FIRST, moves="value" if "resolve" in name else None)
+        for name in _CONJUGATES
+    ),
     OperatorSpec("nnscaler.view_as_complex", "* 2 -> *", linear=_FIRST),
     OperatorSpec("aten.angle.default", "* -> *"),
     OperatorSpec("aten.complex.default", _complex, linear=linear_in_all),

@@ -175,21 +175,31 @@ SPECS: tuple[OperatorSpec, ...] = (
             f"aten.{name}.default",
             _view,
             linear=_FIRST,
+            moves="reshape",
             shape_argument=(1, "shape" if name == "reshape" else "size", 0),
         )
         for name in _RESHAPES
     ),
-    OperatorSpec("aten.view_as.default", _view_as, linear=_FIRST),
-    OperatorSpec("aten.reshape_as.default", _view_as, linear=_FIRST),
-    OperatorSpec("aten.flatten.using_ints", _flatten_names, linear=_FIRST),
-    OperatorSpec("aten.ravel.default", _flatten_names, linear=_FIRST),
-    OperatorSpec("aten.unflatten.int", _view, linear=_FIRST, localize=_localize_unflatten, uneven=True),
-    OperatorSpec("aten.expand.default", _expand, linear=_FIRST, shape_argument=(1, "size", 0)),
-    OperatorSpec("aten.broadcast_to.default", _expand, linear=_FIRST, shape_argument=(1, "size", 0)),
-    OperatorSpec("aten.expand_as.default", _expand_as, linear=_FIRST),
-    OperatorSpec("aten.unsqueeze.default", _unsqueeze, linear=_FIRST),
+    OperatorSpec("aten.view_as.default", _view_as, linear=_FIRST, moves="reshape"),
+    OperatorSpec("aten.reshape_as.default", _view_as, linear=_FIRST, moves="reshape"),
+    OperatorSpec("aten.flatten.using_ints", _flatten_names, linear=_FIRST, moves="reshape"),
+    OperatorSpec("aten.ravel.default", _flatten_names, linear=_FIRST, moves="reshape"),
+    OperatorSpec(
+        "aten.unflatten.int", _view, linear=_FIRST, moves="reshape", localize=_localize_unflatten, uneven=True
+    ),
+    OperatorSpec("aten.expand.default", _expand, linear=_FIRST, moves="expand", shape_argument=(1, "size", 0)),
+    OperatorSpec("aten.broadcast_to.default", _expand, linear=_FIRST, moves="expand", shape_argument=(1, "size", 0)),
+    OperatorSpec("aten.expand_as.default", _expand_as, linear=_FIRST, moves="expand"),
+    OperatorSpec("aten.unsqueeze.default", _unsqueeze, linear=_FIRST, moves="unit dims"),
     *(
-        OperatorSpec(f"aten.squeeze.{overload}", _squeeze, linear=_FIRST, localize=_localize_squeeze, uneven=True)
+        OperatorSpec(
+            f"aten.squeeze.{overload}",
+            _squeeze,
+            linear=_FIRST,
+            moves="unit dims",
+            localize=_localize_squeeze,
+            uneven=True,
+        )
         for overload in ("default", "dim", "dims")
     ),
 )

@@ -23,28 +23,11 @@ from typing import Any
 from nnscaler.config import Document, Key, KeyPath, read_document, read_table
 from nnscaler.errors import SourceLocation
 from nnscaler.files import write_text
-from verify.catalogue import CODES
+from verify.catalogue import CODES, UNFINISHED
 from verify.finding import Finding
 from verify.report import Report
 from verify.report_formats.problems import problems
 
-# These say that something did not run, or not to its end: there is nothing that could be known about it.
-UNDECIDED = frozenset(
-    {
-        "not_run",
-        "could_not_run",
-        "internal_error",
-        "item_died",
-        "item_timed_out",
-        "baseline_expired",
-        "baseline_stale",
-        "nothing_checked",
-        "timed_out",
-        "rank_died",
-        "operator_died",
-        "operator_timed_out",
-    }
-)
 _KEYS = (
     Key("item", "text", required=True),
     Key("code", "text", required=True),
@@ -131,7 +114,7 @@ def _entry(document: Document, path: KeyPath) -> Entry:
     code = values["code"]
     if code not in CODES:
         raise document.error((*path, "code"), f"there is no finding {code!r}", "docs/findings.md lists the codes")
-    if code in UNDECIDED:
+    if code in UNFINISHED:
         message = f"{code!r} cannot be known: it says that something was not verified"
         raise document.error((*path, "code"), message, "take the item out of the gate, or make it run")
     checks = values.pop("checks", None)
@@ -160,7 +143,7 @@ def entries_of(
     refused: list[Finding] = []
     checks = failing_checks(report)
     for finding, fingerprint in fingerprints(report):
-        if finding.code in UNDECIDED:
+        if finding.code in UNFINISHED:
             refused.append(finding)
             continue
         held = next((e for e in old if e.matches(item, finding, fingerprint) and not e.expired(today)), None)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
+from verify.catalogue import UNFINISHED
 from verify.environment import environment
 from verify.finding import Finding
-from verify.gate.baseline import UNDECIDED, Entry, entries_of, failing_checks, fingerprints
+from verify.gate.baseline import Entry, entries_of, failing_checks, fingerprints
 from verify.report import Check, Report
 from verify.verdict import Verdict
 
@@ -129,7 +130,7 @@ def judge_one(result: Result, entries: Sequence[Entry], today: date) -> Judged:
     shown: list[Finding] = []
     for finding, fingerprint in fingerprints(report):
         found = [e for e in entries if e.matches(result.name, finding, fingerprint) and not e.expired(today)]
-        if found and finding.code not in UNDECIDED:
+        if found and finding.code not in UNFINISHED:
             held += found
             finding = replace(finding, counter_example={**finding.counter_example, KNOWN: found[0].told})
         else:

@@ -12,27 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from verify.catalogue import UNDECIDED
 from verify.finding import Finding
 from verify.report import Check, Report
 from verify.report_formats.paths import relative
 from verify.verdict import Verdict
 
 Severity = Literal["error", "warning"]
-
-# These say that nothing could be decided, also beside something else that is refuted.
-UNDECIDED = frozenset(
-    {
-        "near_threshold",
-        "nothing_checked",
-        "reference_not_finite",
-        "timed_out",
-        "operator_timed_out",
-        "claim_not_tested",
-        "mutant_survived",
-        "uninformative",
-        "random_operator",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 
 from op_registry.call import DType
+from op_registry.registry import facts_of
 
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.ir.tensor import LogicalTensor
+from verify.static.forms import operator_of
 from verify.static.held import Mistake
 from verify.static.text import Line
-
-_CASTS = frozenset({"aten.to.dtype", "aten._to_copy", "aten._to_copy.default"})
 
 
 def disagreement(have: State, need: State, axis: str, parts: int) -> str:
@@ -92,7 +92,10 @@ def rounding(line: Line, tensor: LogicalTensor) -> Mistake | None:
     In a run whose numbers all have one dtype, such a cast does nothing.
     """
     dtype = line.kwargs.get("dtype")
-    if line.function not in _CASTS or not isinstance(dtype, DType) or not tensor.needs_grad:
+    operator = operator_of(line.function, {})
+    if operator is None or facts_of(operator).moves != "cast":
+        return None
+    if not isinstance(dtype, DType) or not tensor.needs_grad:
         return None
     have, made = getattr(torch, tensor.dtype), getattr(torch, dtype.name, None)
     if not isinstance(made, torch.dtype) or not made.is_floating_point or not have.is_floating_point:

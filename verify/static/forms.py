@@ -21,8 +21,8 @@ import torch
 from op_registry.call import DType
 from op_registry.expression import Expression
 from op_registry.registry import default_registry
+from op_registry.torch_schema import schema_of
 
-from nnscaler.codegen.operators import schema
 from nnscaler.runtime import comm, ops
 from verify.static.text import Line, Mark, Variable
 
@@ -131,7 +131,7 @@ def parameters_of(operator: str) -> tuple[Parameter, ...] | None:
 
 @cache
 def _of_schema(operator: str) -> tuple[Parameter, ...] | None:
-    found = schema(operator)
+    found = schema_of(operator)
     if found is None or found.is_mutable:
         return None
     return tuple(
@@ -264,7 +264,7 @@ def forms(line: Line) -> Iterator[Line]:
 @cache
 def dim_arguments(operator: str) -> frozenset[str]:
     """Return the arguments that are dims of the operator's first tensor; none where that is not known."""
-    found, spec = schema(operator), default_registry().lookup(operator)
+    found, spec = schema_of(operator), default_registry().lookup(operator)
     if found is None or spec is None or spec.where is not None:  # tests know those alone that are annotated here
         return frozenset()
     if "backward" in operator or operator in _OTHER_DIMS:

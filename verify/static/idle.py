@@ -16,6 +16,7 @@ import torch
 
 from op_registry.call import DType
 from op_registry.expression import Expression
+from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import shape_of_rank
@@ -24,16 +25,6 @@ from verify.static.forms import has_dims, operator_of
 from verify.static.held import Axes, Held
 from verify.static.text import Line, Variable
 
-# each element of the result is one of the operand, and its gradient goes there
-_MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "reshape.default view.default permute.default transpose.int t.default swapaxes.default movedim.int"
-        " movedim.intlist unsqueeze.default squeeze.default squeeze.dim squeeze.dims expand.default select.int"
-        " slice.Tensor narrow.default flatten.using_ints unflatten.int contiguous.default alias.default clone.default"
-        " to.dtype"
-    ).split()
-)
 # pure, and nothing makes them fail but shapes and dtypes
 _TOTAL = frozenset(
     f"aten.{name}"
@@ -73,8 +64,16 @@ class Move:
 
 
 def moves(line: Line) -> bool:
-    """Return whether the line only moves the elements of its first operand to other places."""
-    return operator_of(line.function, {}) in _MOVES and isinstance(line.kwargs.get("self"), Variable)
+    """Return whether each element of the line's result is an element of its first operand, in another place."""
+    return _is_move(operator_of(line.function, {})) and isinstance(line.kwargs.get("self"), Variable)
+
+
+def _is_move(operator: str | None) -> bool:
+    """Return whether the gradient of each element goes, too, to the one element of the operand that it is."""
+    if operator is None:
+        return False
+    facts = facts_of(operator)
+    return facts.moves not in (None, "pad") and not facts.detached
 
 
 def as_before(move: Move, graph: Graph, axes: Axes) -> Move | None:
@@ -117,7 +116,7 @@ def _viewed(line: Line, operand: torch.Tensor) -> torch.Tensor | None:
         return None
     if operator == "aten.clone.default":
         return operand
-    if operator == "aten.view.default" and _call(operator, line.kwargs, {source: _scattered(operand)}) is None:
+    if facts_of(operator).moves == "reshape" and _call(operator, line.kwargs, {source: _scattered(operand)}) is None:
         return None
     made = _call(operator, line.kwargs, {source: operand})
     base = operand if operand._base is None else operand._base
@@ -135,7 +134,7 @@ def idle_result(line: Line, operands: Mapping[Variable, Held | Locals], graph: G
 def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> torch.Tensor | None:
     operator = operator_of(line.function, {})
     given = {variable: tensor for variable, tensor in tensors.items() if tensor is not None and tensor.numel()}
-    if operator is None or operator not in _TOTAL | _MOVES or len(given) < len(tensors):
+    if operator is None or not (operator in _TOTAL or _is_move(operator)) or len(given) < len(tensors):
         return None
     first = next((given[v].ndim for v in variables(line.kwargs)), 0)
     if not _may_run(operator, line, first):
@@ -148,7 +147,7 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
             return None  # shapes without values do not show what kernels say of dtypes
     if any(isinstance(v, str) for v in line.kwargs.values()):
         return None
-    if operator == "aten.view.default":
+    if facts_of(operator).moves == "reshape":
         scattered = {variable: _scattered(tensor) for variable, tensor in given.items()}
         if _call(operator, line.kwargs, scattered) is None:
             return None

@@ -6,29 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from op_registry.registry import facts_of
+
 from nnscaler.ir.layout import Layout, Sharded, State, explain_illegal
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import Operation
 from verify.static.held import Axes, Mistake
 from verify.static.text import Line, Mark
 
-_DRAWING = frozenset(
-    f"ops.{name}"
-    for name in (
-        "dropout",
-        "feature_dropout",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "random_uniform",
-        "random_normal",
-    )
-)
-
 _PLACE = ("stage", "name", "states", "logical_shape")
 
 
 def draws_numbers(function: str) -> bool:
-    return function in _DRAWING
+    """Whether the text calls an operator of the runtime that draws numbers: a user's own has no place to draw for."""
+    return function.startswith("ops.") and facts_of(f"nnscaler.{function.removeprefix('ops.')}").random
 
 
 def place_of_draw(line: Line) -> tuple[Any, ...]:

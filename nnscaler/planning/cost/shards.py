@@ -11,6 +11,7 @@ from typing import Any
 from op_registry.call import Call, TensorArgument
 from op_registry.expression import Expression
 from op_registry.localize import localise
+from op_registry.registry import facts_of
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts, shards_of
@@ -21,7 +22,6 @@ from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape
 from nnscaler.planning.cost.work import computes_in
-from nnscaler.transform.kept import VIEWS
 
 Meshes = tuple[tuple[int, ...], ...]
 Key = tuple[str, tuple[Shape | None, ...], tuple[Shape | None, ...], str]
@@ -80,7 +80,7 @@ def shard_calls(
     for op in graph.operations:
         signature = signatures[op.name]
         grads = _grads(graph, op)
-        if op.operator in VIEWS or (id(signature), grads) in done:
+        if facts_of(op.operator).view or (id(signature), grads) in done:
             continue
         done.add((id(signature), grads))
         for mesh in meshes(ranks * micro_batches):

@@ -7,6 +7,8 @@ from functools import cached_property
 from hashlib import sha256
 from statistics import median
 
+from op_registry.registry import facts_of
+
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cluster.description import Cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
@@ -15,7 +17,6 @@ from nnscaler.planning.cost.curves import Curve, fit_curves
 from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shapes
 from nnscaler.planning.cost.shards import Key, key_of
 from nnscaler.planning.cost.table import Entry, Profile
-from nnscaler.transform.kept import VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class TableCost:
 
     def compute(self, signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[float, float]:
         started = self.profile.overheads.statement
-        if signature.call.operator in VIEWS:
+        if facts_of(signature.call.operator).view:
             return started, 0.0
         key = key_of(signature, tuple(shapes_in), tuple(shapes_out), dtype)
         entry = self._entries.get(key)

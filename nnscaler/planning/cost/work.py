@@ -7,20 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 from op_registry.annotation.sizes import BoundDim
+from op_registry.registry import facts_of
 
 from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape, Shapes
-from nnscaler.transform.kept import VIEWS, kept_slots
-
-# The first input is read where the indices point only, as much as is written.
-_GATHERS = frozenset(
-    "aten.embedding.default aten.index_select.default aten.gather.default aten.index.Tensor nnscaler.ce_pick".split()
-)
-# Backward hands the gradient on as it is, and sums it where an input was broadcast.
-_SUMS = frozenset("aten.add.Tensor aten.sub.Tensor aten.add.Scalar aten.sub.Scalar".split())
-# Backward of a product is two products; of fused attention five, one of which repeats the scores.
-_BACKWARD = {"aten.scaled_dot_product_attention.default": 2.5, "nnscaler.causal_rows": 2.5}
+from nnscaler.transform.kept import kept_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +45,25 @@ def shard_work(signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtyp
 
 def _shard_work(signature: Signature, shapes_in: Shapes, shapes_out: Shapes, dtype: str) -> tuple[Work, Work]:
     operator = signature.call.operator
-    if operator in VIEWS:
+    facts = facts_of(operator)
+    if facts.view:
         return Work(), Work()
     given = [t.dtype for t in signature.call.tensors()]
     made = [None if t is None else t.dtype for t in signature.call.outputs]
     read = [_bytes(shape, name, dtype) for shape, name in zip(shapes_in, given, strict=True)]
     written = [_bytes(shape, name, dtype) for shape, name in zip(shapes_out, made, strict=True)]
     flops = float(signature.flops_of(shard_sizes(signature, shapes_in, shapes_out)))
-    sources = [min(read[0], sum(written)), *read[1:]] if operator in _GATHERS and read else read
+    sources = [min(read[0], sum(written)), *read[1:]] if facts.gathers and read else read
     forward = Work(flops, float(sum(sources) + sum(written)))
     wants = [is_floating(name) for name in given]
     if not any(wants) or not any(name is not None and is_floating(name) for name in made):
         return forward, Work()
     gradients = [size for size, wanted in zip(read, wants, strict=True) if wanted]
-    if operator in _SUMS:
+    if facts.hands_on:
         summed = [size for size in gradients if size < sum(written)]
         return forward, Work(0.0, float(sum(written) + sum(summed)) if summed else 0.0)
     kept = sum(read[slot] for slot in kept_slots(operator, signature.linear, wants))
-    return forward, Work(flops * _BACKWARD.get(operator, 2.0), float(kept + sum(written) + sum(gradients)))
+    return forward, Work(flops * facts.backward_flops, float(kept + sum(written) + sum(gradients)))
 
 
 def shard_sizes(signature: Signature, shapes_in: Shapes, shapes_out: Shapes) -> dict[str, int]:

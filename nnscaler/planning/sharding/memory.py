@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from op_registry.registry import facts_of
+
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.kept import VIEWS, kept_slots
+from nnscaler.transform.kept import kept_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ def kept_by(graph: Graph, signatures: Mapping[str, Signature]) -> dict[str, tupl
     seen: set[str] = set()
     found: dict[str, tuple[Kept, ...]] = {}
     for op in graph.operations:
-        if op.operator in VIEWS:
+        if facts_of(op.operator).view:
             shown = base.get(op.inputs[0], op.inputs[0])
             base.update((name, shown) for name in op.outputs if name is not None)
         kept = []

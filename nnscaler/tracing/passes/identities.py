@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from op_registry.call import DType
+from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.tracing.passes.needs_grad import needing_grad
-from nnscaler.tracing.passes.shapes import EXPANSIONS, RESHAPES
-from nnscaler.tracing.passes.view_inverse import slice_bounds
+from nnscaler.tracing.passes.view_inverse import DROPOUTS, slice_bounds
 from nnscaler.tracing.rewrite import Builder, Ref
 
-_SAME_VALUE = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        "alias contiguous clone lift_fresh lift_fresh_copy requires_grad_ resolve_conj resolve_neg positive".split()
-    )
-)
-_CASTS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "to.dtype to.dtype_layout to.device to.other to.prim_Device to.prim_dtype to.prim_other type_as.default "
-        "_to_copy.default _autocast_to_reduced_precision.default _autocast_to_full_precision.default"
-    ).split()
-)
-_DROPOUTS = frozenset(
-    f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
-)
 _GROUPED = "aten._grouped_mm.default"
 _PAIRS = "aten.view_as_complex.default"
 _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
@@ -63,10 +47,11 @@ def _identity_of(operation: Operation, builder: Builder, differentiable: frozens
     have, want = builder.tensor(first), builder.source.tensors[operation.outputs[0]]
     if have.shape != want.shape or have.dtype != want.dtype:
         return None
-    same = kind in _SAME_VALUE or kind in _CASTS or kind in RESHAPES or kind in EXPANSIONS
-    if kind in ("aten.detach.default", "aten.detach_.default"):
+    facts = facts_of(kind)
+    same = facts.moves in ("value", "cast", "reshape", "expand")
+    if same and facts.detached:
         same = operation.inputs[0] not in differentiable
-    elif kind in _DROPOUTS:
+    elif kind in DROPOUTS:
         same = args[1] == 0 or not args[2]
     elif kind in _NEUTRAL:
         same = len(args) == 2 and not kwargs and isinstance(args[1], int | float) and args[1] == _NEUTRAL[kind]
@@ -96,11 +81,11 @@ def _respelled(operation: Operation, builder: Builder) -> bool:
     kind, output = operation.operator, outputs[0] if outputs else None
     if output is None:
         return False
-    if kind in _CASTS:
+    if facts_of(kind).moves == "cast":
         builder.emit(
             "aten.to.dtype", (args[0], DType(output.dtype)), outputs=outputs, like=operation, name=operation.name
         )
-    elif kind in _DROPOUTS:
+    elif kind in DROPOUTS:
         ours = kind.replace("aten.", "nnscaler.").removesuffix(".default")
         builder.emit(ours, args[:2], outputs=outputs, like=operation, name=operation.name)
     elif kind == _GROUPED and len(builder.tensor(args[1].name).shape) == 3 and args[2:3] and not any(args[3:]):

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from op_registry.registry import facts_of
+
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.tracing.infer import is_floating
-
-# results that torch does not connect to their input, though their dtype may be floating
-_DISCONNECTED = frozenset(
-    f"aten.{name}"
-    for name in (
-        "detach.default detach_.default zeros_like.default ones_like.default full_like.default empty_like.default "
-        "rand_like.default randn_like.default randint_like.default new_zeros.default new_ones.default "
-        "new_full.default new_empty.default new_empty_strided.default bernoulli.default bernoulli.p "
-        "one_hot.default bucketize.Tensor searchsorted.Tensor histc.default heaviside.default nextafter.default"
-    ).split()
-)
-_STATISTICS = {"nnscaler.running_statistic": (0,), "nnscaler.ce_max": (0,), "nnscaler.ce_count": (0,)}
 
 
 def needing_grad(graph: Graph) -> frozenset[str]:
     """Return the names of the tensors through which gradients reach a trainable parameter."""
     found = {t.name for t in graph.tensors.values() if t.role == "parameter" and t.needs_grad}
     for operation in graph.operations:
-        if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
-            continue
-        if found.isdisjoint(operation.inputs):
-            continue
-        for index, name in enumerate(operation.outputs):
-            if name is not None and is_floating(graph.tensors[name].dtype) and not _is_statistic(operation, index):
-                found.add(name)
+        if operation.region.grad_enabled and not found.isdisjoint(operation.inputs):
+            found.update(name for name in _connected(operation) if is_floating(graph.tensors[name].dtype))
     return frozenset(found)
 
 
@@ -43,16 +28,16 @@ def _reaching_loss(graph: Graph) -> frozenset[str]:
     """
     found = {graph.loss}
     for operation in reversed(graph.operations):
-        if not operation.region.grad_enabled or operation.operator in _DISCONNECTED:
-            continue
-        carried = [n for i, n in enumerate(operation.outputs) if n in found and not _is_statistic(operation, i)]
-        if any(is_floating(graph.tensors[n].dtype) for n in carried if n is not None):
-            found.update(name for name in operation.inputs if name is not None)
+        carried = found.intersection(_connected(operation)) if operation.region.grad_enabled else ()
+        if any(is_floating(graph.tensors[name].dtype) for name in carried):
+            found.update(operation.inputs)
     return frozenset(found)
 
 
-def _is_statistic(operation: Operation, index: int) -> bool:
-    return index in _STATISTICS.get(operation.operator, ())
+def _connected(operation: Operation) -> list[str]:
+    """The outputs that torch connects to the inputs, whatever their dtypes."""
+    facts = facts_of(operation.operator)
+    return [name for i, name in enumerate(operation.outputs) if name is not None and not facts.is_detached(i)]
 
 
 def mark_needs_grad(graph: Graph) -> Graph:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from op_registry.call import DType
+from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.tracing.draws import formula_of, numbers_of
-from nnscaler.tracing.infer import infer, torch_operator
+from nnscaler.tracing.infer import infer
 from nnscaler.tracing.rewrite import Builder, Ref
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"  # its dropout has a pass of its own
@@ -59,9 +58,7 @@ def draws(operation: Operation) -> bool:
     if operation.operator in _SOMETIMES:
         places = _SOMETIMES[operation.operator]
         return all(place < len(operation.args) and bool(operation.args[place]) for place in places)
-    if not operation.operator.startswith("aten.") or operation.operator == _ATTENTION:
-        return False
-    return torch.Tag.nondeterministic_seeded in torch_operator(operation.operator).tags  # type: ignore[attr-defined]
+    return operation.operator.startswith("aten.") and operation.operator != _ATTENTION and may_draw(operation.operator)
 
 
 class _Emitter:

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from op_registry.call import DType
+from op_registry.registry import facts_of
+from op_registry.torch_schema import has_default_dtype
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.tracing.rewrite import Builder
-
-RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int view_as.default "
-        "reshape_as.default ravel.default"
-    ).split()
-)
-EXPANSIONS = frozenset(("aten.expand.default", "aten.expand_as.default"))
-_FACTORIES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "arange.default arange.start arange.start_step zeros.default ones.default full.default empty.memory_format "
-        "eye.default eye.m linspace.default rand.default randn.default scalar_tensor.default"
-    ).split()
-)
 
 
 def spell_shapes(graph: Graph) -> Graph:
@@ -42,11 +28,12 @@ def _spell(operation: Operation, builder: Builder) -> bool:
         return False
     args, kwargs = builder.references(operation)
     output = builder.source.tensors[operation.outputs[0]]
-    if kind in RESHAPES:
+    moves = facts_of(kind).moves
+    if moves == "reshape":
         spelled, args, kwargs = "aten.reshape.default", (args[0], output.shape), {}
-    elif kind in EXPANSIONS:
+    elif moves == "expand":
         spelled, args, kwargs = "aten.expand.default", (args[0], output.shape), {}
-    elif kind in _FACTORIES:
+    elif kind.startswith("aten.") and has_default_dtype(kind):
         spelled, kwargs = kind, {**kwargs, "dtype": DType(output.dtype)}
     else:
         return False

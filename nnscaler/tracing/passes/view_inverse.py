@@ -5,33 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from op_registry.registry import facts_of
+
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.tracing.rewrite import Ref, references
 
-# keeps its input's elements and shape; an alias, a cast that casts nothing, ...
-IDENTITIES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "alias.default contiguous.default detach.default detach_.default to.dtype to.dtype_layout to.device to.other "
-        "type_as.default lift_fresh.default dropout.default expand.default expand_as.default positive.default "
-        "requires_grad_.default resolve_conj.default resolve_neg.default"
-    ).split()
-)
-_RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int view_as.default "
-        "reshape_as.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims unsqueeze_.default "
-        "squeeze_.default squeeze_.dim squeeze_.dims ravel.default atleast_1d.default"
-    ).split()
-)
-_SAME_AGAIN = frozenset(
-    f"aten.{name}"
-    for name in (
-        "t.default t_.default mT.default numpy_T.default transpose.int transpose_.default swapaxes.default".split()
-    )
+# A dropout that shares its operand's memory has dropped nothing.
+DROPOUTS = frozenset(
+    f"aten.{name}.default" for name in "dropout feature_dropout alpha_dropout feature_alpha_dropout".split()
 )
 
 Emit = Callable[[str, tuple[Any, ...], LogicalTensor], str]
@@ -46,12 +29,14 @@ def write_through(view: Operation, output: int, base: LogicalTensor, value: Logi
     """
     args, kwargs = references(view)
     kind = view.operator
-    if kind in IDENTITIES and base.shape == value.shape and base.dtype == value.dtype:
+    moves = facts_of(kind).moves
+    same = moves in ("value", "cast", "expand") or kind in DROPOUTS
+    if same and base.shape == value.shape and base.dtype == value.dtype:
         return value.name
-    if kind in _RESHAPES:
+    if moves in ("reshape", "unit dims"):
         return emit("aten.reshape.default", (Ref(value.name), base.shape), base)
-    if kind in _SAME_AGAIN:
-        return emit(kind.replace("_.", "."), (Ref(value.name), *args[1:]), base)
+    if moves == "transpose":
+        return emit(kind, (Ref(value.name), *args[1:]), base)
     if kind == "aten.permute.default":
         dims = [d % len(args[1]) for d in args[1]]
         inverse = tuple(dims.index(d) for d in range(len(dims)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import nnscaler
 from nnscaler.codegen.program import Program
@@ -117,3 +118,24 @@ def test_recomputed_operations_become_a_function(small: ModuleType) -> None:
     source = nnscaler.parallelize(model, inputs, ranks=1, plan=plan).source(0)
     assert "def recompute_0(layer_norm):" in source
     assert "gelu, = recompute(recompute_0, layer_norm)" in source
+
+
+class Windowed(torch.nn.Module):
+    """A constant of each kind of torch's factories that takes no sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        window = torch.bartlett_window(6) + torch.blackman_window(6) + torch.fft.fftfreq(6)
+        return (x * self.w * (window + torch.hann_window(6))).sum()
+
+
+def test_every_factory_takes_its_device_from_the_rank() -> None:
+    """On a GPU, one that does not would meet tensors of another device."""
+    program = nnscaler.parallelize(Windowed(), {"x": torch.ones(4, 6)}, ranks=2, plan="dp=2")
+    lines = [line for line in program.sources["role_0.py"].splitlines() if "window" in line or "fftfreq" in line]
+    made = [line for line in lines if re.search(r"= aten\.(\w+_window|fft_fftfreq)\b", line)]
+    assert len(made) == 4, lines
+    assert all("device=self.device" in line and "dtype=dtypes.float32" in line for line in made), made

@@ -71,6 +71,17 @@ class Permuted(Model):
         return (h * h).sum()
 
 
+class OtherNames(Model):
+    """Names of torch for the same views: what is known of one is known of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj(x) * 1
+        h.swapdims(0, 1)[2].mul_(3)
+        h.swapaxes(0, 1)[1].mul_(2)
+        h.broadcast_to(4, 8).add_(1)
+        return (h * h).sum()
+
+
 class Pieces(Model):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.empty(4, 8)
@@ -121,7 +132,17 @@ class KeepsDtype(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    [ShiftRight, ThroughTwoViews, SeenThroughAliases, Permuted, Pieces, ManyOperators, Integers, KeepsDtype],
+    [
+        ShiftRight,
+        ThroughTwoViews,
+        SeenThroughAliases,
+        Permuted,
+        OtherNames,
+        Pieces,
+        ManyOperators,
+        Integers,
+        KeepsDtype,
+    ],
 )
 def test_values_equal_eager(kind: type[nn.Module]) -> None:
     assert not traced(kind()).updates

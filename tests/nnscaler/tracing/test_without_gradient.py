@@ -40,6 +40,12 @@ def test_no_gradient(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert report.verdict.passes, report.findings
 
 
+def test_what_torch_connects_gets_one() -> None:
+    """The next number after another has its gradient. (That of `heaviside` torch does not know, and says so.)"""
+    tensors = trace(Uses(lambda y, p: y + torch.nextafter(p, torch.ones_like(p))), SAMPLE).graph.tensors
+    assert tensors["aside"].needs_grad
+
+
 def test_a_second_use_gives_one() -> None:
     tensors = trace(Uses(lambda y, p: y * p.exp().detach() + p), SAMPLE).graph.tensors
     assert tensors["aside"].needs_grad and not tensors["exp"].needs_grad

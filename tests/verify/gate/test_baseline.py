@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nnscaler.config import read_document
 from nnscaler.errors import NnscalerError
 from tests.verify.gate.results import LATER, entry
-from verify.catalogue import CODES
-from verify.gate.baseline import UNDECIDED, quoted, read_baseline, write_baseline
+from verify.catalogue import CODES, UNFINISHED
+from verify.gate.baseline import quoted, read_baseline, write_baseline
 
 GOOD = """
 [[finding]]
@@ -75,7 +75,7 @@ def test_wrong_entries_are_refused(tmp_path: Path) -> None:
     assert "is a text, not ' '" in refused(tmp_path, GOOD.replace('"ann"', '" "')).message
 
 
-@pytest.mark.parametrize("code", sorted(UNDECIDED))
+@pytest.mark.parametrize("code", sorted(UNFINISHED))
 def test_what_says_that_nothing_was_decided_cannot_be_known(tmp_path: Path, code: str) -> None:
     assert code in CODES
     assert "cannot be known" in refused(tmp_path, GOOD.replace("gradient_differs", code)).message

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
+from op_registry.torch_schema import schema_of
 
-from nnscaler.codegen.operators import schema
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import trace
 from verify.op_checks.concrete import function_of, outputs_of, with_tensors
@@ -113,6 +113,10 @@ MISSES = [
     ("detached", r"(        )(gelu = .*)", r"\1\2\n\1gelu = aten.detach(gelu)"),
     ("conjugated", r"(        )(gelu = .*)", r"\1\2\n\1gelu = aten._neg_view(gelu)"),
     ("a view that memory does not allow", r"(        )(transpose = .*)", r"\1\2\n\1unused = aten.view(transpose, (-1,))"),
+    ("a view like another tensor that memory does not allow", r"(        )(transpose = .*)", r"\1\2\n\1unused = aten.view_as(transpose, aten.reshape(transpose, (-1,)))"),
+    ("a view of another name that memory does not allow", r"(        )(transpose = .*)", r"\1\2\n\1unused = aten._unsafe_view(transpose, (-1,))"),
+    ("turned, and turned elsewhere", r"(        )(gelu = .*)", r"\1\2\n\1gelu = aten.mT(aten.swapdims(gelu, 0, 1))"),
+    ("padded, and cut at the wrong end", r"(        )(gelu = .*)", r"\1\2\n\1gelu = aten.slice.Tensor(aten.constant_pad_nd(gelu, [1, 0]), -1, 0, -1)"),
     ("an unused line that fails", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.reshape(gelu, (5, 5))"),
     ("an unused line that fails in its kernel", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.bitwise_not(gelu)"),
     ("an unused line of a dim that is not there", r"(        )(gelu = .*)", r"\1\2\n\1unused = aten.softmax.int(gelu, 77)"),
@@ -286,7 +290,7 @@ def compared_dims() -> tuple[set[str], list[str]]:
     generator, registry = torch.Generator().manual_seed(0), default_registry()
     for sample in SAMPLES:
         names = dim_arguments(sample.operator)
-        found = schema(sample.operator)
+        found = schema_of(sample.operator)
         if not names or found is None:
             continue
         call = builtin_call(sample, "normal", generator)

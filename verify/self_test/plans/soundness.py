@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
 
-from verify.plan_proof import UNDECIDED as NOT_THE_MODELS
+from verify.catalogue import UNMATCHED
 from verify.plan_proof import prove_program
 from verify.self_test.plans.catalogue import TEXT_OPERATORS
 from verify.self_test.plans.declaration_edits import DECLARED
@@ -200,7 +200,7 @@ class Fuzz:
         self.tally.tried += 1
         self.tally.guided += self.guided
         read = self._read(sources)
-        end = INCONCLUSIVE if read.codes <= NOT_THE_MODELS else REFUTED
+        end = INCONCLUSIVE if read.codes <= UNMATCHED else REFUTED
         if read.proved:
             end, said = self._agrees(sources)
             if end == VIOLATION:
