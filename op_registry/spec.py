@@ -63,6 +63,7 @@ class OperatorSpec:
                    `AxisShard.sizes` (`op_registry.local_size` does) says True
     flops          multiply-add pairs times two of one call, from the sizes of identifiers; None: the compiler counts
     random         draws random numbers, of the runtime's own: it is told its place
+    draws_if       positions of arguments (a probability, a switch): torch draws where all of them are true
     moves          every element of the results is one of the first operand: how it is rearranged; None: it computes
                      "value"      not at all                "reshape"    in the same order, in another shape
                      "cast"       in another dtype          "unit dims"  dims of size 1 come or go
@@ -88,6 +89,7 @@ class OperatorSpec:
     uneven: bool | None = None
     flops: Callable[[Mapping[str, int]], int] | None = None
     random: bool = False
+    draws_if: tuple[int, ...] = ()
     moves: Moves | None = None
     detached: bool | frozenset[int] = False
     gathers: bool = False

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from op_registry.call import DType
-from op_registry.registry import default_registry
-from op_registry.torch_schema import is_factory
+from op_registry.registry import default_registry, facts_of
+from op_registry.torch_schema import is_factory, schema_of
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, map_slots
@@ -20,14 +20,6 @@ from nnscaler.runtime.autocast import autocast_on
 from nnscaler.tracing.infer import dtype_of, map_leaves, torch_operator
 from nnscaler.tracing.precision import exact_dtype, exact_tensor
 
-# operator -> (position, value that drops nothing)
-_RANDOM_ARGUMENTS: dict[str, tuple[int, Any]] = {
-    "aten.scaled_dot_product_attention.default": (4, 0.0),
-    "aten.lstm.input": (5, 0.0),
-    "aten.gru.input": (5, 0.0),
-    "aten.rnn_tanh.input": (5, 0.0),
-    "aten.rnn_relu.input": (5, 0.0),
-}
 _DROPOUTS: dict[str, Callable[..., Tensor]] = {
     "nnscaler.dropout": torch.dropout,
     "nnscaler.feature_dropout": torch.feature_dropout,
@@ -85,12 +77,14 @@ def _run(
 
     args = [argument(a) for a in operation.args]
     kwargs = {k: argument(v) for k, v in operation.kwargs}
-    if operation.operator in _RANDOM_ARGUMENTS and not dropout:
-        position, value = _RANDOM_ARGUMENTS[operation.operator]
-        if position < len(args):
-            args[position] = value
-        elif "dropout_p" in kwargs:
-            kwargs["dropout_p"] = value
+    told = facts_of(operation.operator).draws_if
+    if told and not dropout:
+        schema = schema_of(operation.operator)
+        name = "" if schema is None else schema.arguments[told[0]].name
+        if told[0] < len(args):
+            args[told[0]] = type(args[told[0]])(0)
+        elif name in kwargs:
+            kwargs[name] = type(kwargs[name])(0)
     with ExitStack() as stack:
         if not operation.region.grad_enabled:
             stack.enter_context(torch.no_grad())

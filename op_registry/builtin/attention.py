@@ -90,6 +90,7 @@ SPECS: tuple[OperatorSpec, ...] = (
         localize=_localize,
         uneven=True,
         flops=attention_flops,
+        draws_if=(4,),
         backward_flops=2.5,  # five products for two: one of them makes the scores again
     ),
 )

@@ -140,7 +140,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     ),
     OperatorSpec("aten.ldexp.Tensor", broadcasting, linear=_FIRST),
     OperatorSpec("aten.prelu.default", _prelu),
-    OperatorSpec("aten.rrelu.default", _rrelu),
+    OperatorSpec("aten.rrelu.default", _rrelu, draws_if=(3,)),
     OperatorSpec("aten.isin.Tensor_Tensor", _isin),
     OperatorSpec("aten.where.self", broadcasting, linear=linear_in({1, 2})),
     *(OperatorSpec(f"aten.where.Scalar{side}", broadcasting, linear=_where_linear) for side in ("Other", "Self")),

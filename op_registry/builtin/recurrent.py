@@ -65,9 +65,11 @@ def _gru_cell(call: Call) -> str:
 _NAMES = ("gru", "rnn_tanh", "rnn_relu")
 
 SPECS: tuple[OperatorSpec, ...] = (
-    OperatorSpec("aten.lstm.input", _layers(2)),
-    *(OperatorSpec(f"aten.{name}.input", _layers(1)) for name in _NAMES),
-    *(OperatorSpec(f"aten.{name}.data", all_frozen) for name in ("lstm", *_NAMES)),  # packed: lengths are values
+    OperatorSpec("aten.lstm.input", _layers(2), draws_if=(5, 6)),
+    *(OperatorSpec(f"aten.{name}.input", _layers(1), draws_if=(5, 6)) for name in _NAMES),
+    *(  # packed: lengths are values
+        OperatorSpec(f"aten.{name}.data", all_frozen, draws_if=(6, 7)) for name in ("lstm", *_NAMES)
+    ),
     OperatorSpec("aten.lstm_cell.default", _cell(4, 2), localize=_localize_cell),
     OperatorSpec("aten.gru_cell.default", _gru_cell),
     *(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from op_registry.call import DType
+from op_registry.registry import facts_of
 from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
@@ -20,12 +21,6 @@ from nnscaler.tracing.infer import infer
 from nnscaler.tracing.rewrite import Builder, Ref
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"  # its dropout has a pass of its own
-# operators that draw only if they are told to: the positions of the probability and of `train`, both true then
-_SOMETIMES: dict[str, tuple[int, ...]] = {
-    **{f"aten.{name}.input": (5, 6) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{f"aten.{name}.data": (6, 7) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    "aten.rrelu.default": (3,),
-}
 
 
 def lower_random_draws(graph: Graph) -> Graph:
@@ -55,10 +50,12 @@ def lower_random_draws(graph: Graph) -> Graph:
 
 def draws(operation: Operation) -> bool:
     """Return whether an operator of torch draws random numbers in this call."""
-    if operation.operator in _SOMETIMES:
-        places = _SOMETIMES[operation.operator]
-        return all(place < len(operation.args) and bool(operation.args[place]) for place in places)
-    return operation.operator.startswith("aten.") and operation.operator != _ATTENTION and may_draw(operation.operator)
+    if operation.operator == _ATTENTION or not operation.operator.startswith("aten."):
+        return False
+    told = facts_of(operation.operator).draws_if
+    if told:
+        return all(place < len(operation.args) and bool(operation.args[place]) for place in told)
+    return may_draw(operation.operator)
 
 
 class _Emitter:

@@ -14,7 +14,7 @@ from op_registry.call import Call
 from op_registry.registry import default_registry, facts_of
 from op_registry.samples import SAMPLES
 from op_registry.spec import OperatorSpec
-from op_registry.torch_schema import has_default_dtype, is_factory, overload_of
+from op_registry.torch_schema import has_default_dtype, is_factory, may_draw, overload_of, schema_of
 
 from tests.op_registry.builtin.oracle import Whole, run, whole
 
@@ -150,6 +150,17 @@ def test_factories_that_ask_the_process_for_a_dtype() -> None:
     }
     assert asked and asked <= {w.spec.name for w in runs if has_default_dtype(w.spec.name)}
     assert not has_default_dtype("aten.triu_indices.default") and not has_default_dtype("aten.zeros_like.default")
+
+
+def test_what_draws_if_it_is_told_to_is_told_by_a_probability_or_a_switch() -> None:
+    """torch says which operators may draw; those that take part in it by an argument say which."""
+    sometimes = {spec.name: spec.draws_if for spec in SPECS if spec.draws_if}
+    assert set(sometimes) == {name for name in OF_TORCH if may_draw(name)}
+    for name, places in sometimes.items():
+        schema = schema_of(name)
+        assert schema is not None
+        told = {schema.arguments[place].name for place in places}
+        assert told in ({"dropout", "train"}, {"dropout_p"}, {"training"}), name
 
 
 def test_facts_without_an_annotation() -> None:
