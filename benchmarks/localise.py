@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.verify.localise.planted import Bench, Planted, Score, programs, score
 from tests.verify.localise.planted_gradients import BACKWARD
 from tests.verify.localise.planted_values import FORWARD
-from verify.localise import first_divergent, localise_all
+from verify.programs.localise import first_divergent, localise_all
 
 EVERY = (*FORWARD, *BACKWARD)
 

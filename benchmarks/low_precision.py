@@ -26,22 +26,22 @@ from statistics import median
 import torch
 
 from nnscaler.compile import parallelize
-from nnscaler.runtime.communicator import CommunicationError, ProgramError
-from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.loader import load_role, load_user_module
-from nnscaler.runtime.simulator import Simulator
+from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.loader import load_role, load_user_module
+from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from verify.low_precision.measure import measured
-from verify.low_precision.noise import draw, targets_of
-from verify.low_precision.run import Calibration, Result, calibrate, compare
-from verify.plan_checks.context import Comparison
-from verify.plan_checks.logical import by_rank, holdings_of, put_together
-from verify.program_directory import ProgramDirectory, open_program
-from verify.randomise import logical_state, randomise_parameters
-from verify.rank_program import RankResult, role_file
-from verify.reference import Trajectory, names_of, run_reference
-from verify.tolerance import exact_tolerance
-from verify.verdict import Verdict, merge
+from verify.programs.checks.context import Comparison
+from verify.programs.checks.logical import by_rank, holdings_of, put_together
+from verify.programs.execution.rank_program import RankResult, role_file
+from verify.programs.low_precision.measure import measured
+from verify.programs.low_precision.noise import draw, targets_of
+from verify.programs.low_precision.run import Calibration, Result, calibrate, compare
+from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.reference.eager import Trajectory, names_of, run_reference
+from verify.programs.reference.randomised_state import logical_state, randomise_parameters
+from verify.results.tolerance import exact_tolerance
+from verify.results.verdict import Verdict, merge
 
 from low_precision_bugs import BUGS, Bug, plant  # isort: skip
 

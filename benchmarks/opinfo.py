@@ -16,7 +16,7 @@ from collections import Counter
 
 import torch
 
-from verify.op_checks.opinfo import EXCLUDED, Entry, Result, entries, sample_results
+from verify.operators.run.opinfo import EXCLUDED, Entry, Result, entries, sample_results
 
 WRONG = ("refuted", "not bindable", "unknown overload")
 COLUMNS = ("holds", "nothing to split", "not bindable", "unknown overload", "refuted", "no call", "empty", "excluded")

@@ -24,16 +24,16 @@ import torch
 from nnscaler.compile import compile_traced, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
-from verify.plan_request import DTYPES, PlanRequest
-from verify.plan_subject import PlanSubject
-from verify.plan_verify import verify_request
-from verify.random_plan import random_plan
-from verify.random_plans import MESHES, PIPELINES
-from verify.self_test.plans.judge import read_statically
-from verify.self_test.plans.subjects import EXAMPLES, MODELS, shorten
+from verify.programs.random_plan import random_plan
+from verify.programs.random_plans import MESHES, PIPELINES
+from verify.programs.request import DTYPES, PlanRequest
+from verify.programs.subject import PlanSubject
+from verify.programs.verify_request import verify_request
+from verify.self_test.programs.judge import read_statically
+from verify.self_test.programs.subjects import EXAMPLES, MODELS, shorten
 
 # plan, ranks, micro-batches and schedule
 ASKED = (

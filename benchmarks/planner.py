@@ -64,9 +64,9 @@ def two_axes() -> None:
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.cost.analytic import AnalyticCost
     from nnscaler.planning.cost.model import AxisPlace
+    from nnscaler.planning.sharding.build_problem import Weights, pose
     from nnscaler.planning.sharding.memory import kept_by
-    from nnscaler.planning.sharding.pose import Weights, pose
-    from nnscaler.planning.sharding.setting import make_setting
+    from nnscaler.planning.sharding.problem_config import make_setting
     from nnscaler.planning.sharding.strategies import Strategies, axis_options
     from nnscaler.planning.sharding.tables import TableBuilder
     from nnscaler.planning.solver.solve import solve
@@ -99,7 +99,7 @@ def large(size: str, batch: int, devices: int, memory: float) -> None:
     """The whole planner, within so many GB a device."""
     from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.planning.planner.find_plan import find_plan
 
     graph = llama_graph(size, batch)
     before = memory_mb()
@@ -123,7 +123,7 @@ def to_code() -> None:
     from nnscaler.compile import compile_traced
     from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.planning.planner.find_plan import find_plan
     from nnscaler.tracing import trace
 
     config = hf.GPT2Config(n_layer=12, n_embd=768, n_head=12, use_cache=False)
@@ -158,7 +158,7 @@ def pairs(count: int) -> None:
     from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.constraints import sizes
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.planning.planner.find_plan import find_plan
 
     passed = tried = 0
     for name in EXAMPLES:
@@ -215,8 +215,8 @@ def order(repeats: int) -> None:
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.cost.table import load_profile
     from nnscaler.planning.cost.table_cost import TableCost
-    from nnscaler.planning.planner.plan import find_plan
-    from nnscaler.runtime.launcher import ForkServer, launch
+    from nnscaler.planning.planner.find_plan import find_plan
+    from nnscaler.runtime.jobs.launcher import ForkServer, launch
 
     ranks = 4
     file = EXAMPLES_FOLDER / "gpt.py"

@@ -159,7 +159,7 @@ def by_hand(graph: Any, known: Any, axes: set[str]) -> Any:
 def seconds_of(graph: Any, known: Any, cluster: Any, constraint: Any, memory: float | None = None) -> Any:
     """Return the plan that is found, or None."""
     from nnscaler.errors import NnscalerError
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.planning.planner.find_plan import find_plan
 
     try:
         return find_plan(graph, dict(known), cluster, constraint=constraint, memory=memory)

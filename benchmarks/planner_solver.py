@@ -22,7 +22,7 @@ from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.fold import solve_folded
 from nnscaler.planning.solver.highs import columns_of, optimise
-from nnscaler.planning.solver.hull import hull
+from nnscaler.planning.solver.pareto_frontier import hull
 from nnscaler.planning.solver.problem import Edge, Node, Problem, Table
 
 CHAINS = ((64, 8, False), (64, 16, False), (512, 8, False), (512, 8, True), (512, 16, False), (4096, 16, True))

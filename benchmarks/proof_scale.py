@@ -29,8 +29,8 @@ import torch
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import Traced, trace
-from verify.plan_proof import ProofOptions, prove_program
-from verify.verdict import Verdict
+from verify.programs.proof import ProofOptions, prove_program
+from verify.results.verdict import Verdict
 
 PUBLISHED = {"405b": 28_786.0, "8b": 15.0}  # seconds
 WHOLE = ("*layernorm", "model.norm")  # Megatron's pattern: the residual stream is whole on every rank of tp
@@ -103,7 +103,7 @@ def compiled(found: Traced, dp: int, tp: int, pp: int, micro: int, verbose: bool
 
 
 def prove(sources: Mapping[str, str], program: Program) -> Proof:
-    """L0 and L1: all of `verify.plan_proof`, the rows of the table and the input sizes included."""
+    """L0 and L1: all of `verify.programs.proof`, the rows of the table and the input sizes included."""
     cpu, start = time.process_time(), time.perf_counter()
     proof = prove_program(sources, program.graph, options=ProofOptions(LIMIT, cached=False))
     both = time.perf_counter() - start

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from nnscaler.runtime.loader import load_user_module
-from verify.random_plans import MESHES, PIPELINES, random_plans
+from nnscaler.runtime.program.loader import load_user_module
+from verify.programs.random_plans import MESHES, PIPELINES, random_plans
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from nnscaler.runtime.communicator import Communicator
-from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.program_directory import read_program
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.program.program_directory import read_program
+from nnscaler.runtime.training.executor import RankExecutor
 
 AT_ONCE = 5  # steps of one program before the next one's turn
 

@@ -23,10 +23,10 @@ import torch
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 
-from verify.op_checks.cases import Case
-from verify.op_checks.enumerate import Unusable, enumerate_cases
-from verify.op_checks.options import OpOptions
-from verify.op_checks.runner import CaseResult, Runner, WholeRaised
+from verify.evidence.cases import Case
+from verify.evidence.options import OpOptions
+from verify.evidence.oracle.enumerate import Unusable, enumerate_cases
+from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
 
 DTYPES = ("float64", "float32", "bfloat16")
 

@@ -29,10 +29,10 @@ import torch
 from op_registry.builtin import SPECS
 from op_registry.spec import OperatorSpec
 
-from verify.op_checks.concrete import function_of
-from verify.op_checks.enumerate import Unusable, enumerate_cases
-from verify.op_checks.opinfo import entries
-from verify.op_checks.options import OpOptions
+from verify.evidence.inputs.concrete_call import function_of
+from verify.evidence.options import OpOptions
+from verify.evidence.oracle.enumerate import Unusable, enumerate_cases
+from verify.operators.run.opinfo import entries
 
 MEDIAN_MS, P95_MS, RATIO = 0.5, 3.0, 20.0
 

@@ -24,7 +24,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
-from nnscaler.runtime.program_directory import describe_state
+from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule
 from nnscaler.scheduling.schedule import Schedule

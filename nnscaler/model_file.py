@@ -141,8 +141,8 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
 
 def import_user_file(path: Path) -> ModuleType:
     """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
-    from nnscaler.runtime.loader import load_user_module
-    from nnscaler.runtime.user_imports import claim_surroundings
+    from nnscaler.runtime.program.loader import load_user_module
+    from nnscaler.runtime.program.user_imports import claim_surroundings
 
     file = path.resolve()
     try:
@@ -203,7 +203,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
 def _called(function: Callable[[], Any], path: Path, seed: int, what: str) -> Any:
     import torch
 
-    from nnscaler.runtime.loader import without_arguments
+    from nnscaler.runtime.program.loader import without_arguments
 
     torch.manual_seed(seed)
     try:

@@ -28,7 +28,7 @@ def find_target(
     help_text = f"{example}, or package.module:function"
     if not _MODULE.fullmatch(name) or name.endswith(".py"):
         raise NnscalerError("no_such_file", f"there is no file {name!r}", help=help_text)
-    from nnscaler.runtime.user_imports import find_module  # it imports torch
+    from nnscaler.runtime.program.user_imports import find_module  # it imports torch
 
     file, folders = find_module(name, start)
     if file is None:

@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from verify.apart import can_run_apart as CAN_RUN_APART
+from verify.processes.subprocess_isolation import can_run_apart as CAN_RUN_APART
 
 # Nothing is kept in the home of whoever runs the tests.
 _CACHES = tempfile.TemporaryDirectory(prefix="nnscaler-caches-")
@@ -55,14 +55,14 @@ def _simulator_in_this_process() -> Iterator[pytest.MonkeyPatch]:
     """A child process for every run on the simulator would make the suite a fifth longer. Tests marked `apart` have
     one, and so have all commands that run as processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verify.apart.can_run_apart", lambda: False)
+        patch.setattr("verify.processes.subprocess_isolation.can_run_apart", lambda: False)
         yield patch
 
 
 @pytest.fixture(autouse=True)
 def _simulator_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("apart") is not None:
-        monkeypatch.setattr("verify.apart.can_run_apart", CAN_RUN_APART)
+        monkeypatch.setattr("verify.processes.subprocess_isolation.can_run_apart", CAN_RUN_APART)
 
 
 @pytest.fixture(autouse=True)

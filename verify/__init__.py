@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verify.finding import Finding
-from verify.report import Check, Report
-from verify.verdict import Verdict, merge
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict, merge
 
 if TYPE_CHECKING:
-    from verify.operators import verify_op
-    from verify.plans import verify_plan
+    from verify.operators.verify_op import verify_op
+    from verify.programs.verify_plan import verify_plan
 
 __all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"]
 
@@ -22,11 +22,11 @@ __all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verif
 def __getattr__(name: str) -> Any:
     # torch is imported only when something is verified: `nnscaler --help` and error paths stay fast
     if name == "verify_op":
-        from verify.operators import verify_op
+        from verify.operators.verify_op import verify_op
 
         return verify_op
     if name == "verify_plan":
-        from verify.plans import verify_plan
+        from verify.programs.verify_plan import verify_plan
 
         return verify_plan
     raise AttributeError(f"module 'verify' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nnscaler.config import SHARED, Document, Key, find_pyproject, read_document, read_table, value_of_variable
-from verify.plan_request import BACKENDS
+from verify.programs.request import BACKENDS
 
 _SEED, _TIMEOUT = Key("seed", "integer"), Key("timeout", "seconds")
 COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
         ),
     }
 )
-TARGETS = (Key("modules", "texts"), Key("files", "texts"))  # of verify-op: `verify.op_run.project` reads them
+TARGETS = (Key("modules", "texts"), Key("files", "texts"))  # of verify-op: `verify.operators.run.project` reads them
 _IMPLY_RANKS = ("--plan", "--program")
 _HELP = ("-h", "--help")
 

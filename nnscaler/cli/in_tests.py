@@ -23,11 +23,11 @@ from verify.gate.run import Clock, complete, find_operators, preload, run_items
 from verify.gate.settings import GateSettings, all_items, read_settings
 from verify.gate.state import State
 from verify.gate.work import perform_item
-from verify.op_run.cache import open_cache
-from verify.report import Report
+from verify.operators.run.cache import open_cache
 from verify.report_formats import FORMATS
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.line import last_line
+from verify.results.line import last_line
+from verify.results.report import Report
 
 SHOWN = 5  # findings of a report that fails a test
 

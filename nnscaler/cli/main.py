@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.exit_codes import ExitCode
 from nnscaler.cli.guard import wrong_package
+from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.cli.stops import exit_code_of
 
 if TYPE_CHECKING:
-    from nnscaler.cli.console import Console
+    from nnscaler.cli.output.console import Console
 
 EXIT_CODES = """exit codes:
   0 verified   1 refuted: a counter-example exists   2 could not run (usage, model, plan)
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem is not None:
             print(f"error: {problem}", file=sys.stderr)
             return ExitCode.COULD_NOT_RUN
-        from nnscaler.cli.console import Console
         from nnscaler.cli.defaults import command_defaults
+        from nnscaler.cli.output.console import Console
 
         try:
             words = sys.argv[1:] if argv is None else argv
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = Console().said()  # argparse leaves its text to the end of the process
             return stop.code if isinstance(stop.code, int) and said else ExitCode.COULD_NOT_RUN
         from nnscaler.cli.options import verbosity
-        from nnscaler.cli.outputs import check_outputs
+        from nnscaler.cli.output.writable import check_outputs
 
         console = Console(options.color, verbosity(options))
         options.console = console
@@ -81,7 +81,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
 
     `defaults`: of verify-op and verify-plan, as the project sets them; each takes those that it has.
     """
-    from nnscaler.cli import (
+    from nnscaler.cli.commands import (
         compile_command,
         explain,
         gate,
@@ -140,7 +140,7 @@ def _explain(error: BaseException, console: Console | None) -> int:
     if told is not None:
         write(f"error: {told}")
         return ExitCode.COULD_NOT_RUN
-    from nnscaler.cli.crash import crash_report
+    from nnscaler.cli.output.crash import crash_report
 
     write(crash_report(error))
     return ExitCode.INTERNAL_ERROR

@@ -12,7 +12,7 @@ from nnscaler.codegen.conversion_text import conversion_text
 from nnscaler.codegen.expressions import arguments
 from nnscaler.codegen.layout_text import layout_text
 from nnscaler.codegen.operators import function_text, needs_device, returns_sequence
-from nnscaler.codegen.places import Places
+from nnscaler.codegen.source_comments import Places
 from nnscaler.communication.communicated import Compute, Convert, StageProgram, Statement, Version
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Invariant, Layout, Replicated

@@ -9,7 +9,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.communication.communicated import Compute, Convert, Statement, Version
 from nnscaler.ir.graph import Graph
-from nnscaler.transform.kept import kept_slots
+from nnscaler.transform.saved_tensors import kept_slots
 
 
 def kept_inputs(graph: Graph, statement: Compute) -> tuple[Version, ...]:

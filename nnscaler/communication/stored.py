@@ -19,7 +19,7 @@ from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.ir.tensor import LogicalTensor
-from nnscaler.transform.rest import sharded_at_rest
+from nnscaler.transform.zero3 import sharded_at_rest
 
 MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer state
 

@@ -15,7 +15,7 @@ from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.planning.cost.measure import collective_calls, measure
 from nnscaler.planning.cost.shards import ShardCall
 from nnscaler.planning.cost.table import CollectiveEntry, Profile
-from nnscaler.runtime.launcher import ForkServer, launch
+from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
 
 _LIMIT = 600.0  # seconds for the collectives
@@ -83,7 +83,7 @@ def _collectives(ranks: int, server: ForkServer, listener: Listener) -> tuple[Co
     groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
     outcome = launch(
         ranks,
-        "nnscaler.runtime.collective_times:time_collectives",
+        "nnscaler.runtime.communication.collective_times:time_collectives",
         {"calls": calls},
         timeout=_LIMIT,
         groups=groups,

@@ -24,7 +24,7 @@ from nnscaler.planning.cost.model import CostModel, Overheads
 from nnscaler.planning.cost.table import Profile
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.whole_steps import WholeStep, overheads_of
-from nnscaler.runtime.launcher import ForkServer, launch
+from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
 from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import Plan, RecomputeStep
@@ -78,7 +78,7 @@ def time_steps(
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
     outcome = launch(
         ranks,
-        "nnscaler.runtime.crowded_steps:time_crowded",
+        "nnscaler.runtime.jobs.crowded_steps:time_crowded",
         {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS},
         timeout=_LIMIT,
         server=server,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the planner comes with HiGHS, which named plans do not need
     from nnscaler.planning.cluster.description import Cluster
     from nnscaler.planning.constraints import Constraint
     from nnscaler.planning.cost.model import CostModel
-    from nnscaler.planning.planner.plan import Found
+    from nnscaler.planning.planner.find_plan import Found
 
 AUTO = "auto"
 
@@ -84,7 +84,7 @@ def search_plan(
     is wrong or cannot hold.
     """
     from nnscaler.planning import constraints
-    from nnscaler.planning.planner.plan import find_plan
+    from nnscaler.planning.planner.find_plan import find_plan
 
     cluster = cluster_of(wanted, ranks)
     kept = []

@@ -12,7 +12,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.pipeline import pipeline
 from nnscaler.planning.tensor_parallel import tensor_parallel
-from nnscaler.transform.choose import follow_batch, largest_micro_batches
+from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.plan import ZERO, Plan, RestStep, Step
 from nnscaler.transform.select import select
 

@@ -20,7 +20,7 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.search import cheapest_choices
+from nnscaler.planning.beam_search import cheapest_choices
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.plan import ReplicateStep, SplitStep, Step
 

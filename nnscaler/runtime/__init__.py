@@ -1,13 +1,14 @@
 """Run generated rank programs: what role modules import, and the executor that runs them. Imports torch only."""
 
-from nnscaler.runtime import comm, ops
-from nnscaler.runtime.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.executor import RankExecutor
+from nnscaler.runtime import ops
+from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
+from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime.precision import dtypes
+from nnscaler.runtime.program.user_operators import user_operators
 from nnscaler.runtime.role import Buffer, Constant, Exchange, Input, Loss, Parameter, Receive, Send, Stage, recompute
-from nnscaler.runtime.simulator import Simulator
-from nnscaler.runtime.user_operators import user_operators
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.precision import dtypes
 
 __all__ = [
     "Buffer",

@@ -21,7 +21,17 @@ from shlex import quote
 
 import torch
 
-from nnscaler.runtime.checkpoint import (
+from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase, ProgramError
+from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.process_group import Place, join, leave, torchrun_place
+from nnscaler.runtime.program.program_directory import (
+    ProgramDirectory,
+    groups_of,
+    pairs_of,
+    rank_with_loss,
+    read_program,
+)
+from nnscaler.runtime.training.checkpoint import (
     CannotWrite,
     Checkpoint,
     check_writable,
@@ -29,11 +39,7 @@ from nnscaler.runtime.checkpoint import (
     save_checkpoint,
     written,
 )
-from nnscaler.runtime.communicator import Communicator, CommunicatorBase, ProgramError
-from nnscaler.runtime.communicator_factory import torch_communicator
-from nnscaler.runtime.executor import Batch, RankExecutor
-from nnscaler.runtime.process_group import Place, join, leave, torchrun_place
-from nnscaler.runtime.program_directory import ProgramDirectory, groups_of, pairs_of, rank_with_loss, read_program
+from nnscaler.runtime.training.executor import Batch, RankExecutor
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 

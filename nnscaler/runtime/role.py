@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.runtime.axis import AxisGroup
+from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.layout import State
 
 MICRO = "micro"  # the axis of micro-batches

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nnscaler.runtime.communicator import ProgramError
+from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.role import Stage
 
 _INSTRUCTION = re.compile(r"([FB])(\d+)\.(\d+)$")

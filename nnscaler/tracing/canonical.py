@@ -17,7 +17,7 @@ from op_registry.torch_schema import may_draw
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
-from nnscaler.tracing.raw import RawGraph, written_inputs
+from nnscaler.tracing.export.raw import RawGraph, written_inputs
 from nnscaler.tracing.rewrite import LEAF_ROLES
 
 _COPY = re.compile(r"@.*$")

@@ -1,6 +1,6 @@
 """Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
 
-Ranks cannot share torch's generator, so programs draw by the runtime's own operators (`nnscaler.runtime.ops_random`).
+Ranks cannot share torch's generator, so programs draw by the runtime's own operators (`nnscaler.runtime.ops.random`).
 The formulas serve twice: a pass writes them into graphs, and an eager run that is compared with a program follows them
 with the numbers that the program has.
 """
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import DType
 
-from nnscaler.runtime.ops_random import random_normal, random_uniform
+from nnscaler.runtime.ops.random import random_normal, random_uniform
 from nnscaler.tracing.infer import dtype_name, dtype_of, torch_operator
 
 Arguments = tuple[Any, ...]

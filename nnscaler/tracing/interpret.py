@@ -16,7 +16,7 @@ from op_registry.torch_schema import is_factory, schema_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation, map_slots
 from nnscaler.runtime import ops
-from nnscaler.runtime.autocast import autocast_on
+from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.infer import dtype_of, map_leaves, torch_operator
 from nnscaler.tracing.precision import exact_dtype, exact_tensor
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from nnscaler.runtime.autocast import autocast_on
-from nnscaler.runtime.ops_tensor import grouped_mm
+from nnscaler.runtime.ops.tensor import grouped_mm
+from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.draws import DRAWING, FixedDraws
 
 Draws = AbstractContextManager[Any]  # opened around every function of torch that may draw

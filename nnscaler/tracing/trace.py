@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.autocast import Regions, autocast_on
-from nnscaler.tracing.attributes import notes_of
-from nnscaler.tracing.autograd_functions import OpaqueFunction
-from nnscaler.tracing.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
-from nnscaler.tracing.loss_module import LossModule, is_meta, mode_note
+from nnscaler.runtime.training.autocast import Regions, autocast_on
+from nnscaler.tracing.export.attributes import notes_of
+from nnscaler.tracing.export.autograd_functions import OpaqueFunction
+from nnscaler.tracing.export.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
+from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
+from nnscaler.tracing.repeated_layers.stitched_export import Stitched, export_graph
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.self_check import check_trace, second_forward
-from nnscaler.tracing.stitched_export import Stitched, export_graph
+from nnscaler.tracing.self_check.compare import check_trace, second_forward
 from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 

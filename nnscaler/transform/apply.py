@@ -13,12 +13,12 @@ from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
 from nnscaler.ir.names import is_free_name
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.choose import choose, illegal
-from nnscaler.transform.hoist import hoist
+from nnscaler.transform.complete_plan import choose, illegal
+from nnscaler.transform.hoist_prepare import hoist
 from nnscaler.transform.order import reorder
 from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
-from nnscaler.transform.rest import resting
 from nnscaler.transform.select import select
+from nnscaler.transform.zero3 import resting
 
 
 def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> PartitionedGraph:

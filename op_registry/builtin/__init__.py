@@ -4,35 +4,29 @@ To add an operator, add a line to a family's `SPECS` and a row to that family's 
 Importing this package needs no torch.
 """
 
-from op_registry.builtin import (
-    arrange,
+from op_registry.builtin.layers import (
     attention,
     batch_norm,
-    casts,
     convolution,
-    diagonal,
+    experts,
+    interpolation,
+    loss,
+    normalization,
+    pooling,
+    recurrent,
+)
+from op_registry.builtin.numeric import (
     distance,
     einsum,
     elementwise,
-    embedding,
-    experts,
-    factories,
-    index,
-    interpolation,
     linear_algebra,
-    loss,
     matmul,
-    normalization,
-    ordering,
-    pieces,
-    pooling,
-    recurrent,
     reduction,
     scan,
     special,
     spectral,
-    views,
 )
+from op_registry.builtin.tensors import arrange, casts, diagonal, embedding, factories, index, ordering, pieces, views
 from op_registry.spec import OperatorSpec
 
 SPECS: tuple[OperatorSpec, ...] = (

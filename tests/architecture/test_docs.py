@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verify.catalogue import CODES
+from verify.results.catalogue import CODES
 
 LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#]+)")
 PATH = re.compile(r"`((?:op_registry|nnscaler|verify|docs|examples|benchmarks|tests|ci|\.ci)/[\w./-]*)`")

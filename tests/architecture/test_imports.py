@@ -35,12 +35,12 @@ LATE = {
     ("nnscaler.targets", "nnscaler.runtime*"): "a file that is there is found without torch",
     ("op_registry.register", "op_registry.torch_operators"): "annotations are read without torch",
     ("op_registry.registry", "op_registry.builtin"): "the front door of the registry is open before its operators are",
-    ("verify", "verify.operators"): "the names of the front door are imported on first use",
-    ("verify", "verify.plans"): "the same",
-    ("verify.plan_subject", "nnscaler.*"): "a record of what is to be verified is made without torch",
-    ("verify.plan_verify", "verify.*"): "a request that cannot be verified is refused without torch",
-    ("verify.op_checks.user_code", "nnscaler.runtime*"): "targets are read without torch",
-    ("verify.program_directory", "nnscaler.runtime*"): "a manifest is read without torch",
+    ("verify", "verify.operators.verify_op"): "the names of the front door are imported on first use",
+    ("verify", "verify.programs.verify_plan"): "the same",
+    ("verify.programs.subject", "nnscaler.*"): "a record of what is to be verified is made without torch",
+    ("verify.programs.verify_request", "verify.*"): "a request that cannot be verified is refused without torch",
+    ("verify.evidence.inputs.user_code", "nnscaler.runtime*"): "targets are read without torch",
+    ("verify.programs.program_directory", "nnscaler.runtime*"): "a manifest is read without torch",
 }
 
 

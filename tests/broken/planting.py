@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.compile import PlanSource
 from nnscaler.ir.text_parser import parse_graph
-from nnscaler.runtime.launcher import ForkServer
+from nnscaler.runtime.jobs.launcher import ForkServer
 from verify import Finding, Report
-from verify.catalogue import CODES
-from verify.plan_request import PlanRequest
-from verify.plan_subject import PlanSubject, RunContext
-from verify.plan_verify import verify_request
-from verify.static import StaticResult, check_program
+from verify.programs.request import PlanRequest
+from verify.programs.subject import PlanSubject, RunContext
+from verify.programs.typing import StaticResult, check_program
+from verify.programs.verify_request import verify_request
+from verify.results.catalogue import CODES
 
 
 @dataclass(frozen=True, slots=True)

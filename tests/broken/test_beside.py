@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime import checkpoint, clipping, gradients
-from nnscaler.runtime.executor import RankExecutor
 from nnscaler.runtime.role import Stage
+from nnscaler.runtime.training import checkpoint, clipping, gradients
+from nnscaler.runtime.training.executor import RankExecutor
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
-from verify.plan_checks.context import LOCALISED
+from verify.programs.checks.context import LOCALISED
 
 Patch = pytest.MonkeyPatch
 
@@ -56,12 +56,12 @@ def test_each_rank_clips_by_its_own_norm(monkeypatch: Patch, sharded: Original) 
         grads = [p.grad for stage in stages for p in clipping._trained(stage) if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]), norm_type).double()
 
-    monkeypatch.setattr("nnscaler.runtime.executor.gradient_norm", own)
+    monkeypatch.setattr("nnscaler.runtime.training.executor.gradient_norm", own)
     assert "gradient_norm_differs" in codes(sharded.verify(sharded.folder))
 
 
 def test_nothing_is_clipped(monkeypatch: Patch, sharded: Original) -> None:
-    monkeypatch.setattr("nnscaler.runtime.executor.clip_gradients", lambda *_: None)
+    monkeypatch.setattr("nnscaler.runtime.training.executor.clip_gradients", lambda *_: None)
     assert "parameter_differs" in codes(sharded.verify(sharded.folder))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from op_registry.builtin import embedding
+from op_registry.builtin.tensors import embedding
 
 import nnscaler
 import verify
@@ -17,7 +17,7 @@ from nnscaler.communication import materialise, regions
 from nnscaler.ir import conversion
 from nnscaler.ir.conversion import Row
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
-from nnscaler.runtime import executor, gradients, reducer
+from nnscaler.runtime.training import executor, gradients, reducer
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Original, assert_refuted

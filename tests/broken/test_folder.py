@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.text_parser import parse_graph
-from nnscaler.runtime.program_directory import describe_state
+from nnscaler.runtime.program.program_directory import describe_state
 from tests.broken.planting import Edit, Original
 from verify import Report, verify_plan
-from verify.finding import Finding
-from verify.static import check_program
-from verify.static.record import NAME
+from verify.programs.typing import check_program
+from verify.programs.typing.roles.record import NAME
+from verify.results.finding import Finding
 
 
 def first_read(original: Original, program: Path) -> Finding:

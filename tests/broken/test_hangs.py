@@ -14,12 +14,12 @@ import pytest
 import verify
 from nnscaler import compile as compiler
 from nnscaler.cli.main import main
-from nnscaler.runtime.launcher import ForkServer
+from nnscaler.runtime.jobs.launcher import ForkServer
 from nnscaler.scheduling import timeline
 from nnscaler.scheduling.schedule import Schedule, parse_order
 from tests.broken import models
 from tests.broken.planting import Edit, Original, assert_refuted
-from verify.backends import start_server
+from verify.programs.execution.backends import start_server
 
 TIMEOUT = 60.0  # of the whole run; a hang is to be found in much less
 

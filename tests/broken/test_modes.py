@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import nnscaler
 import verify
 from tests.broken.planting import Edit, plant
-from verify.plan_request import Level
+from verify.programs.request import Level
 
 CHANNELS = 6
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import nnscaler
 import verify
 from nnscaler.errors import AnnotationError
-from verify.finding import Finding
-from verify.report import Report
+from verify.results.finding import Finding
+from verify.results.report import Report
 
 
 def refuted(report: Report, code: str) -> Finding:

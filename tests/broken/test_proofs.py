@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verify.self_test.plans.judge import Execution, read_statically
-from verify.self_test.plans.tiny_models import TINY
+from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.soundness.tiny_models import TINY
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from nnscaler.cli.main import main
 from nnscaler.compile import compile_traced, parallelize
-from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import trace
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.program.loader import load_user_module
 from verify import verify_plan
-from verify.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
+from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
 
 COUNTS = {"gpt": 12, "llama_hf": 3, "vit_hf": 3, "t5_hf": 3}
 LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}

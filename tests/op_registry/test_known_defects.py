@@ -30,7 +30,7 @@ from nnscaler.ir.operation import Operation, as_call
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.interpret import run_graph
 from tests.op_registry.builtin.oracle import Whole, as_leaf, check_split, differentiable, gradients, run
-from verify.random_plans import Mesh, random_plans
+from verify.programs.random_plans import Mesh, random_plans
 
 MESHES = (Mesh((("a", 2), ("b", 3))), Mesh((("a", 3), ("b", 2))))
 

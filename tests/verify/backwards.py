@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 from op_registry.spec import OperatorSpec
 
 from verify import Verdict
-from verify.finding import Finding
-from verify.op_checks.concrete import ConcreteCall, make_call
-from verify.op_checks.derivative import check_derivative
-from verify.op_checks.probed import Probed
+from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
+from verify.operators.audit.derivative import check_derivative
+from verify.operators.audit.probed import Probed
+from verify.results.finding import Finding
 
 Function = Callable[..., Any]
 SEEDS = range(20)

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.errors import NnscalerError
-from verify import apart
-from verify.apart import run_apart
-from verify.op_run.pool import Died, TimedOut
+from verify.processes import subprocess_isolation as apart
+from verify.processes.pool import Died, TimedOut
+from verify.processes.subprocess_isolation import run_apart
 
 pytestmark = pytest.mark.apart
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from op_registry.samples import SAMPLES, Sample, replace_tensors
 
-from nnscaler.runtime.communicator import ProgramError
-from verify.checked_kernels import CheckedKernels
+from nnscaler.runtime.communication.communicator import ProgramError
+from verify.evidence.oracle.checked_kernels import CheckedKernels
 
 aten = torch.ops.aten
 Attention = Callable[..., Tensor]

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from verify import Verdict
-from verify.calibrate import measure_condition
-from verify.compare import difference, family_scale, largest
-from verify.randomise import logical_state, randomise_parameters
-from verify.tolerance import exact_tolerance
+from verify.programs.reference.conditioning import measure_condition
+from verify.programs.reference.randomised_state import logical_state, randomise_parameters
+from verify.results.tensor_difference import difference, family_scale, largest
+from verify.results.tolerance import exact_tolerance
 
 KEY = ("gradient", 0, "w")
 
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_parameters() -> None:
 
 def test_conditioning_is_measured_on_the_model() -> None:
     from nnscaler.tracing.sample_inputs import flatten_inputs
-    from verify.reference import run_reference
+    from verify.programs.reference.eager import run_reference
 
     class Sharp(nn.Module):
         """Loses nine digits by a difference of almost equal numbers."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.cli.main import main
-from verify.catalogue import CODES, PAGES, page, section
+from verify.results.catalogue import CODES, PAGES, page, section
 
 REPOSITORY = Path(__file__).parents[2]
 TITLES = ["What it means", "Example", "What to do"]

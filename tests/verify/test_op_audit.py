@@ -18,13 +18,13 @@ from op_registry.samples import samples_of
 from op_registry.spec import OperatorSpec
 
 from verify import Verdict
-from verify.catalogue import CODES
-from verify.finding import Finding
-from verify.op_checks.audit import audit
-from verify.op_checks.concrete import make_call
-from verify.op_checks.draw import builtin_call
-from verify.op_checks.probed import Probed
-from verify.self_test.custom_backward import with_backward
+from verify.evidence.inputs.concrete_call import make_call
+from verify.evidence.inputs.draw_calls import builtin_call
+from verify.operators.audit.probed import Probed
+from verify.operators.audit.side_effects import audit
+from verify.results.catalogue import CODES
+from verify.results.finding import Finding
+from verify.self_test.operators.mutants.custom_backward import with_backward
 
 Function = Callable[..., Any]
 

@@ -24,9 +24,9 @@ from tests.verify.backwards import (
     normal,
 )
 from verify import Verdict
-from verify.op_checks.handwritten import handwritten
-from verify.op_checks.probed import Probed
-from verify.self_test.custom_backward import with_backward
+from verify.operators.audit.handwritten import handwritten
+from verify.operators.audit.probed import Probed
+from verify.self_test.operators.mutants.custom_backward import with_backward
 
 
 class IgnoresItsCotangent(RmsNorm):

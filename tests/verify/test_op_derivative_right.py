@@ -26,11 +26,11 @@ from tests.verify.backwards import (
     weighted_sum,
 )
 from verify import Verdict
-from verify.op_checks.derivative import check_derivative
-from verify.op_checks.draw import choose_sizes, from_annotation
-from verify.op_checks.options import KINDS
-from verify.self_test.hosts import HOSTS
-from verify.self_test.mutant import spec_of
+from verify.evidence.inputs.draw_calls import choose_sizes, from_annotation
+from verify.evidence.options import KINDS
+from verify.operators.audit.derivative import check_derivative
+from verify.self_test.operators.mutants.hosts import HOSTS
+from verify.self_test.operators.mutants.mutant import spec_of
 
 
 def test_the_right_norm() -> None:

@@ -14,9 +14,9 @@ from op_registry.bind_call import linear_sets
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES, Sample
 
-from verify.op_advice.linear import derive_linear, is_linear
-from verify.op_checks.concrete import function_of, make_call, outputs_of, with_outputs, with_tensors
-from verify.op_checks.draw import builtin_call
+from verify.evidence.inputs.concrete_call import function_of, make_call, outputs_of, with_outputs, with_tensors
+from verify.evidence.inputs.draw_calls import builtin_call
+from verify.operators.suggest.linear import derive_linear, is_linear
 
 
 def _real(*shape: int) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 from op_registry.spec import OperatorSpec
 
 from verify import Verdict
-from verify.op_checks.concrete import make_call
-from verify.op_checks.opcheck import TESTS, library_overload, opcheck, shortened
-from verify.op_checks.probed import Probed
+from verify.evidence.inputs.concrete_call import make_call
+from verify.operators.audit.opcheck import TESTS, library_overload, opcheck, shortened
+from verify.operators.audit.probed import Probed
 
 
 class Doubled(torch.autograd.Function):

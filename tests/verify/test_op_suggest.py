@@ -13,19 +13,19 @@ from torch.nn import functional as F
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
-from verify.op_advice import infer
-from verify.op_advice.infer import infer_annotation, suggest_annotation
-from verify.op_advice.question import Question, make_question
-from verify.op_advice.sizes import resize
-from verify.op_advice.together import find_groups
-from verify.op_advice.trial import read_state
-from verify.op_advice.truth_table import Fact, truth_table
-from verify.op_advice.widen import repair, widen
-from verify.op_checks.concrete import make_call
-from verify.op_checks.kernels import checked_kernels
-from verify.op_checks.target import find_operator, record_of
-from verify.report import Report
-from verify.verdict import Verdict
+from verify.evidence.inputs.concrete_call import make_call
+from verify.evidence.inputs.find_operator import find_operator, record_of
+from verify.evidence.oracle.kernels import checked_kernels
+from verify.operators.suggest import infer
+from verify.operators.suggest.infer import infer_annotation, suggest_annotation
+from verify.operators.suggest.probe_call import Question, make_question
+from verify.operators.suggest.size_groups import find_groups
+from verify.operators.suggest.sizes import resize
+from verify.operators.suggest.trial import read_state
+from verify.operators.suggest.truth_table import Fact, truth_table
+from verify.operators.suggest.widen import repair, widen
+from verify.results.report import Report
+from verify.results.verdict import Verdict
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

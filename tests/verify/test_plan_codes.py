@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 
 from nnscaler.codegen.program import Program
-from verify.failure import Failure, finding_of
-from verify.places import Places
-from verify.plan_checks import coverage, losses
-from verify.plan_checks.context import Comparison
-from verify.plan_checks.logical import Holding
-from verify.rank_program import RankResult
-from verify.reference import Trajectory
-from verify.static import check_program
-from verify.tolerance import exact_tolerance
-from verify.verdict import Verdict
+from verify.programs.checks import coverage, losses
+from verify.programs.checks.context import Comparison
+from verify.programs.checks.logical import Holding
+from verify.programs.execution.failure import Failure, finding_of
+from verify.programs.execution.rank_program import RankResult
+from verify.programs.reference.eager import Trajectory
+from verify.programs.source_map import Places
+from verify.programs.typing import check_program
+from verify.results.tolerance import exact_tolerance
+from verify.results.verdict import Verdict
 
 ONE = torch.tensor(1.0, dtype=torch.float64)
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnscaler.cli.commands.verify_plan import plan_request
 from nnscaler.cli.main import build_parser, main
-from nnscaler.cli.verify_plan import plan_request
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
-from verify.environment import environment
-from verify.packed_word import Damaged, pack, unpack
-from verify.plan_request import PlanRequest
-from verify.plan_token import LONGEST, PlanToken, Source, decode, encode, make_token, request_of
+from verify.programs.request import PlanRequest
+from verify.programs.token import LONGEST, PlanToken, Source, decode, encode, make_token, request_of
+from verify.results.environment import environment
+from verify.results.packed_word import Damaged, pack, unpack
 
 MODEL = """
 import torch

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.runtime import RankExecutor
-from nnscaler.runtime.communicator import CommunicatorBase
-from nnscaler.runtime.ops_random import logical_uniform
-from nnscaler.runtime.program_directory import read_program
+from nnscaler.runtime.communication.communicator import CommunicatorBase
+from nnscaler.runtime.ops.random import logical_uniform
+from nnscaler.runtime.program.program_directory import read_program
 from nnscaler.tracing import trace
 from nnscaler.tracing.precision import exact, run_backward, with_draws
 from nnscaler.tracing.sample_inputs import flatten_inputs
-from verify.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
-from verify.reference import record_draws
+from verify.programs.reference.eager import record_draws
+from verify.programs.reference.program_draws import Called, Draw, ProgramDraws, UnmatchedDraws, draws_of, match_draws
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
 

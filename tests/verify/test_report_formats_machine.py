@@ -17,9 +17,9 @@ from op_registry.spec import SourceLocation
 
 import verify
 from verify import Check, Finding, Report, Verdict
-from verify.catalogue import CODES
 from verify.report_formats import FORMATS
 from verify.report_formats.junit import case_names
+from verify.results.catalogue import CODES
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEMA = json.loads((REPOSITORY / "docs" / "reports" / "report.schema.json").read_text(encoding="utf-8"))

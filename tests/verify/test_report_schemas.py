@@ -15,8 +15,8 @@ import pytest
 from op_registry.spec import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
-from verify.catalogue import CODES
 from verify.report_formats import FORMATS
+from verify.results.catalogue import CODES
 
 DATA = Path(__file__).parents[1] / "data"
 SARIF = json.loads((DATA / "sarif-2.1.0-rtm.5.json").read_text(encoding="utf-8"))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime import ProgramError, RankExecutor, Simulator
-from nnscaler.runtime.checkpoint import load_checkpoint, save_checkpoint
-from nnscaler.runtime.program_directory import ProgramDirectory, read_program
+from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
+from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.tracing.precision import exact
 
 Batch = Mapping[str, Tensor]

@@ -16,8 +16,8 @@ from op_registry.spec import OperatorSpec
 import verify
 from nnscaler.errors import NnscalerError
 from verify import Verdict
-from verify.catalogue import CODES
-from verify.op_report import verify_spec
+from verify.operators.operator_report import verify_spec
+from verify.results.catalogue import CODES
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

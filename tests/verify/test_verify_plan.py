@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import verify
 from nnscaler.errors import NnscalerError
 from verify import Report, Verdict
-from verify.catalogue import CODES
-from verify.plan_request import PlanRequest
-from verify.plan_subject import PlanSubject
-from verify.plan_verify import verify_request
+from verify.programs.request import PlanRequest
+from verify.programs.subject import PlanSubject
+from verify.programs.verify_request import verify_request
+from verify.results.catalogue import CODES
 
 Factory = Callable[[], nn.Module]
 Batch = dict[str, Tensor]

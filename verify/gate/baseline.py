@@ -23,10 +23,10 @@ from typing import Any
 from nnscaler.config import Document, Key, KeyPath, read_document, read_table
 from nnscaler.errors import SourceLocation
 from nnscaler.files import write_text
-from verify.catalogue import CODES, UNFINISHED
-from verify.finding import Finding
-from verify.report import Report
 from verify.report_formats.problems import problems
+from verify.results.catalogue import CODES, UNFINISHED
+from verify.results.finding import Finding
+from verify.results.report import Report
 
 _KEYS = (
     Key("item", "text", required=True),

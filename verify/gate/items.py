@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from nnscaler.errors import NnscalerError
-from verify.plan_request import PlanRequest
+from verify.programs.request import PlanRequest
 
 Option = str | int | bool | tuple[str, ...]
 SourceKind = Literal["name", "file", "module", "user"]

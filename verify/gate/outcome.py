@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from verify.catalogue import UNFINISHED
-from verify.environment import environment
-from verify.finding import Finding
 from verify.gate.baseline import Entry, entries_of, failing_checks, fingerprints
-from verify.report import Check, Report
-from verify.verdict import Verdict
+from verify.results.catalogue import UNFINISHED
+from verify.results.environment import environment
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 Word = Literal["INTERNAL ERROR", "COULD NOT RUN", "REFUTED", "INCONCLUSIVE", "NOT RUN", "KNOWN", "VERIFIED"]
 KNOWN = "known"  # the fact that a known finding has, with its owner and date

@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from nnscaler.errors import NnscalerError
-from verify.environment import environment
-from verify.finding import Finding
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.order import Phase, Unit, batches, first_units, other_units
 from verify.gate.outcome import Result
 from verify.gate.state import State
 from verify.gate.work import list_operators, without_repeats
-from verify.op_run.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
-from verify.report import Check, Report
-from verify.verdict import Verdict
+from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
+from verify.results.environment import environment
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 GRACE = 5.0  # seconds that an item has beyond its own limit, to tell of it itself
 LEAST = 0.2  # seconds under which nothing is started
 # what every child would import by itself, in seconds each time
-_PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "verify.plan_run", "verify.op_run.many")
+_PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "verify.programs.run", "verify.operators.run.many")
 T = TypeVar("T")
 Perform = Callable[[Item, Phase, Note], tuple[Report, bool]]
 Runs = Generator[tuple[Unit, Result], None, None]

@@ -27,7 +27,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.planning.auto import parse_auto
 from nnscaler.targets import find_target
 from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
-from verify.plan_request import BACKENDS, DTYPES, PlanRequest
+from verify.programs.request import BACKENDS, DTYPES, PlanRequest
 
 TABLE: KeyPath = ("tool", "nnscaler", "gate")
 EXAMPLE = """\

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from nnscaler.config import cache_folder
-from verify.op_run.cache import make_folder
+from verify.operators.run.cache import make_folder
 
 
 @dataclass(frozen=True)

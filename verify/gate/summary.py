@@ -9,12 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from verify.finding import Finding
 from verify.gate.outcome import KNOWN, Judged, Outcome
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.problems import findings_of, reproduce_once
-from verify.report_formats.totals import totals
+from verify.results.finding import Finding
+from verify.results.totals import totals
 
 ROWS = 200
 FINDINGS = 30

@@ -12,18 +12,18 @@ from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
+from verify.evidence.inputs.find_operator import matching, registered_in
+from verify.evidence.inputs.user_code import import_module, is_users
+from verify.evidence.options import OpOptions
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.order import Phase
-from verify.op_checks.options import OpOptions
-from verify.op_checks.target import matching, registered_in
-from verify.op_checks.user_code import import_module, is_users
-from verify.op_run.cache import Cache
-from verify.op_run.job import address_of, make_job
-from verify.op_run.many import Settings, run_many
-from verify.op_run.targets import registered_by
-from verify.plan_subject import RunContext
-from verify.plan_verify import verify_request
-from verify.report import Report
+from verify.operators.run.cache import Cache
+from verify.operators.run.job import address_of, make_job
+from verify.operators.run.many import Settings, run_many
+from verify.operators.run.targets import registered_by
+from verify.programs.subject import RunContext
+from verify.programs.verify_request import verify_request
+from verify.results.report import Report
 
 Note = Callable[[str], None]
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from verify.report import Report
 from verify.report_formats import concise, full, github, html, json_lines, json_text, junit, sarif
-from verify.report_formats.line import Line
+from verify.results.line import Line
+from verify.results.report import Report
 
 
 class Format(Protocol):

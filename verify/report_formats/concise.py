@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verify.finding import Finding
-from verify.report import Report
-from verify.report_formats.line import Line, last_line
 from verify.report_formats.problems import problems
+from verify.results.finding import Finding
+from verify.results.line import Line, last_line
+from verify.results.report import Report
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from op_registry.spec import SourceLocation
 
-from verify.finding import Finding
 from verify.report_formats.caret import caret_line
-from verify.report_formats.line import Line, plain
+from verify.results.finding import Finding
+from verify.results.line import Line, plain
 
 WIDTH = 140  # a counter-example that is longer takes a line for each fact
 # Facts that have lines of their own; `expected` and `found` are layouts or values, one below the other.

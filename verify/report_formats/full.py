@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from verify.finding import Finding
-from verify.report import Check, Report
 from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.line import Line, last_line, plain, style_of
 from verify.report_formats.problems import findings_of, problems, reproduce_once
-from verify.report_formats.totals import totals
+from verify.results.finding import Finding
+from verify.results.line import Line, last_line, plain, style_of
+from verify.results.report import Check, Report
+from verify.results.totals import totals
 
 WHOLE = 4  # findings shown with all that is known; the rest, which usually follow from them, take a line each
 CHECKS = 60  # checks of one report that are shown; beyond them only those that do not pass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verify.report import Report
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.line import Line, last_line, plain
 from verify.report_formats.paths import relative
 from verify.report_formats.problems import Problem, problems
+from verify.results.line import Line, last_line, plain
+from verify.results.report import Report
 
 ANNOTATIONS = 10  # GitHub shows no more of one kind per step
 

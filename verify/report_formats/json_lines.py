@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verify.report import Report
 from verify.report_formats.json_text import verdict_of
-from verify.report_formats.line import Line, plain
+from verify.results.line import Line, plain
+from verify.results.report import Report
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:

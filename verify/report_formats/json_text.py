@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from verify.report import SCHEMA_VERSION, Report
-from verify.report_formats.line import Line, plain_lines
-from verify.report_formats.totals import totals
+from verify.results.line import Line, plain_lines
+from verify.results.report import SCHEMA_VERSION, Report
+from verify.results.totals import totals
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:

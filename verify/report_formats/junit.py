@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from verify.finding import Finding
-from verify.report import Check, Report
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.full import check_line
-from verify.report_formats.line import Line, last_line, plain_lines
 from verify.report_formats.problems import findings_by_check, findings_of
-from verify.report_formats.totals import totals
-from verify.verdict import Verdict
+from verify.results.finding import Finding
+from verify.results.line import Line, last_line, plain_lines
+from verify.results.report import Check, Report
+from verify.results.totals import totals
+from verify.results.verdict import Verdict
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:

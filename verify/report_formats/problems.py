@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from verify.catalogue import UNDECIDED
-from verify.finding import Finding
-from verify.report import Check, Report
 from verify.report_formats.paths import relative
-from verify.verdict import Verdict
+from verify.results.catalogue import UNDECIDED
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 Severity = Literal["error", "warning"]
 

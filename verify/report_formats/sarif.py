@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from op_registry.spec import SourceLocation
 
-from verify.catalogue import CODES, page, section
-from verify.report import Report
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.line import Line, plain_lines
 from verify.report_formats.paths import as_uri, relative
 from verify.report_formats.problems import Problem, problems
-from verify.report_formats.totals import Totals, totals
+from verify.results.catalogue import CODES, page, section
+from verify.results.line import Line, plain_lines
+from verify.results.report import Report
+from verify.results.totals import Totals, totals
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 BASE = "%SRCROOT%"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from verify.report import Report
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.line import counts
 from verify.report_formats.problems import Problem, problems
-from verify.report_formats.totals import totals
-from verify.verdict import Verdict
+from verify.results.line import counts
+from verify.results.report import Report
+from verify.results.totals import totals
+from verify.results.verdict import Verdict
 
 ROWS = 100
 FINDINGS = 20

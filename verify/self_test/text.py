@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from verify.report_formats.line import Line, Style, plain
-from verify.self_test.ablation import ANNOTATIONS, AblationTable
-from verify.self_test.annotation_run import STAGES, SURVIVORS, AnnotationTable
-from verify.self_test.operator_run import REQUIRED, OperatorTable
-from verify.self_test.ops import OpsSelfTest
-from verify.self_test.rule_fuzz_run import RulesReport
+from verify.results.line import Line, Style, plain
+from verify.self_test.operators.ablation import ANNOTATIONS, AblationTable
+from verify.self_test.operators.annotation_run import STAGES, SURVIVORS, AnnotationTable
+from verify.self_test.operators.operator_run import REQUIRED, OperatorTable
+from verify.self_test.operators.ops import OpsSelfTest
+from verify.self_test.rules.run import RulesReport
 
 SHOWN = 40  # names of survivors and of unclaimed truths
 _EXPLAINED = {

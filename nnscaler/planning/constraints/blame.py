@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
+from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.constraint import Constraint
-from nnscaler.planning.planner.configurations import Configuration
 
 
 def without_choice(

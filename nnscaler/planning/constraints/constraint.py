@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice
-from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.configurations import Configuration
 
 
 @dataclass(frozen=True)

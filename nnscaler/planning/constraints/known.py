@@ -11,7 +11,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
-from nnscaler.transform.choose import choose
+from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, RestStep
 from nnscaler.transform.select import select

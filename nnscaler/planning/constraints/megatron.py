@@ -14,7 +14,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.constraints.roles import Names, Roles, roles_of
 from nnscaler.transform.candidates import reach
-from nnscaler.transform.choose import batch_of, batch_states
+from nnscaler.transform.complete_plan import batch_of, batch_states
 
 TWO = 2  # parts, for which identifiers are looked for: which they are does not depend on it
 

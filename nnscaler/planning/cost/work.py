@@ -12,7 +12,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape, Shapes
-from nnscaler.transform.kept import kept_slots
+from nnscaler.transform.saved_tensors import kept_slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.cost.gradients import seconds_per_byte
-from nnscaler.planning.planner.chain import Numbers
-from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
-from nnscaler.planning.planner.layered import Layered
-from nnscaler.planning.planner.subject import Subject
-from nnscaler.planning.sharding.pose import pose
-from nnscaler.planning.sharding.resting import gathering_rate
+from nnscaler.planning.planner.layer_chain import Numbers
+from nnscaler.planning.planner.pipeline_bound import Layered
+from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.sharding.build_problem import pose
+from nnscaler.planning.sharding.zero3_cost import gathering_rate
 from nnscaler.planning.solver.prices import bound_by_prices
 from nnscaler.planning.solver.problem import TooWide
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.cost.gradients import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
-from nnscaler.planning.planner.configurations import Configuration
 from nnscaler.planning.planner.cuts import cuts_of
-from nnscaler.planning.planner.subject import Subject
-from nnscaler.planning.sharding.pose import Weights, once_at, pose
+from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.budget import solve_within
-from nnscaler.planning.solver.hull import bound_at, hull
+from nnscaler.planning.solver.pareto_frontier import bound_at, hull
 from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nnscaler.ir.operation import Operation
-from nnscaler.planning.planner.plan import Found
-from nnscaler.planning.sharding.pose import pose
+from nnscaler.planning.planner.find_plan import Found
+from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.solver.fold import min_marginal
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
-from nnscaler.planning.planner.search import Search
-from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.planner.planning_cache import Subject
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, RestStep, Step
 from nnscaler.transform.stages import StagePartition, partition_stages

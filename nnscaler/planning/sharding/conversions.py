@@ -20,7 +20,7 @@ from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
 from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.planning.cost.model import Collective, CostModel
-from nnscaler.planning.sharding.setting import Setting
+from nnscaler.planning.sharding.problem_config import Setting
 
 Table = NDArray[np.float64]
 Hops = tuple[tuple[str | None, str | None], ...]  # (forward, backward) collective of each row on the way

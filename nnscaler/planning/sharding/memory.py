@@ -9,7 +9,7 @@ from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.kept import kept_slots
+from nnscaler.transform.saved_tensors import kept_slots
 
 
 @dataclass(frozen=True, slots=True)

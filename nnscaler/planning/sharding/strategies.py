@@ -13,9 +13,9 @@ from nnscaler.ir.layout import Layout
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.sharding.setting import Setting
+from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.candidates import all_candidates, reach
-from nnscaler.transform.choose import batch_of, batch_states
+from nnscaler.transform.complete_plan import batch_of, batch_states
 
 SMALL = 1024  # elements of a tensor whose partial sums are always considered
 

@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from nnscaler.planning.solver.fold import min_marginal
-from nnscaler.planning.solver.hull import ROUNDING, Hull, hull, line_at
+from nnscaler.planning.solver.pareto_frontier import ROUNDING, Hull, hull, line_at
 from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, TooWide, evaluate
 from nnscaler.planning.solver.reduce import Reduced, restrict
 from nnscaler.planning.solver.repair import repair_from

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nnscaler.planning.solver.branch import branch
 from nnscaler.planning.solver.highs import columns_of, optimise
-from nnscaler.planning.solver.hull import Hull, hull, line_at
+from nnscaler.planning.solver.pareto_frontier import Hull, hull, line_at
 from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, evaluate
 from nnscaler.planning.solver.reduce import reduce_problem
 from nnscaler.planning.solver.repair import repair_from

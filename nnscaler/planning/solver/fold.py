@@ -13,8 +13,8 @@ from math import prod
 import numpy as np
 
 from nnscaler.planning.solver.eliminate import Elimination, Factor, exact_solution, run_elimination, substitute
+from nnscaler.planning.solver.minplus_power import Power, raise_to, states
 from nnscaler.planning.solver.order import CAP, STEP, Order, find_order
-from nnscaler.planning.solver.power import Power, raise_to, states
 from nnscaler.planning.solver.problem import Problem, Solution, Table, TooWide
 from nnscaler.planning.solver.runs import Run, find_runs
 

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from nnscaler.planning.solver.fold import min_marginal
-from nnscaler.planning.solver.hull import ROUNDING
+from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import Edge, Node, Problem, Table, memory_floor
 
 LOW, HIGH, COUNT = 1 / 64, 64.0, 12  # of the prices, in prices at which the budget costs what the fastest nodes do

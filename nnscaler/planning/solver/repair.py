@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from nnscaler.planning.solver.flat import Flat, Indices, flatten
-from nnscaler.planning.solver.hull import Hull, Point, bound_at
+from nnscaler.planning.solver.pareto_frontier import Hull, Point, bound_at
 from nnscaler.planning.solver.problem import Problem, Table, evaluate, memory_of
+from nnscaler.planning.solver.table_index import Flat, Indices, flatten
 
 ROUNDS = 8  # of crossings, and of passes over single nodes
 NEAR = 4  # efficient points on each side of the budget that are crossed with the best

@@ -1,6 +1,7 @@
 """Passes from what the importer reads to the final graph, in order."""
 
 from nnscaler.ir.graph import Graph
+from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.passes.attention_dropout import lower_attention_dropout
 from nnscaler.tracing.passes.batch_norm import lower_batch_norm
 from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
@@ -13,7 +14,6 @@ from nnscaler.tracing.passes.promotions import spell_promotions
 from nnscaler.tracing.passes.random_draws import lower_random_draws
 from nnscaler.tracing.passes.shapes import spell_shapes
 from nnscaler.tracing.passes.tile_slices import tile_slices
-from nnscaler.tracing.raw import RawGraph
 
 
 def run_passes(raw: RawGraph) -> Graph:

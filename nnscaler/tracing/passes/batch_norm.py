@@ -7,7 +7,7 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation import Operation, Region
 from nnscaler.ir.tensor import LogicalTensor
-from nnscaler.tracing.raw import RawGraph
+from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.rewrite import Builder, Ref
 
 RUNNING_STATISTIC = "nnscaler.running_statistic"

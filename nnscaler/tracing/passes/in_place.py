@@ -15,11 +15,11 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.tracing.export.raw import RawGraph, written_inputs
 from nnscaler.tracing.infer import infer
 from nnscaler.tracing.passes.batch_norm import RUNNING_STATISTIC, statistic_written
 from nnscaler.tracing.passes.functional_forms import functional_form
 from nnscaler.tracing.passes.view_inverse import write_through
-from nnscaler.tracing.raw import RawGraph, written_inputs
 from nnscaler.tracing.rewrite import Builder, Ref, iterate_references, map_references, references
 
 

@@ -145,6 +145,6 @@ def test_what_is_right_is_not_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         with pytest.MonkeyPatch.context() as patch:
             told: list[str] = []
-            patch.setattr("nnscaler.cli.console.Console.error", lambda self, text, told=told: told.append(text))
+            patch.setattr("nnscaler.cli.output.console.Console.error", lambda self, text, told=told: told.append(text))
             assert main([*words]) == 2
         assert "it was run" in told[0], told

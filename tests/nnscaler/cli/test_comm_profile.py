@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nnscaler.cli.comm_profile import ProfileOutput, add_option, class_lines, show_profile, total_lines
-from nnscaler.cli.console import Console
 from nnscaler.cli.main import main
+from nnscaler.cli.output.comm_profile import ProfileOutput, add_option, class_lines, show_profile, total_lines
+from nnscaler.cli.output.console import Console
 from nnscaler.errors import NnscalerError
 
 

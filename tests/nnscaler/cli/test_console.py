@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from nnscaler.cli.console import Console, wants_color
-from verify.report_formats.line import Line, plain
+from nnscaler.cli.output.console import Console, wants_color
+from verify.results.line import Line, plain
 
 
 class Terminal(io.StringIO):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from nnscaler.cli import list_things
-from nnscaler.cli.exit_codes import ExitCode
+from nnscaler.cli.commands import list_things
 from nnscaler.cli.main import main
+from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.errors import NnscalerError, SourceLocation
 
 OPS = """

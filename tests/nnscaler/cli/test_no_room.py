@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler import files
-from nnscaler.cli import list_things
+from nnscaler.cli.commands import list_things
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
 
@@ -198,7 +198,7 @@ def test_a_full_temporary_folder_is_told_before_the_work(
 
     monkeypatch.setattr(files, "_fill", full)
     monkeypatch.setattr(files, "check_writable", lambda path: None)  # profile.json
-    monkeypatch.setattr("nnscaler.cli.outputs.check_writable", lambda path: None)
+    monkeypatch.setattr("nnscaler.cli.output.writable.check_writable", lambda path: None)
     assert main(words) == 2
     err = capsys.readouterr().err
     assert f"cannot write temporary files to {tempfile.gettempdir()}: No space left on device" in err
@@ -238,13 +238,13 @@ import resource, sys
 sys.dont_write_bytecode = True  # half a file of it would be kept
 from nnscaler import files
 from nnscaler.cli.main import main
-import verify.plan_run
+import verify.programs.run
 
-def limited(*arguments, run=verify.plan_run.run_program, **more):
+def limited(*arguments, run=verify.programs.run.run_program, **more):
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
     return run(*arguments, **more)
 
-verify.plan_run.run_program = limited
+verify.programs.run.run_program = limited
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -325,7 +325,7 @@ def test_a_bug_that_comes_after_a_refusal_is_still_a_bug() -> None:
 def test_a_verdict_stands_where_the_program_cannot_be_kept(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from verify import plan_report
+    from verify.programs import plan_report
 
     assert compiled("program") == 0
     wrong = Path("program", "role_0.py")
@@ -335,7 +335,7 @@ def test_a_verdict_stands_where_the_program_cannot_be_kept(
     def no_room(*arguments: object) -> object:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("verify.plan_report.shutil.copyfile", no_room)
+    monkeypatch.setattr("verify.programs.plan_report.shutil.copyfile", no_room)
     kept: list[str] = []
     made = tempfile.mkdtemp
 
@@ -343,14 +343,14 @@ def test_a_verdict_stands_where_the_program_cannot_be_kept(
         kept.append(made(*arguments, **more))  # type: ignore[call-overload]
         return kept[-1]
 
-    monkeypatch.setattr("verify.plan_report.tempfile.mkdtemp", noted)
+    monkeypatch.setattr("verify.programs.plan_report.tempfile.mkdtemp", noted)
 
     def keep(report: plan_report.Report, program: Path, request: plan_report.PlanRequest) -> plan_report.Report:
         from dataclasses import replace
 
         return original(report, program, replace(request, program=None))  # as if it had been compiled here
 
-    monkeypatch.setattr("verify.plan_run.keep_program", keep)
+    monkeypatch.setattr("verify.programs.run.keep_program", keep)
     assert main(["verify-plan", "model.py", "--program", "program", "--level", "static", "-q"]) == 1
     out = capsys.readouterr().out
     assert "note: the program could not be kept: No space left on device" in out

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from nnscaler import files
-from nnscaler.cli import show
-from nnscaler.cli.console import Console
 from nnscaler.cli.main import main
 from nnscaler.cli.options import OutputFormat
+from nnscaler.cli.output import show
+from nnscaler.cli.output.console import Console
 from nnscaler.errors import NnscalerError
 from verify import Check, Report, Verdict
 
@@ -174,7 +174,7 @@ def test_a_screen_that_cannot_be_written_is_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "my_ops.py").write_text(
         "import nnscaler\n@nnscaler.register_op('a b -> a b')\ndef twice(x):\n    return 2 * x\n"
     )
-    late = "import sys, nnscaler.cli.console as c, nnscaler.cli.main as m; c.Console.check = lambda self: None; "
+    late = "import sys, nnscaler.cli.output.console as c, nnscaler.cli.main as m; c.Console.check = lambda self: None; "
     program = f"{late} sys.exit(m.main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "verify-op", "my_ops.py::twice", "--no-cache", "-q"]
     with FULL.open("w") as full:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import nnscaler.cli.plan
+import nnscaler.cli.commands.plan
 from nnscaler.cli.main import main
 
 MODEL = """
@@ -117,7 +117,7 @@ def test_only_the_first_passes_of_very_many_are_drawn(
 def test_what_takes_long_is_replayed_when_asked(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(nnscaler.cli.plan, "MANY", 11)
+    monkeypatch.setattr(nnscaler.cli.commands.plan, "MANY", 11)
     kept, certificate = sizes(tmp_path / "kept.toml", pp=2, micro_batches=3), tmp_path / "certificate.json"
     words = ["plan", model, "--ranks", "2", "--cluster", "a100x8", "--constraints", str(kept)]
     assert main([*words, "--certificate", str(certificate)]) == 0

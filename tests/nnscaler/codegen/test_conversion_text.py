@@ -17,9 +17,10 @@ from nnscaler.codegen.conversion_text import conversion_text
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded, State, explain_illegal, parse_state
 from nnscaler.ir.mesh import Axis, DeviceMesh
-from nnscaler.runtime import Simulator, comm
+from nnscaler.runtime import Simulator
 from nnscaler.runtime import layout as runtime_layout
-from nnscaler.runtime.axis import AxisGroup
+from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.layout import gradient_states
 from nnscaler.runtime.shards import assemble, shard
 

@@ -9,7 +9,7 @@ from op_registry.expression import Expression, by_index
 
 from nnscaler.codegen.expressions import expression, literal
 from nnscaler.codegen.layout_text import layout_text
-from nnscaler.codegen.places import layer_of
+from nnscaler.codegen.source_comments import layer_of
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded
 from nnscaler.ir.mesh import Axis
 from nnscaler.ir.names import is_free_name

@@ -22,17 +22,17 @@ from nnscaler.communication.profile import CommunicationProfile, communication_p
 from nnscaler.compile import compile_traced
 from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime import reducer
-from nnscaler.runtime.communicator import CommunicationCall, Communicator
-from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.loader import load_role, load_user_module
-from nnscaler.runtime.simulator import Simulator
+from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.loader import load_role, load_user_module
+from nnscaler.runtime.training import reducer
+from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
 from tests import traced_examples
-from verify.random_plan import random_plan
+from verify.programs.random_plan import random_plan
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
-from nnscaler.runtime.communicator import Communicator
-from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.loader import load_role
-from nnscaler.runtime.simulator import Simulator
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.tracing import Traced
 from tests import traced_examples
 

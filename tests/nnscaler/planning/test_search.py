@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning import search
-from nnscaler.planning.search import Versions, cheapest_choices
+from nnscaler.planning import beam_search as search
+from nnscaler.planning.beam_search import Versions, cheapest_choices
 from nnscaler.planning.tensor_parallel import _options
 from nnscaler.tracing import trace
 

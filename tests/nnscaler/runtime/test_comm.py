@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.runtime import Invariant, Partial, ProgramError, Replicated, Sharded, Simulator, comm
-from nnscaler.runtime.axis import AxisGroup
+from nnscaler.runtime import Invariant, Partial, ProgramError, Replicated, Sharded, Simulator
+from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.layout import State, gradient_states
 from nnscaler.runtime.shards import assemble, shard
 

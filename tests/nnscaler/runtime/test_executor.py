@@ -11,20 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nnscaler.runtime import (
-    Exchange,
-    Input,
-    Loss,
-    Parameter,
-    Partial,
-    Receive,
-    Send,
-    Sharded,
-    Stage,
-    comm,
-    ops,
-    recompute,
-)
+from nnscaler.runtime import Exchange, Input, Loss, Parameter, Partial, Receive, Send, Sharded, Stage, ops, recompute
+from nnscaler.runtime.communication import comm
 
 Role = Callable[..., ModuleType]
 aten = torch.ops.aten

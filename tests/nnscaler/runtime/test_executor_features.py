@@ -28,11 +28,11 @@ from nnscaler.runtime import (
     Sharded,
     Simulator,
     Stage,
-    comm,
     dtypes,
     ops,
     recompute,
 )
+from nnscaler.runtime.communication import comm
 
 Role = Callable[..., ModuleType]
 aten = torch.ops.aten

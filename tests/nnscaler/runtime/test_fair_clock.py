@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.runtime import fair_clock
-from nnscaler.runtime.fair_clock import LEAST, SLOWEST, FairClock, join_within
+from nnscaler.runtime.jobs import fair_clock
+from nnscaler.runtime.jobs.fair_clock import LEAST, SLOWEST, FairClock, join_within
 
 SPIN, SLEEP = "while True: pass", "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"

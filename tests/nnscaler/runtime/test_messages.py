@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime import Exchange, Simulator, Stage
-from nnscaler.runtime.messages import Mail
 from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.training.messages import Mail
 
 WHOLE = (0, 4, 1)
 STRIPES = tuple((0, 1, ((start, 6, 2), WHOLE), ((start * 3, start * 3 + 3, 1), WHOLE)) for start in (0, 1))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nnscaler.runtime import ops
-from nnscaler.runtime.ops_random import uniform
+from nnscaler.runtime.ops.random import uniform
 
 
 def cross_entropy(blocks: list[Tensor], labels: Tensor, ignore_index: int) -> Tensor:
@@ -150,7 +150,7 @@ def test_the_hash_is_uniform_and_depends_on_every_part_of_its_key() -> None:
 
 def test_the_hash_is_splitmix64() -> None:
     """The first output of splitmix64 from state 0 is 0xE220A8397B1DCDAF."""
-    from nnscaler.runtime.ops_random import _mix, _mix_integer
+    from nnscaler.runtime.ops.random import _mix, _mix_integer
 
     assert _mix_integer(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
     assert int(_mix(torch.tensor(1))) % 2**64 == 0xE220A8397B1DCDAF

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
-from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.program_directory import ProgramDirectory, read_program
-from nnscaler.runtime.simulator import Simulator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
+from nnscaler.runtime.training.executor import RankExecutor
 
 
 class Model(nn.Module):

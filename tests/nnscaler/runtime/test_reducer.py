@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime import Parameter, Sharded, Simulator, Stage
-from nnscaler.runtime.reducer import Holding, holding, reduce_gradients
 from nnscaler.runtime.role import RunContext
+from nnscaler.runtime.training.reducer import Holding, holding, reduce_gradients
 
 
 class Meshed(Stage):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnscaler.runtime import CommunicationError, Simulator
-from nnscaler.runtime.simulator import SimulatedCommunicator
+from nnscaler.runtime.communication.simulator import SimulatedCommunicator
 
 
 def test_collectives_of_three_ranks() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.runtime.launcher import ForkServer
+from nnscaler.runtime.jobs.launcher import ForkServer
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communicator import Communicator
-from nnscaler.runtime.distributed import TorchCommunicator
-from nnscaler.runtime.nccl_communicator import NcclCommunicator
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.distributed import TorchCommunicator
+from nnscaler.runtime.communication.nccl import NcclCommunicator
 
 
 def greet(communicator: Communicator, text: str, number: int = 0) -> dict[str, object]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnscaler.runtime.communicator import CommunicationCall, CommunicationError
-from nnscaler.runtime.gloo_communicator import _agreement, _forward_of
-from nnscaler.runtime.launcher import ForkServer, launch
-from nnscaler.runtime.loader import load_user_module
-from nnscaler.runtime.simulator import Simulator
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
+from nnscaler.runtime.communication.gloo import _agreement, _forward_of
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.jobs.launcher import ForkServer, launch
+from nnscaler.runtime.program.loader import load_user_module
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

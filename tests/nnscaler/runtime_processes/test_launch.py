@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from nnscaler.runtime import launch
-from nnscaler.runtime.checkpoint import load_checkpoint
-from nnscaler.runtime.communicator import ProgramError
-from nnscaler.runtime.process_group import Place, torchrun_place
-from nnscaler.runtime.program_directory import (
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.communication.process_group import Place, torchrun_place
+from nnscaler.runtime.program.program_directory import (
     describe_state,
     groups_of,
     pairs_of,
     rank_with_loss,
     read_program,
 )
+from nnscaler.runtime.training.checkpoint import load_checkpoint
 
 HEAD = """
 import torch

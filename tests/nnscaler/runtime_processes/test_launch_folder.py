@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nnscaler.runtime import launch
-from nnscaler.runtime.program_directory import describe_state
+from nnscaler.runtime.program.program_directory import describe_state
 from tests.nnscaler.runtime_processes.test_launch import write_program_of_one_rank
 
 

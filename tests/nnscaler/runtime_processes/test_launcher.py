@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nnscaler.runtime.job import LaunchError
-from nnscaler.runtime.launcher import ForkServer, launch
+from nnscaler.runtime.jobs.job import LaunchError
+from nnscaler.runtime.jobs.launcher import ForkServer, launch
 
 
 def is_alive(process: int) -> bool:
@@ -144,7 +144,7 @@ def test_a_server_that_is_killed_takes_its_ranks_along(rank_functions: str, tmp_
 SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
-from nnscaler.runtime.launcher import launch
+from nnscaler.runtime.jobs.launcher import launch
 outcome = launch(2, {target!r}, {kwargs!r}, timeout=100)
 print([r.result["number"] for r in outcome])
 """

@@ -12,9 +12,9 @@ from types import CodeType
 import pytest
 
 import verify
-from nnscaler.runtime.communicator import ProgramError
-from nnscaler.runtime.loader import UserFileError, load_role, load_user_module
-from nnscaler.runtime.user_imports import own_names
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.loader import UserFileError, load_role, load_user_module
+from nnscaler.runtime.program.user_imports import own_names
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_ours_are_not_yet_imported(folder: Path, repository: Path) -> None:
     """The collision is with what the process would import."""
     script = f"""
 import sys
-from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.program.loader import load_user_module
 assert "verify" not in sys.modules and "op_registry" not in sys.modules
 model = load_user_module({str(folder / "model.py")!r})
 import verify, op_registry
@@ -183,6 +183,8 @@ def test_a_role_that_is_transformed(tmp_path: Path) -> None:
 def test_a_rank_imports_no_compiler_of_torch() -> None:
     """Every local job waits for these imports."""
     heavy = ["torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "torch.export._trace"]
-    program = f"import sys, verify.rank_program; print([name for name in {heavy} if name in sys.modules])"
+    program = (
+        f"import sys, verify.programs.execution.rank_program; print([name for name in {heavy} if name in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import nnscaler
 from nnscaler.ir.printer import print_graph
 from nnscaler.ir.text_parser import parse_graph
-from nnscaler.tracing import checkpoints, trace
+from nnscaler.tracing import trace
+from nnscaler.tracing.export import checkpoints
 from nnscaler.transform.checkpoints import checkpoint_steps, with_checkpoints
 from nnscaler.transform.plan import Plan, RecomputeStep
 from verify import verify_plan
@@ -62,7 +63,7 @@ def test_what_is_kept_in_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None
     program = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     kept = program.manifest["memory"][0]["activations"]
     monkeypatch.setattr(checkpoints, "_KEY", "another")
-    monkeypatch.setattr("nnscaler.tracing.importer.checkpoint_of", lambda node: None)
+    monkeypatch.setattr("nnscaler.tracing.export.importer.checkpoint_of", lambda node: None)
     lost = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     assert not any(isinstance(s, RecomputeStep) for s in lost.plan.steps)
     assert kept < lost.manifest["memory"][0]["activations"]

@@ -15,7 +15,7 @@ import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir import Graph
 from nnscaler.tracing import trace
-from nnscaler.tracing.loss_module import loss_of
+from nnscaler.tracing.export.loss_module import loss_of
 
 
 @dataclass

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.operation import Operation, Slot
-from nnscaler.tracing import as_eager, trace
+from nnscaler.tracing import trace
+from nnscaler.tracing.export import export_flags as as_eager
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 IDS = torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.printer import print_graph
 from nnscaler.tracing import trace
-from verify.static import check_program
+from verify.programs.typing import check_program
 
 X = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
 PADDED = torch.rand(4, 5, generator=torch.Generator().manual_seed(1)) > 0.3

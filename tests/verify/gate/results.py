@@ -6,11 +6,11 @@ from datetime import date
 
 from op_registry.spec import SourceLocation
 
-from verify.finding import Finding
 from verify.gate.baseline import Entry
 from verify.gate.outcome import Result
-from verify.report import Check, Report
-from verify.verdict import Verdict
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 TODAY = date(2026, 11, 21)
 LATER = date(2027, 1, 31)

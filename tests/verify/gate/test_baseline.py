@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nnscaler.config import read_document
 from nnscaler.errors import NnscalerError
 from tests.verify.gate.results import LATER, entry
-from verify.catalogue import CODES, UNFINISHED
 from verify.gate.baseline import quoted, read_baseline, write_baseline
+from verify.results.catalogue import CODES, UNFINISHED
 
 GOOD = """
 [[finding]]

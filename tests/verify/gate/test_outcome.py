@@ -9,10 +9,10 @@ from itertools import combinations
 import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, report, result
-from verify.catalogue import UNFINISHED
 from verify.gate.baseline import fingerprints
 from verify.gate.outcome import KNOWN, Outcome, judge, updated_entries, worst_code
-from verify.verdict import Verdict
+from verify.results.catalogue import UNFINISHED
+from verify.results.verdict import Verdict
 
 PASS = result("b")
 

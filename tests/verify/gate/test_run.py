@@ -21,9 +21,9 @@ from verify.gate.order import Phase, batches, expected, first_units, other_units
 from verify.gate.outcome import Result, judge
 from verify.gate.run import Clock, complete, find_operators, run_items
 from verify.gate.state import Last, State, read_state, state_file, write_state
-from verify.plan_request import PlanRequest
-from verify.report import Report
-from verify.verdict import Verdict
+from verify.programs.request import PlanRequest
+from verify.results.report import Report
+from verify.results.verdict import Verdict
 
 Note = Callable[[str], None]
 BUDGET = 60.0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nnscaler.cli.commands.verify_plan import plan_request
 from nnscaler.cli.main import build_parser
-from nnscaler.cli.verify_plan import plan_request
 from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import plan_source
 from nnscaler.planning.auto import AutoPlan
@@ -16,8 +16,8 @@ from tests.verify.gate.results import report
 from verify.gate.items import OpItem, OpSource, check_names, select
 from verify.gate.settings import EXAMPLE, GateSettings, read_settings
 from verify.gate.work import perform_item
-from verify.plan_request import BACKENDS, DTYPES, PlanRequest
-from verify.report import Report
+from verify.programs.request import BACKENDS, DTYPES, PlanRequest
+from verify.results.report import Report
 
 MODELS = """
 [[tool.nnscaler.gate.models]]

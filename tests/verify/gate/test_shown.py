@@ -15,7 +15,7 @@ from verify.gate.marked import render
 from verify.gate.outcome import Outcome, judge
 from verify.gate.summary import cell, summary
 from verify.report_formats import FORMATS
-from verify.verdict import Verdict
+from verify.results.verdict import Verdict
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 

@@ -18,8 +18,8 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.apply import apply_plan
 from tests.traced_examples import traced
-from verify.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
-from verify.lemmas.obligation import Stated
+from verify.programs.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
+from verify.programs.lemmas.obligation import Stated
 
 SECONDS = 60.0
 AXES = (("tp", 2),)

@@ -9,10 +9,10 @@ import pytest
 
 from nnscaler.ir.graph import Graph
 from tests.verify.lemmas.planted import SECONDS
-from verify.lemmas import Memo, prove_obligations
-from verify.lemmas.obligation import Stated
-from verify.lemmas.result import NAME
-from verify.verdict import Verdict
+from verify.programs.lemmas import Memo, prove_obligations
+from verify.programs.lemmas.obligation import Stated
+from verify.programs.lemmas.result import NAME
+from verify.results.verdict import Verdict
 
 Plan = Callable[..., tuple[Graph, tuple[Stated, ...]]]
 # what is proved at bounded sizes only: the pick of a split vocabulary, alone and with the batch; `arange` split by

@@ -19,14 +19,14 @@ from op_registry.spec import Shards
 
 from nnscaler.ir.placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
-from verify.lemmas import LemmaResult, Memo, evidence, prove_obligations
-from verify.lemmas.evidence import Evidence
-from verify.lemmas.obligation import Stated
-from verify.lemmas.representative import represent
-from verify.lemmas.statement import Claim, Splits
-from verify.op_checks.strength import Strength
-from verify.op_run.cache import Cache
-from verify.verdict import Verdict
+from verify.evidence.strength import Strength
+from verify.operators.run.cache import Cache
+from verify.programs.lemmas import LemmaResult, Memo, evidence, prove_obligations
+from verify.programs.lemmas.evidence import Evidence
+from verify.programs.lemmas.obligation import Stated
+from verify.programs.lemmas.representative import represent
+from verify.programs.lemmas.statement import Claim, Splits
+from verify.results.verdict import Verdict
 
 
 def linear() -> Stated:

@@ -15,8 +15,8 @@ from op_registry.spec import OperatorSpec, Shards
 
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
-from verify.lemmas import LemmaResult
-from verify.verdict import Verdict
+from verify.programs.lemmas import LemmaResult
+from verify.results.verdict import Verdict
 
 
 def of(result: LemmaResult, claim: str) -> Any:

@@ -12,9 +12,9 @@ from op_registry.call import TensorArgument
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from tests.verify.lemmas.planted import called, floats, integers, proved, stated, users
-from verify.lemmas.representative import LARGEST, represent
-from verify.lemmas.stand_in import Unrepresented
-from verify.verdict import Verdict
+from verify.programs.lemmas.representative import LARGEST, represent
+from verify.programs.lemmas.stand_in import Unrepresented
+from verify.results.verdict import Verdict
 
 LINEAR = "aten.linear.default"
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.runtime import comm
-from nnscaler.runtime.axis import AxisGroup, Cut
-from verify.lemmas import check_rows
-from verify.lemmas.rows import conversions
-from verify.verdict import Verdict
+from nnscaler.runtime.communication import comm
+from nnscaler.runtime.communication.axis import AxisGroup, Cut
+from verify.programs.lemmas import check_rows
+from verify.programs.lemmas.rows import conversions
+from verify.results.verdict import Verdict
 
 EVERY = sorted({row.function for row in ROWS.values()})
 

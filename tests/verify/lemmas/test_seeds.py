@@ -13,10 +13,10 @@ from op_registry.registry import default_registry
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import RunPartial, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, integers, stated
-from verify.lemmas import LemmaResult, prove_obligations
-from verify.lemmas.obligation import Obligation, Stated
-from verify.lemmas.representative import represent
-from verify.verdict import Verdict
+from verify.programs.lemmas import LemmaResult, prove_obligations
+from verify.programs.lemmas.obligation import Obligation, Stated
+from verify.programs.lemmas.representative import represent
+from verify.results.verdict import Verdict
 
 FIRST = RunPartial(frozenset({0}))
 # what is divided, and the counts that divide it: a loss by its labels, rows by theirs

@@ -15,8 +15,8 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from verify import verify_plan
-from verify.lemmas import SizesResult, obligations_of, sizes_result
-from verify.lemmas.obligation import Stated
+from verify.programs.lemmas import SizesResult, obligations_of, sizes_result
+from verify.programs.lemmas.obligation import Stated
 
 Planned = Callable[..., tuple[Graph, tuple[Stated, ...]]]
 

@@ -15,15 +15,15 @@ from nnscaler.compile import PlanSource
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Edit, plant
-from verify.finding import Finding
-from verify.localise import localise_all
-from verify.places import Places
-from verify.plan_prepare import Prepared, prepare
-from verify.plan_request import PlanRequest
-from verify.plan_subject import PlanSubject
-from verify.program_directory import open_program
-from verify.randomise import logical_state
-from verify.rank_program import Task
+from verify.programs.execution.rank_program import Task
+from verify.programs.localise import localise_all
+from verify.programs.prepare import Prepared, prepare
+from verify.programs.program_directory import open_program
+from verify.programs.reference.randomised_state import logical_state
+from verify.programs.request import PlanRequest
+from verify.programs.source_map import Places
+from verify.programs.subject import PlanSubject
+from verify.results.finding import Finding
 
 Localiser = Callable[..., Finding | tuple[Finding, ...] | None]
 

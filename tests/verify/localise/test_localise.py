@@ -11,9 +11,9 @@ from tests.broken.planting import Edit
 from tests.verify.localise.planted import Bench, Planted, programs, score
 from tests.verify.localise.planted_gradients import BACKWARD
 from tests.verify.localise.planted_values import FORWARD
-from verify.localise import first_divergent, localise
-from verify.localise.localise import find_culprits
-from verify.places import Places
+from verify.programs.localise import first_divergent, localise
+from verify.programs.localise.localise import find_culprits
+from verify.programs.source_map import Places
 
 EVERY = (*FORWARD, *BACKWARD)
 Get = Callable[[str], Bench]

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.compile import parallelize
-from nnscaler.runtime.communicator import Communicator
-from nnscaler.runtime.executor import RankExecutor
-from nnscaler.runtime.loader import load_role
-from nnscaler.runtime.simulator import Simulator
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from verify.low_precision import NoiseRow, low_precision_outcomes
-from verify.plan_checks.context import Comparison, Outcome
-from verify.plan_checks.logical import holdings_of
-from verify.program_directory import ProgramDirectory, open_program
-from verify.randomise import logical_state, randomise_parameters
-from verify.rank_program import Entry, RankResult, role_file
-from verify.reference import Trajectory, names_of, run_reference
-from verify.tolerance import exact_tolerance
+from verify.programs.checks.context import Comparison, Outcome
+from verify.programs.checks.logical import holdings_of
+from verify.programs.execution.rank_program import Entry, RankResult, role_file
+from verify.programs.low_precision import NoiseRow, low_precision_outcomes
+from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.reference.eager import Trajectory, names_of, run_reference
+from verify.programs.reference.randomised_state import logical_state, randomise_parameters
+from verify.results.tolerance import exact_tolerance
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.program.loader import load_user_module
 from tests.verify.low_precision.conftest import Case, make_case
 from verify import verify_plan
-from verify.low_precision import run as level
-from verify.low_precision.measure import Measured
-from verify.low_precision.measures import Statistics
-from verify.low_precision.near_ties import NearTies
-from verify.low_precision.noise import Noise, Subject, Target, draw_noise
-from verify.low_precision.rows import FIRST_DRAWS
-from verify.self_test.plans.subjects import BATCH, shorten
-from verify.tolerance import Key
-from verify.verdict import Verdict, merge
+from verify.programs.low_precision import run as level
+from verify.programs.low_precision.measure import Measured
+from verify.programs.low_precision.measures import Statistics
+from verify.programs.low_precision.near_ties import NearTies
+from verify.programs.low_precision.noise import Noise, Subject, Target, draw_noise
+from verify.programs.low_precision.rows import FIRST_DRAWS
+from verify.results.tolerance import Key
+from verify.results.verdict import Verdict, merge
+from verify.self_test.programs.subjects import BATCH, shorten
 
 ONE = 1.0
 NEXT = 1 + torch.finfo(torch.bfloat16).eps  # the least number above 1

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.verify.low_precision.conftest import Case, make_case
-from verify.catalogue import CODES
-from verify.finding import Finding
-from verify.low_precision import run as level
-from verify.low_precision.noise import Noise, choose_loss_scale, draw, parts_of, subject_of, targets_of
-from verify.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
-from verify.plan_checks.context import Outcome
-from verify.report import Check
-from verify.verdict import Verdict, merge
+from verify.programs.checks.context import Outcome
+from verify.programs.low_precision import run as level
+from verify.programs.low_precision.noise import Noise, choose_loss_scale, draw, parts_of, subject_of, targets_of
+from verify.programs.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
+from verify.results.catalogue import CODES
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.verdict import Verdict, merge
 
 Batch = dict[str, Tensor]
 DTYPES = ("bfloat16", "float16")
@@ -128,7 +128,7 @@ def test_near_the_threshold_more_draws_then_inconclusive(case: Case, monkeypatch
 
     def near(*args: object) -> object:
         found = real(*args)  # type: ignore[arg-type]
-        from verify.low_precision.measure import _error
+        from verify.programs.low_precision.measure import _error
 
         return tuple(replace(m, error=_error(shifted, calibration.targets[key])) if m.key == key else m for m in found)
 

@@ -15,14 +15,14 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
-from verify.minimise import PlanTrial, minimise, minimise_plan
-from verify.minimise.shrink import units_of
-from verify.plan_prepare import Prepared, prepare
-from verify.plan_request import PlanRequest
-from verify.plan_subject import PlanSubject
-from verify.randomise import logical_state
-from verify.rank_program import Task
-from verify.reference import run_reference
+from verify.programs.execution.rank_program import Task
+from verify.programs.minimise import PlanTrial, minimise, minimise_plan
+from verify.programs.minimise.shrink import units_of
+from verify.programs.prepare import Prepared, prepare
+from verify.programs.reference.eager import run_reference
+from verify.programs.reference.randomised_state import logical_state
+from verify.programs.request import PlanRequest
+from verify.programs.subject import PlanSubject
 
 SPEC = "dp=2,tp=2,pp=2"
 

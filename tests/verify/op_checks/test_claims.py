@@ -19,16 +19,16 @@ from op_registry.samples.sample import F, I, S, U
 from op_registry.spec import OperatorSpec, Refusal, Shards
 
 from nnscaler.ir.placement import RunPartial, Split
-from verify.op_checks.cases import Case, Inputs
-from verify.op_checks.claims import SAID, claims_of, exercised_by
-from verify.op_checks.enumerate import enumerate_cases
-from verify.op_checks.options import Kind, OpOptions, Safeguards
-from verify.op_checks.runner import Runner
-from verify.op_checks.values import varied
-from verify.op_report import verify_spec
-from verify.report import Report
-from verify.self_test.mutant import Hook, spec_of
-from verify.verdict import Verdict
+from verify.evidence.cases import Case, Inputs
+from verify.evidence.inputs.values import varied
+from verify.evidence.options import Kind, OpOptions, Safeguards
+from verify.evidence.oracle.claims import SAID, claims_of, exercised_by
+from verify.evidence.oracle.enumerate import enumerate_cases
+from verify.evidence.oracle.runner import Runner
+from verify.operators.operator_report import verify_spec
+from verify.results.report import Report
+from verify.results.verdict import Verdict
+from verify.self_test.operators.mutants.mutant import Hook, spec_of
 
 OPTIONS = OpOptions(prove=False, explain=False)
 

@@ -10,9 +10,9 @@ import torch
 
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, explain_illegal
 from nnscaler.runtime import shards
-from verify.op_checks.cases import uneven_sizes
-from verify.op_checks.lay import gather, lay_of, local_shape, spread
-from verify.op_checks.random_calls import runtime_state
+from verify.evidence.cases import uneven_sizes
+from verify.evidence.inputs.operand_shards import gather, lay_of, local_shape, spread
+from verify.evidence.oracle.random_calls import runtime_state
 
 SHAPE = (12, 36, 4)
 STATES: tuple[State, ...] = (

@@ -14,13 +14,13 @@ from op_registry.spec import OperatorSpec
 
 import nnscaler
 import verify
-from verify.finding import Finding
-from verify.op_checks.check import as_check
-from verify.op_checks.enumerate import enumerate_cases
-from verify.op_checks.options import OpOptions, Safeguards
-from verify.op_checks.outcome import Outcome
-from verify.op_report import verify_spec
-from verify.verdict import Verdict
+from verify.evidence.options import OpOptions, Safeguards
+from verify.evidence.oracle.check import as_check
+from verify.evidence.oracle.enumerate import enumerate_cases
+from verify.evidence.oracle.outcome import Outcome
+from verify.operators.operator_report import verify_spec
+from verify.results.finding import Finding
+from verify.results.verdict import Verdict
 
 
 def only_finding(function: Callable[..., Any], annotation: str, **more: Any) -> Finding:

@@ -8,10 +8,10 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.ir.layout import PARTIAL, Sharded
-from verify.op_checks.lay import lay_of, take
-from verify.op_checks.options import OpOptions
-from verify.op_checks.variants import variants_of
-from verify.op_report import verify_spec
+from verify.evidence.inputs.operand_shards import lay_of, take
+from verify.evidence.options import OpOptions
+from verify.evidence.oracle.variants import variants_of
+from verify.operators.operator_report import verify_spec
 
 
 def of(expected: torch.Tensor, dim: int = 0, outer: int = 1) -> dict[str, tuple[bool, bool]]:

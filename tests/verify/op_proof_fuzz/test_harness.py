@@ -13,9 +13,9 @@ import torch
 
 from op_registry.samples.sample import F, S
 
-from verify.op_proofs.rules import conclude
-from verify.op_proofs.rules.call import Operand, RuleCall
-from verify.op_proofs.states import (
+from verify.evidence.dimension_types.rules import conclude
+from verify.evidence.dimension_types.rules.call import Operand, RuleCall
+from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,
     PARTIAL_SUM,
@@ -28,12 +28,12 @@ from verify.op_proofs.states import (
     Unknown,
     Zero,
 )
-from verify.self_test.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
-from verify.self_test.rule_fuzz_calls import DrawnCall, drawn_calls, operands_of
-from verify.self_test.rule_fuzz_direct import direct_calls
-from verify.self_test.rule_fuzz_run import RulesReport, fuzz_in_children
-from verify.self_test.rule_fuzz_states import draw_split, draw_states
-from verify.self_test.rule_fuzz_values import Ranks, Undecided, draw, evaluate, make_ranks, problem
+from verify.self_test.rules.calls import DrawnCall, drawn_calls, operands_of
+from verify.self_test.rules.direct import direct_calls
+from verify.self_test.rules.rule_fuzz import QUICK, Effort, RuleResult, fuzz_rule, replaced, with_states
+from verify.self_test.rules.run import RulesReport, fuzz_in_children
+from verify.self_test.rules.states import draw_split, draw_states
+from verify.self_test.rules.values import Ranks, Undecided, draw, evaluate, make_ranks, problem
 
 K, M, Q = sympy.symbols("k m q", integer=True, positive=True)
 SIZES = (M, 2 * K * 3)

@@ -11,12 +11,12 @@ from op_registry.samples.sample import Sample
 
 from tests.verify.op_proof_fuzz.cover import COVER
 from tests.verify.op_proofs.test_registry import TESTED
-from verify.op_proofs.rules import RULES, conclude, rule_of
-from verify.self_test.rule_fuzz import QUICK, by_overload
-from verify.self_test.rule_fuzz_calls import DrawnCall, DrawnCalls, drawn_calls
-from verify.self_test.rule_fuzz_direct import direct_calls
-from verify.self_test.rule_fuzz_planted import PLANTED
-from verify.self_test.rule_fuzz_run import ENOUGH, fuzz_in_children, fuzz_rules, missed_plants
+from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
+from verify.self_test.rules.calls import DrawnCall, DrawnCalls, drawn_calls
+from verify.self_test.rules.direct import direct_calls
+from verify.self_test.rules.planted import PLANTED
+from verify.self_test.rules.rule_fuzz import QUICK, by_overload
+from verify.self_test.rules.run import ENOUGH, fuzz_in_children, fuzz_rules, missed_plants
 
 # torch's own kernels do not run on symbolic sizes, or their results' sizes depend on values.
 UNTRACED = {

@@ -14,8 +14,8 @@ from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.placement import RunPartial, Split
 from nnscaler.ir.signature import Signature
-from verify.op_checks.concrete import ConcreteCall, make_call, outputs_of, with_outputs, with_tensors
-from verify.op_proofs.prove import Proof, prove
+from verify.evidence.dimension_types.prove import Proof, prove
+from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_outputs, with_tensors
 
 
 def floats(*shape: int) -> Tensor:

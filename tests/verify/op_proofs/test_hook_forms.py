@@ -14,9 +14,9 @@ from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, Shards
 
 from nnscaler.ir.placement import Split
 from tests.verify.op_proofs.proving import floats, signature_of
-from verify.op_checks.concrete import make_call
-from verify.op_proofs.hook_forms import left_alone
-from verify.op_proofs.prove import Proof, prove
+from verify.evidence.dimension_types.hook_forms import left_alone
+from verify.evidence.dimension_types.prove import Proof, prove
+from verify.evidence.inputs.concrete_call import make_call
 
 Hook = Callable[[Call, Shards], Call]
 

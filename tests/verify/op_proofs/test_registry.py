@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 
-from op_registry.builtin import diagonal, distance, linear_algebra, special
+from op_registry.builtin.numeric import distance, linear_algebra, special
+from op_registry.builtin.tensors import diagonal
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 
-from verify.op_proofs.survey import Row, survey
+from verify.evidence.dimension_types.survey import Row, survey
 
 # Operators of which something is not proved, by a part of the reason.
 _UNPROVED = {

@@ -7,10 +7,10 @@ import sympy
 import torch
 from sympy import Symbol
 
-from verify.op_proofs.guards import reduced
-from verify.op_proofs.rules.isolated import Sized, conclude_on
-from verify.op_proofs.sizes import equal, mentions, quotient
-from verify.op_proofs.states import (
+from verify.evidence.dimension_types.guards import reduced
+from verify.evidence.dimension_types.rules.isolated import Sized, conclude_on
+from verify.evidence.dimension_types.sizes import equal, mentions, quotient
+from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,
     PARTIAL_SUM,

@@ -13,10 +13,17 @@ from op_registry.samples import Sample, samples_of
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.signature import Signature
-from verify.op_checks.concrete import ConcreteCall, function_of, make_call, outputs_of, with_outputs, with_tensors
-from verify.op_checks.draw import builtin_call
-from verify.op_proofs.bounded.prove import BoundedProof, Target, prove_bounded
-from verify.op_proofs.bounded.solve import Limits
+from verify.evidence.inputs.concrete_call import (
+    ConcreteCall,
+    function_of,
+    make_call,
+    outputs_of,
+    with_outputs,
+    with_tensors,
+)
+from verify.evidence.inputs.draw_calls import builtin_call
+from verify.evidence.smt.prove import BoundedProof, Target, prove_bounded
+from verify.evidence.smt.solve import Limits
 
 
 def spec_of(name: str) -> OperatorSpec:

@@ -26,13 +26,13 @@ from tests.verify.op_proofs_bounded.operators import (
     sample_call,
     spec_of,
 )
-from verify.op_checks.concrete import ConcreteCall
-from verify.op_proofs.bounded import claims, layout
-from verify.op_proofs.bounded.algebra import Numbers
-from verify.op_proofs.bounded.layout import Pairs
-from verify.op_proofs.bounded.prove import BoundedProof
-from verify.op_proofs.bounded.rule import Array
-from verify.op_proofs.bounded.solve import Limits
+from verify.evidence.inputs.concrete_call import ConcreteCall
+from verify.evidence.smt import claims, layout
+from verify.evidence.smt.algebra import Numbers
+from verify.evidence.smt.layout import Pairs
+from verify.evidence.smt.prove import BoundedProof
+from verify.evidence.smt.semantics.rule import Array
+from verify.evidence.smt.solve import Limits
 
 Hook = Callable[[Call, Mapping[str, Any]], Call]
 

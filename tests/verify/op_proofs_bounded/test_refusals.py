@@ -20,8 +20,8 @@ from tests.verify.op_proofs_bounded.operators import (
     prove_function,
     spec_of,
 )
-from verify.op_checks.concrete import ConcreteCall
-from verify.op_proofs.bounded.prove import prove_bounded
+from verify.evidence.inputs.concrete_call import ConcreteCall
+from verify.evidence.smt.prove import prove_bounded
 
 _BUFFER = torch.zeros(1, dtype=torch.float64)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
-from verify.op_checks.concrete import dtype_name, outputs_of
-from verify.op_proofs.bounded import semantics
-from verify.op_proofs.bounded.algebra import Numbers, literal
-from verify.op_proofs.bounded.interpret import functional_name, interpret
-from verify.op_proofs.bounded.rule import Array
-from verify.op_proofs.bounded.semantics import RULES
-from verify.op_proofs.bounded.trace import Blank, Trace, record
+from verify.evidence.inputs.concrete_call import dtype_name, outputs_of
+from verify.evidence.smt.algebra import Numbers, literal
+from verify.evidence.smt.interpret import functional_name, interpret
+from verify.evidence.smt.semantics import table as semantics
+from verify.evidence.smt.semantics.rule import Array
+from verify.evidence.smt.semantics.table import RULES
+from verify.evidence.smt.trace import Blank, Trace, record
 
 DRAWS = 20
 

@@ -12,12 +12,12 @@ import z3
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from verify.op_proofs.bounded.algebra import Numbers
-from verify.op_proofs.bounded.errors import Unsupported
-from verify.op_proofs.bounded.polynomial import Polynomial
-from verify.op_proofs.bounded.solve import Limits, Prover, answer_of
-from verify.op_proofs.bounded.terms import Formula, Terms
-from verify.op_proofs.bounded.to_z3 import Translator
+from verify.evidence.smt.algebra import Numbers
+from verify.evidence.smt.errors import Unsupported
+from verify.evidence.smt.polynomial import Polynomial
+from verify.evidence.smt.solve import Limits, Prover, answer_of
+from verify.evidence.smt.terms import Formula, Terms
+from verify.evidence.smt.to_z3 import Translator
 
 NAMES = {"x": "float", "y": "float", "i": "int", "j": "int", "p": "bool", "q": "bool"}
 

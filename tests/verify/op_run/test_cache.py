@@ -16,17 +16,17 @@ import torch
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec
 
-from verify.finding import Finding
-from verify.op_checks.options import OpOptions, Safeguards
-from verify.op_checks.target import record_of
-from verify.op_run import cache as cache_module
-from verify.op_run.cache import CACHED, Cache, key_of
-from verify.op_run.fingerprint import Opaque, fingerprint
-from verify.op_run.job import Job, make_job
-from verify.op_run.many import Settings, run_many
-from verify.op_run.pool import Note
-from verify.report import Check, Report
-from verify.verdict import Verdict
+from verify.evidence.inputs.find_operator import record_of
+from verify.evidence.options import OpOptions, Safeguards
+from verify.operators.run import cache as cache_module
+from verify.operators.run.cache import CACHED, Cache, key_of
+from verify.operators.run.fingerprint import Opaque, fingerprint
+from verify.operators.run.job import Job, make_job
+from verify.operators.run.many import Settings, run_many
+from verify.processes.pool import Note
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 SOURCE = """
 import functools
@@ -381,7 +381,7 @@ def test_proofs_that_were_cut_short_are_tried_again(tmp_path: Path, monkeypatch:
         return result.report
 
     with monkeypatch.context() as patch:
-        patch.setattr("verify.op_oracle.PROOF_SHARE", -1.0)
+        patch.setattr("verify.operators.verification.PROOF_SHARE", -1.0)
         assert verified().verdict is Verdict.TESTED_EXACT
     assert verified().verdict is Verdict.PROVED_ALL_SIZES
     assert CACHED in verified().notes

@@ -10,10 +10,10 @@ from nnscaler.cli.main import main
 from nnscaler.config import cache_folder
 from nnscaler.errors import NnscalerError
 from verify.gate.state import state_file
-from verify.lemmas import open_memo
-from verify.op_run.cache import Cache, open_cache
-from verify.report import Check, Report
-from verify.verdict import Verdict
+from verify.operators.run.cache import Cache, open_cache
+from verify.programs.lemmas import open_memo
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 PASSED = Report("verify-op", "my_op", "", 0, (Check("split", Verdict.TESTED_EXACT, 3),))
 

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Split
-from verify.op_checks.enumerate import bases
-from verify.op_checks.options import OpOptions
-from verify.op_checks.runner import Runner
-from verify.op_checks.target import record_of
-from verify.op_run import deep
-from verify.op_run.deep import NAME, Tally, draw_cases, require_hypothesis, verify_deep
-from verify.op_run.job import Job, make_job
-from verify.op_run.many import Settings, run_many
-from verify.op_run.one import Reproduce
-from verify.verdict import Verdict
+from verify.evidence.inputs.find_operator import record_of
+from verify.evidence.options import OpOptions
+from verify.evidence.oracle.enumerate import bases
+from verify.evidence.oracle.runner import Runner
+from verify.operators.run import deep
+from verify.operators.run.deep import NAME, Tally, draw_cases, require_hypothesis, verify_deep
+from verify.operators.run.job import Job, make_job
+from verify.operators.run.many import Settings, run_many
+from verify.operators.run.one import Reproduce
+from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, cases=6, timeout=120.0)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.op_checks.options import OpOptions
-from verify.op_run.literals import LARGEST, NotWritable, tensor_text
-from verify.op_run.many import Settings, run_many
-from verify.op_run.replay import emit_tests
-from verify.op_run.targets import find_jobs
+from verify.evidence.options import OpOptions
+from verify.operators.run.literals import LARGEST, NotWritable, tensor_text
+from verify.operators.run.many import Settings, run_many
+from verify.operators.run.replay import emit_tests
+from verify.operators.run.targets import find_jobs
 
 OPTIONS = OpOptions(prove=False, timeout=60.0)
 # name, annotation, body of the wrong operator, body of the right one

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.finding import Finding
-from verify.op_checks.options import OpOptions
-from verify.op_checks.target import record_of
-from verify.op_run.cache import CACHED
-from verify.op_run.job import Job, make_job
-from verify.op_run.many import InternalError, Settings, run_many, run_one, worst
-from verify.op_run.one import Reproduce
-from verify.op_run.pool import Note
-from verify.op_run.summary import summary
-from verify.op_run.targets import find_jobs
-from verify.report import Check, Report
-from verify.verdict import Verdict
+from verify.evidence.inputs.find_operator import record_of
+from verify.evidence.options import OpOptions
+from verify.operators.run.cache import CACHED
+from verify.operators.run.job import Job, make_job
+from verify.operators.run.many import InternalError, Settings, run_many, run_one, worst
+from verify.operators.run.one import Reproduce
+from verify.operators.run.summary import summary
+from verify.operators.run.targets import find_jobs
+from verify.processes.pool import Note
+from verify.results.finding import Finding
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, cases=6, timeout=60.0)
 DEADLY = """

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.op_run import pool
-from verify.op_run.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
-from verify.operators import verify_op
+from verify.operators.verify_op import verify_op
+from verify.processes import pool
+from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 
 pytestmark = pytest.mark.skipif(why_not_fork() is not None, reason="no fork")
 
@@ -211,7 +211,7 @@ def test_autograd_survives_a_fork_after_a_trace() -> None:
     """A build for GPUs counts one as soon as tensors are faked: the engine has to be there before."""
     script = (
         "import torch, nnscaler\n"
-        "from verify.op_run.pool import why_not_fork\n"
+        "from verify.processes.pool import why_not_fork\n"
         "nnscaler.parallelize(torch.nn.Linear(4, 4), {'input': torch.ones(4, 4)}, ranks=2, plan='dp=2',"
         " loss_fn=lambda output, batch: output.sum())\n"
         "torch.ones(3, requires_grad=True).sum().backward()\n"
@@ -231,7 +231,7 @@ def test_why_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 ORPHANS = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
-from verify.op_run.pool import run_forked
+from verify.processes.pool import run_forked
 
 def hangs(note):
     note("hangs")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.op_checks.target import find_operator, matching, record_of
-from verify.op_run.job import address_of, make_job
-from verify.op_run.targets import find_jobs
+from verify.evidence.inputs.find_operator import find_operator, matching, record_of
+from verify.operators.run.job import address_of, make_job
+from verify.operators.run.targets import find_jobs
 
 TWO = """
 @nnscaler.register_op("m k+, k+ n -> m n", name="NAME_second")

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
-from verify.environment import environment
-from verify.op_checks.cases import Case, Inputs
-from verify.op_checks.options import KINDS, OpOptions
-from verify.op_run.many import Settings, run_many
-from verify.op_run.replay import find_job, replay, token_of
-from verify.op_run.targets import find_jobs
-from verify.op_run.token import Token, decode, encode
-from verify.verdict import Verdict
+from verify.evidence.cases import Case, Inputs
+from verify.evidence.options import KINDS, OpOptions
+from verify.operators.run.many import Settings, run_many
+from verify.operators.run.replay import find_job, replay, token_of
+from verify.operators.run.targets import find_jobs
+from verify.operators.run.token import Token, decode, encode
+from verify.results.environment import environment
+from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, timeout=60.0)
 names = st.text(min_size=1, max_size=6)

@@ -5,7 +5,7 @@ import pytest
 from op_registry.annotation.parser import parse
 from op_registry.annotation.printer import print_annotation
 
-from verify.self_test.annotation_mutants import annotation_mutants
+from verify.self_test.operators.annotation_mutants import annotation_mutants
 
 MATMUL = "m k+, k+ n -> m n"
 

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
 from nnscaler.ir.placement import Split
-from verify.op_checks.cases import Inputs
-from verify.op_checks.options import OpOptions, Safeguards
-from verify.op_checks.runner import Runner
-from verify.self_test.annotation_run import AnnotationTable, run_annotations
-from verify.self_test.claim_oracle import Answer, ask, bind_mutant, confirmed, truly_holds
-from verify.self_test.claims import Claim, claims_of
-from verify.self_test.mutant import spec_of
-from verify.self_test.second_opinion import holds, positions
-from verify.self_test.subjects import Subject, composed_subjects
+from verify.evidence.cases import Inputs
+from verify.evidence.options import OpOptions, Safeguards
+from verify.evidence.oracle.runner import Runner
+from verify.self_test.operators.annotation_run import AnnotationTable, run_annotations
+from verify.self_test.operators.claim_oracle import Answer, ask, bind_mutant, confirmed, truly_holds
+from verify.self_test.operators.claims import Claim, claims_of
+from verify.self_test.operators.mutants.mutant import spec_of
+from verify.self_test.operators.second_opinion import holds, positions
+from verify.self_test.operators.subjects import Subject, composed_subjects
 
 ALL = Safeguards()
 
@@ -128,14 +128,14 @@ def test_what_an_annotation_freezes_without_need_is_listed() -> None:
 
 
 def test_a_miss_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.annotation_run.ask", lambda *_: Answer("passes"))
+    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("passes"))
     table = _table(_matmul())
     assert table.missed
     assert not table.good
 
 
 def test_an_oracle_that_refutes_what_is_true_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.annotation_run.ask", lambda *_: Answer("values", 2))
+    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("values", 2))
     table = _table(_subject("a b^ -> a", lambda x: x.sum(1), a=6, b=12))
     assert table.disputed
     assert not table.good

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verify.catalogue import CODES
-from verify.op_checks.options import Safeguards
-from verify.self_test.ablation import EARNERS, WITNESSES, ablations, run_ablation
-from verify.self_test.custom_backward import raw
-from verify.self_test.hosts import HOSTS
-from verify.self_test.judge import Judgement, judge
-from verify.self_test.mutant import Family, OperatorMutant
-from verify.self_test.operator_mutants import operator_mutants
-from verify.self_test.operator_run import run_operators
-from verify.verdict import Verdict
+from verify.evidence.options import Safeguards
+from verify.results.catalogue import CODES
+from verify.results.verdict import Verdict
+from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
+from verify.self_test.operators.judge import Judgement, judge
+from verify.self_test.operators.mutants.all_mutants import operator_mutants
+from verify.self_test.operators.mutants.custom_backward import raw
+from verify.self_test.operators.mutants.hosts import HOSTS
+from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
+from verify.self_test.operators.operator_run import run_operators
 
 MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it
@@ -48,7 +48,7 @@ def test_a_mutant_differs_from_its_twin_in_what_it_does_only() -> None:
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: h.name)
 def test_the_hosts_backwards_are_right(host: object) -> None:
     """Against torch's own derivative of the forward."""
-    from verify.self_test.custom_backward import Host
+    from verify.self_test.operators.mutants.custom_backward import Host
 
     assert isinstance(host, Host)
     sizes = {"silu": [(5, 4)], "sigmoid": [(5, 4)], "tanh": [(5, 4)], "softmax": [(5, 4)], "matmul": [(5, 4), (4, 3)]}

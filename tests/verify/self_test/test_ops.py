@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.cli.main import main
-from verify.self_test import ops
-from verify.self_test.ablation import ANNOTATIONS, EARNERS, AblationTable, Row
-from verify.self_test.annotation_run import AnnotationTable
-from verify.self_test.judge import Judgement
-from verify.self_test.operator_run import Judged, OperatorTable
-from verify.self_test.ops import OpsSelfTest
+from verify.results.verdict import Verdict
+from verify.self_test.operators import ops
+from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationTable, Row
+from verify.self_test.operators.annotation_run import AnnotationTable
+from verify.self_test.operators.judge import Judgement
+from verify.self_test.operators.operator_run import Judged, OperatorTable
+from verify.self_test.operators.ops import OpsSelfTest
 from verify.self_test.text import self_test_lines
-from verify.verdict import Verdict
 
 KILL = Judged("reduction/mean", "reduction", Judgement(Verdict.REFUTED, ("annotation_wrong",)), frozenset())
 PASS = replace(KILL, name="index/shift", family="index", judgement=Judgement(Verdict.TESTED_EXACT))

@@ -16,14 +16,14 @@ from nnscaler.cli.main import main
 from nnscaler.errors import AnnotationError
 from nnscaler.ir.layout import Sharded
 from nnscaler.ir.signature import Signature
-from verify.op_checks.options import OpOptions
-from verify.op_proofs.prove import Proof, Proofs, targets
-from verify.report import Check, Report
-from verify.self_test import soundness_ops
-from verify.self_test.annotation_edits import edited
-from verify.self_test.second_opinion import positions
-from verify.self_test.soundness_ops import SoundnessTable, Violation, run_soundness, soundness_lines
-from verify.verdict import Verdict
+from verify.evidence.dimension_types.prove import Proof, Proofs, targets
+from verify.evidence.options import OpOptions
+from verify.results.report import Check, Report
+from verify.results.verdict import Verdict
+from verify.self_test.operators import soundness_ops
+from verify.self_test.operators.annotation_edits import edited
+from verify.self_test.operators.second_opinion import positions
+from verify.self_test.operators.soundness_ops import SoundnessTable, Violation, run_soundness, soundness_lines
 
 
 def test_what_passes_is_true() -> None:

@@ -17,7 +17,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RecomputeStep
-from verify.static import check_program
+from verify.programs.typing import check_program
 
 
 @nnscaler.register_op("n d -> n d", name="adversarial_gate")

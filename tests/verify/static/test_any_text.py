@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
-from verify.finding import Finding
-from verify.static import check, check_program
-from verify.static.forms import NoCall, canonical
-from verify.static.operations import Typer
-from verify.static.text import Line, Variable
+from verify.programs.typing import check, check_program
+from verify.programs.typing.lines.forms import NoCall, canonical
+from verify.programs.typing.lines.operations import Typer
+from verify.programs.typing.roles.text import Line, Variable
+from verify.results.finding import Finding
 
 HUGE = "1" + "0" * 400
 FAR = "1" + "0" * 12

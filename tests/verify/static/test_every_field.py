@@ -21,7 +21,7 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime import role
 from tests.broken import models
-from verify.static import check_program
+from verify.programs.typing import check_program
 
 DECLARED = ("Parameter", "Buffer", "Constant", "Input", "Receive", "Send", "Exchange", "Loss")
 ROW = re.compile(r"^\| (?P<names>`[^|]*`) \|", re.MULTILINE)

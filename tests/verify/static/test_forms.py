@@ -21,14 +21,14 @@ from op_registry.torch_schema import schema_of
 
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import trace
-from verify.op_checks.concrete import function_of, outputs_of, with_tensors
-from verify.op_checks.draw import builtin_call
-from verify.self_test.plans.harmless import FORMS, Form
-from verify.self_test.plans.role_source import Subject
-from verify.self_test.plans.table_t_bases import BASES
-from verify.static import check_program
-from verify.static.forms import _BINARY, _SYMMETRIC, dim_arguments, python_operator, wrapped
-from verify.static.text import Variable
+from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
+from verify.evidence.inputs.draw_calls import builtin_call
+from verify.programs.typing import check_program
+from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, dim_arguments, python_operator, wrapped
+from verify.programs.typing.roles.text import Variable
+from verify.self_test.programs.mutants.role_source import Subject
+from verify.self_test.programs.soundness.harmless import FORMS, Form
+from verify.self_test.programs.table_t.bases import BASES
 
 Get = Callable[[str], Subject]
 EVERYWHERE = ("sharded stages", "experts", "rotary", "recomputed")  # tp and pp, dp and tp; hooks, regions, sequences
@@ -75,7 +75,7 @@ def test_another_form_of_every_program_is_proved(name: str, subject: Get) -> Non
 
 def test_forms_are_harmless_when_they_run(subject: Get, tmp_path: Path) -> None:
     """All of them are what they are said to be: the ranks compute what they computed, bit for bit."""
-    from verify.self_test.plans.judge import Execution
+    from verify.self_test.programs.judge import Execution
 
     base = BASES["sharded stages"].build(tmp_path)
     execution = Execution(base, tmp_path)

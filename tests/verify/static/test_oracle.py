@@ -37,8 +37,8 @@ from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.ir.tensor import LogicalTensor
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
-from verify.static.choices import Told, legal_choices
-from verify.static.uniform import Dims, uniform_outputs
+from verify.programs.typing.lines.choices import Told, legal_choices
+from verify.programs.typing.lines.uniform import Dims, uniform_outputs
 
 AXIS = "r"
 

@@ -13,10 +13,10 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
 from nnscaler.ir.signature import signatures
 from tests.traced_examples import compiled, traced
-from verify.random_plan import random_plan
-from verify.random_plans import MESHES, PIPELINES, UNLIKE
-from verify.static import StaticResult, check_program
-from verify.static.held import normal
+from verify.programs.random_plan import random_plan
+from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE
+from verify.programs.typing import StaticResult, check_program
+from verify.programs.typing.typed_value import normal
 
 EXAMPLES = ("gpt", "llama_hf", "t5_hf", "vit_hf", "custom_op", "swin_hf")
 PLANS = (("dp=2", 1), ("tp=3", 1), ("dp=2,tp=2", 1), ("pp=2", 2), ("dp=3,pp=2", 2), ("dp=2,pp=2,tp=2", 2))

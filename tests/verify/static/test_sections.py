@@ -20,7 +20,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep, SplitStep
 from verify import verify_plan
-from verify.static import check_program
+from verify.programs.typing import check_program
 
 Move = Callable[[Tensor], Tensor]
 SECTIONS = {2: (4, 8), 3: (3, 9)}

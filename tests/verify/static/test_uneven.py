@@ -12,12 +12,12 @@ import torch
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime.loader import load_user_module
+from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import Traced, trace
 from tests.verify.static.test_right import check_layouts, findings
-from verify.random_plan import random_plan
-from verify.random_plans import MESHES, PIPELINES, UNLIKE, Mesh
-from verify.static import check_program
+from verify.programs.random_plan import random_plan
+from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh
+from verify.programs.typing import check_program
 
 _TABLE = re.compile(r"\((\d+(?:, \d+)+)\)")
 

@@ -20,8 +20,8 @@ from nnscaler.runtime import layout as runtime
 from nnscaler.runtime.shards import shard
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, ReplicateStep
-from verify.static import StaticResult, check_program
-from verify.static.uniform import Dims, equal_layouts, uniform_dims
+from verify.programs.typing import StaticResult, check_program
+from verify.programs.typing.lines.uniform import Dims, equal_layouts, uniform_dims
 
 
 class Attention(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 from nnscaler.codegen.program import Program
 from tests.traced_examples import compiled
 from tests.verify.static.mutants import equivalent, mutants
-from verify.finding import Finding
-from verify.static import check_program
+from verify.programs.typing import check_program
+from verify.results.finding import Finding
 
 
 def first(program: Program, file: str, text: str) -> Finding:

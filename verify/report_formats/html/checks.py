@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from verify.report import Check
 from verify.report_formats.html.text import badge, count, escape, folded, panel, prose, seconds, table
-from verify.verdict import Verdict
+from verify.results.report import Check
+from verify.results.verdict import Verdict
 
 SHOWN = 60  # checks that pass and are shown; the others are folded
 _HEAD = ("", "check", "verdict", "agree", "detail", "time")

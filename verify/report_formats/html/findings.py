@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from op_registry.spec import SourceLocation
 
-from verify.catalogue import CODES, UNDECIDED
-from verify.finding import Finding
-from verify.report import Report
 from verify.report_formats.caret import caret_line
 from verify.report_formats.html.text import code, count, escape, facts, folded, panel, prose
 from verify.report_formats.problems import findings_of
-from verify.verdict import Verdict
+from verify.results.catalogue import CODES, UNDECIDED
+from verify.results.finding import Finding
+from verify.results.report import Report
+from verify.results.verdict import Verdict
 
 SHOWN = 4  # findings that are shown; of the rest, which usually follow from them, the message
 LISTED = 20  # messages that are listed from the start

@@ -9,7 +9,7 @@ from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.performance.replay import Replay
 from nnscaler.planning.cluster.units import show_bytes, show_seconds
-from nnscaler.planning.planner.plan import Found
+from nnscaler.planning.planner.find_plan import Found
 from nnscaler.scheduling.timeline_rows import timeline_rows
 from verify.report_formats.html.bars import communication_panel, memory_panel
 from verify.report_formats.html.page import page

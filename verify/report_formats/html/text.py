@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verify.report_formats.junit import legal
-from verify.report_formats.line import style_of
-from verify.verdict import Verdict
+from verify.results.line import style_of
+from verify.results.verdict import Verdict
 
 WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")

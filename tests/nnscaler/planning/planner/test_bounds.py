@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import replicate
-from nnscaler.planning.planner import subject as subjects
+from nnscaler.planning.planner import planning_cache as subjects
 from nnscaler.planning.planner.bounds import bound_within
-from nnscaler.planning.planner.configurations import Configuration, configurations
+from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.evaluate import evaluate
-from nnscaler.planning.planner.search import CLOSE, search
-from nnscaler.planning.sharding.pose import Weights, pose
+from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.layers import layers_of
 from tests.nnscaler.planning.planner.planned import deep, subject_of

@@ -10,7 +10,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.planner.plan import find_plan
+from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.tracing import trace
 
 

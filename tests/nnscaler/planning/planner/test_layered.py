@@ -13,15 +13,15 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cluster.units import quantity
+from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import sizes
+from nnscaler.planning.planner.assemble_plan import evaluate_chain
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
-from nnscaler.planning.planner.configurations import Configuration, configurations
-from nnscaler.planning.planner.place import evaluate_chain
-from nnscaler.planning.planner.plan import find_plan
+from nnscaler.planning.planner.branch_and_bound import search
+from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.planner.planning_cache import Subject
 from nnscaler.planning.planner.result import partition_of, plan_of
-from nnscaler.planning.planner.search import search
-from nnscaler.planning.planner.spread import best_cut
-from nnscaler.planning.planner.subject import Subject
+from nnscaler.planning.planner.stage_partition_dp import best_cut
 from nnscaler.planning.solver import order as orders
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of

@@ -7,7 +7,7 @@ import pytest
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.performance.predict import Prediction, predict
-from nnscaler.planning.planner.configurations import Configuration
+from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.result import plan_of
 from nnscaler.scheduling.registry import get_schedule

@@ -10,11 +10,11 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
+from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import all_of, constraints_of, data_parallel, read_constraints, sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
-from nnscaler.planning.planner.configurations import Configuration, configurations
 from nnscaler.planning.planner.evaluate import evaluate
-from nnscaler.planning.planner.plan import find_plan
+from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RestStep
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of

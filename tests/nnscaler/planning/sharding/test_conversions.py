@@ -14,7 +14,7 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.sharding.conversions import Conversions, hops_between
-from nnscaler.planning.sharding.setting import Setting
+from nnscaler.planning.sharding.problem_config import Setting
 
 STATES = (INVARIANT, REPLICATED, PARTIAL, Sharded(0), Sharded(1), Sharded(1, 2))
 PLACES = {"a": AxisPlace(2, 3), "b": AxisPlace(3)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from nnscaler.ir.placement import RunInvariant, RunPartial, RunReplicated, Split
-from nnscaler.planning.sharding.pose import Weights, pose
+from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.sharding.strategies import alike
 from nnscaler.planning.solver.solve import solve
 from tests.nnscaler.planning.planner.planned import subject_of

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from verify.self_test.plans.judge import Execution
-from verify.self_test.plans.table_t_run import TableBench
+from verify.self_test.programs.judge import Execution
+from verify.self_test.programs.table_t.run import TableBench
 
 
 @pytest.fixture(scope="session")

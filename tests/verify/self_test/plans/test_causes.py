@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.runtime import clipping, executor
-from nnscaler.runtime.communicator import Communicator
+from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Stage
-from verify.finding import Finding
-from verify.self_test.plans import models
-from verify.self_test.plans.judge import Execution
-from verify.self_test.plans.runtime_faults import _replaced, dummy_reduced, early_reducer
-from verify.self_test.plans.table_t_bases import TableBase
-from verify.static import check_program
+from nnscaler.runtime.training import clipping, executor
+from verify.programs.typing import check_program
+from verify.results.finding import Finding
+from verify.self_test.programs import models
+from verify.self_test.programs.judge import Execution
+from verify.self_test.programs.mutants.runtime_faults import _replaced, dummy_reduced, early_reducer
+from verify.self_test.programs.table_t.bases import TableBase
 
 Get = Callable[[str], Execution]
 Patch = Callable[[], AbstractContextManager[None]]

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from verify.self_test.plans.catalogue import text_mutants
-from verify.self_test.plans.judge import Execution, read_statically
-from verify.self_test.plans.run import Judged
-from verify.self_test.plans.third_oracle import compare_programs
+from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.mutants.catalogue import text_mutants
+from verify.self_test.programs.run import Judged
+from verify.self_test.programs.third_oracle import compare_programs
 
 Get = Callable[[str], Execution]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from verify.self_test.plans.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
-from verify.self_test.plans.judge import Execution, read_folder, read_statically
-from verify.self_test.plans.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
-from verify.self_test.plans.mutants_graph import GRAPH
-from verify.self_test.plans.mutants_layout import COPIES, FAMILIES, LAYOUT, STATE, state_edits
-from verify.self_test.plans.operator import MutationOperator
-from verify.self_test.plans.role_source import Subject
-from verify.self_test.plans.subjects import Spec, build
-from verify.self_test.plans.third_oracle import compare_programs
-from verify.self_test.plans.tiny_models import TINY
+from verify.self_test.programs.judge import Execution, read_folder, read_statically
+from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
+from verify.self_test.programs.mutants.graph import GRAPH
+from verify.self_test.programs.mutants.layout import COPIES, FAMILIES, LAYOUT, STATE, state_edits
+from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
+from verify.self_test.programs.mutants.mutation_operator import MutationOperator
+from verify.self_test.programs.mutants.role_source import Subject
+from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.programs.subjects import Spec, build
+from verify.self_test.programs.third_oracle import compare_programs
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
 SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted")  # cuts, copies, buffers, constants

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.cli.main import main
-from verify.self_test.plans.judge import Answer, Executed
-from verify.self_test.plans.mutant import Edit, Mutant
-from verify.self_test.plans.run import Judged, Original
-from verify.self_test.plans.subjects import MODELS, PLANS, Spec, specs
-from verify.self_test.plans.tally import PROVABLE, PlansSelfTest
-from verify.self_test.plans.text import plans_lines
-from verify.self_test.plans.third_oracle import Told
+from verify.self_test.programs.judge import Answer, Executed
+from verify.self_test.programs.mutants.mutant import Edit, Mutant
+from verify.self_test.programs.run import Judged, Original
+from verify.self_test.programs.subjects import MODELS, PLANS, Spec, specs
+from verify.self_test.programs.tally import PROVABLE, PlansSelfTest
+from verify.self_test.programs.text import plans_lines
+from verify.self_test.programs.third_oracle import Told
 
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
 EDIT = Edit("role_0.py", 7, "    x = comm.all_reduce(y, self.tp)  # sum", "    x = y")

@@ -11,12 +11,10 @@ import pytest
 
 from nnscaler.cli.main import main
 from nnscaler.ir import derive
-from verify.op_run.pool import Died
-from verify.self_test.plans.declaration_edits import DECLARED
-from verify.self_test.plans.judge import Execution, read_statically
-from verify.self_test.plans.line_edits import LINES, SAME
-from verify.self_test.plans.role_draft import Draft
-from verify.self_test.plans.soundness import (
+from verify.processes.pool import Died
+from verify.self_test.programs.judge import Execution, read_statically
+from verify.self_test.programs.soundness.declaration_edits import DECLARED
+from verify.self_test.programs.soundness.fuzz import (
     ASKED,
     INCONCLUSIVE,
     PROVED,
@@ -26,7 +24,9 @@ from verify.self_test.plans.soundness import (
     Tally,
     Violation,
 )
-from verify.self_test.plans.soundness_run import (
+from verify.self_test.programs.soundness.line_edits import LINES, SAME
+from verify.self_test.programs.soundness.role_draft import Draft
+from verify.self_test.programs.soundness.run import (
     Job,
     Soundness,
     _without,
@@ -34,7 +34,7 @@ from verify.self_test.plans.soundness_run import (
     save,
     soundness_lines,
 )
-from verify.self_test.plans.tiny_models import TINY
+from verify.self_test.programs.soundness.tiny_models import TINY
 
 Get = Callable[[str], Execution]
 KINDS = {**DECLARED, **LINES}

@@ -1,0 +1,1 @@
+"""The commands of `nnscaler`, one file each."""

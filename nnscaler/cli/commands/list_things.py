@@ -1,0 +1,121 @@
+"""`nnscaler list`: what there is to name on a command line, and what a model lacks."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.options import MODEL_HELP, seconds
+from nnscaler.cli.output.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from nnscaler.cli.output.console import Console
+
+EPILOG = """examples:
+  nnscaler list ops                           operators with an annotation, and the annotation
+  nnscaler list ops --missing model.py        operators that the model calls and that have none, each with code to paste
+  nnscaler list ops --missing model.py --json
+  nnscaler list plans                         what --plan may say
+  nnscaler list schedules                     what --schedule may say
+
+--missing traces the model as verify-plan does (parameters may be on the meta device). An operator without annotation
+runs whole on every rank, which gathers what it reads. For each one that a parameter reaches, the widest annotation is
+inferred from the calls that the model makes, and tested in 2, 3 and 4 parts before it is shown, with the register_op
+call to paste. What no parameter reaches is computed on every rank from what it has, and costs nothing.
+
+exit codes of --missing:
+  0 nothing that a parameter reaches is missing   1 something is   2 could not run (usage, the model does not trace)
+"""
+PLANS = (
+    ("dp=N", "data parallelism: the batch is split, parameters are copied, gradients are summed"),
+    ("tp=N", "tensor parallelism: matrices are split, found from the operators' annotations"),
+    ("pp=N", "pipeline parallelism: layers are split into stages; see --micro-batches and --schedule"),
+    ("dp=2,tp=2,pp=2", "their product, on 8 ranks"),
+    ("auto", "the fastest plan that the planner finds for this machine; auto:h100x8 for a cluster: docs/planner.md"),
+    ("plan.json", "a plan that `nnscaler plan` or `nnscaler compile` wrote, or that you edited"),
+    ("policy.py::function", "a function of yours: (graph, ranks) -> nnscaler.Plan"),
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Add the command to the parser."""
+    from nnscaler.cli.options import add_verbosity
+
+    parser = commands.add_parser(
+        "list",
+        help="list operators, plans or schedules",
+        description="List what can be named on a command line, or which annotations a model lacks.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", choices=("ops", "plans", "schedules"))
+    group = parser.add_argument_group("with ops")
+    group.add_argument("--missing", metavar="MODEL", help=f"what this model lacks: {MODEL_HELP}")
+    group.add_argument("--loss-fn", metavar="FILE.py::FN", help="for a model that returns no loss, as of verify-plan")
+    group.add_argument(
+        "--specialise", action="store_true", help="where the model branches on its data, take the sample batch's branch"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    group.add_argument(
+        "--timeout", type=seconds, default=60.0, metavar="S", help="seconds to suggest one annotation (default: 60)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="the list as JSON")
+    add_verbosity(output)
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the list."""
+    console: Console = options.console
+    if options.missing is not None:
+        return _missing(options, console)
+    rows = {"ops": _operators, "plans": lambda: list(PLANS), "schedules": _schedules}[options.what]()
+    if options.json:
+        console.result(json.dumps([{"name": name, "text": text} for name, text in rows], indent=1))
+        return ExitCode.VERIFIED
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, text in rows:
+        console.result(f"{name:<{width}}  {text}")
+    return ExitCode.VERIFIED
+
+
+def _missing(options: argparse.Namespace, console: Console) -> int:
+    """Print the operators that a model lacks; return 1 where there are some."""
+    from nnscaler.errors import NnscalerError
+
+    if options.what != "ops":
+        raise NnscalerError(
+            "usage", f"--missing is about ops, not {options.what}", help="nnscaler list ops --missing MODEL"
+        )
+    from nnscaler.cli.commands.missing import missing_of
+
+    report = missing_of(options.missing, options.seed, options.loss_fn, options.specialise, options.timeout, console)
+    if options.json:
+        console.result(json.dumps(report.as_dict(), indent=1))
+    else:
+        from verify.operators.missing.text import missing_lines
+
+        console.lines(missing_lines(report))
+    return ExitCode.REFUTED if report.rows else ExitCode.VERIFIED
+
+
+def _operators() -> list[tuple[str, str]]:
+    from op_registry.registry import default_registry
+
+    registry = default_registry()
+    rows: list[tuple[str, str]] = []
+    for name in registry.names():
+        spec = registry.lookup(name)
+        if spec is not None:
+            rows.append((name, spec.annotation if isinstance(spec.annotation, str) else "(depends on the arguments)"))
+    return rows
+
+
+def _schedules() -> list[tuple[str, str]]:
+    from nnscaler.scheduling.registry import SCHEDULES
+
+    return [(name, (inspect.getdoc(function) or "").split("\n")[0]) for name, function in SCHEDULES.items()]

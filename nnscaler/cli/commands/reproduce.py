@@ -1,0 +1,93 @@
+"""`nnscaler reproduce`: replay the case of a finding."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.options import add_report_options, seconds
+from nnscaler.errors import NnscalerError
+from nnscaler.files import check_temporary
+
+if TYPE_CHECKING:
+    from nnscaler.cli.output.console import Console
+
+PLAN_PREFIX = "nns2:"
+EPILOG = """examples:
+  nnscaler reproduce nns1:eNo1jkEOwiAQRe8...           run exactly what a finding of verify-op ran
+  nnscaler reproduce nns1:eNo1jkEOwiAQRe8... --emit-test test_it.py
+  nnscaler reproduce nns2:eNpVkMtuwyAQRfd8... --html it.html    verify a plan again as verify-plan did
+
+a token of verify-op (nns1:) names the operator, its annotation, the inputs and the split; one of verify-plan (nns2:)
+the model's file and its digest, the plan, and every option that decides what is run. Both name the version of nnscaler
+that made them, and another version refuses them. Run it in the folder in which it was found: files are named relative
+to that. A file that was changed since is replayed as it is now, with a warning.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="replay the case of a finding",
+        description="Run the one case that a finding was about: is it still wrong?",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("token", metavar="TOKEN", help="the word that starts with nns1: or nns2: in a finding")
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="seconds (default: 60, for a plan as before)")
+    parser.add_argument("--emit-test", type=Path, metavar="FILE", help="write the case of an operator as a pytest test")
+    add_report_options(parser)
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replays, prints the report, and returns its exit code: 1 if it is still wrong, 0 if it is not."""
+    from nnscaler.cli.output.show import print_report
+    from verify.operators.run.token import decode
+
+    console: Console = options.console
+    check_temporary()
+    if options.token.strip().startswith(PLAN_PREFIX):
+        if options.emit_test is not None:
+            raise NnscalerError("usage", "--emit-test writes tests of operators: this token is of a plan")
+        return _replay_plan(options)
+    timeout = options.timeout or 60.0
+    token = decode(options.token)
+    from verify.evidence.options import OpOptions
+    from verify.operators.run.replay import emit_tests, find_job, replay
+
+    report = replay(token, timeout)
+    print_report(report, options.output_format, console)
+    if options.emit_test is not None:
+        asked = OpOptions(seed=token.seed, timeout=timeout)
+        written, problems = emit_tests([(find_job(token), report)], options.emit_test, asked)
+        for problem in problems:
+            console.warning(problem)
+        console.progress(f"wrote {options.emit_test}" if written else f"{options.emit_test} was not written")
+    return report.exit_code
+
+
+def _replay_plan(options: argparse.Namespace) -> int:
+    """Verifies what a token says and shows it as asked; the exit code of the verdict.
+
+    Raises NnscalerError `bad_token`, and `no_such_file` where a file of the token is gone. A file that was changed, and
+    another torch, are warned of: the question may be whether a correction helped.
+    """
+    from nnscaler.cli.commands import verify_plan
+    from nnscaler.cli.output.show import print_report
+    from verify.programs.token import decode, request_of
+
+    console: Console = options.console
+    token = decode(options.token)
+    for change in token.changes():
+        console.warning(change)
+    request = request_of(token)
+    if options.timeout is not None:
+        request = replace(request, timeout=options.timeout)
+    report = verify_plan.verify(request, console)
+    print_report(report, options.output_format, console)
+    return report.exit_code

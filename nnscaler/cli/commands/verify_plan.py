@@ -1,0 +1,175 @@
+"""`nnscaler verify-plan`: compile a model, run the program, and compare it with the model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnscaler.cli.options import (
+    MODEL_HELP,
+    add_plan_options,
+    add_report_options,
+    add_search_options,
+    compile_request,
+    positive,
+    seconds,
+)
+from nnscaler.cli.output.comm_profile import add_option, known_profile, show_profile
+from nnscaler.errors import NnscalerError
+from nnscaler.files import write_text
+
+if TYPE_CHECKING:
+    from nnscaler.cli.output.console import Console
+    from verify.programs.request import PlanRequest
+    from verify.results.report import Report
+
+TIMEOUT_HELP = (
+    "seconds the program may run, and of processor time its proof may take; waiting while the machine is busy with "
+    "something else does not count (default: 300)"
+)
+EPILOG = """examples:
+  nnscaler verify-plan gpt.py --ranks 8                          search the fastest plan for this machine
+  nnscaler verify-plan gpt.py --ranks 8 --cluster h100x8 --memory 40GB   the plan for another one
+  nnscaler verify-plan gpt.py --ranks 6 --plan tp=2,pp=3 --schedule gpipe --micro-batches 6
+  nnscaler verify-plan gpt.py::small_model --ranks 4 --plan my_policies.py::every_second_layer
+  nnscaler verify-plan gpt.py --ranks 4 --replicate 'lm_head*'   leave a module whole
+  nnscaler verify-plan gpt.py --program build/                   check a program that was edited
+  nnscaler verify-plan gpt.py --ranks 8 --output-format json=report.json --html report.html
+  nnscaler verify-plan llama_405b.py::llama_8b --plan dp=2,pp=2,tp=2 --level static     prove it, run nothing
+
+first the program's text is read and proved, for all values and for all batches that divide; nothing runs for that.
+Then it runs. What is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient
+put together from its shards, parameters and buffers after the steps, and copies bitwise; the last step clips the
+gradients, and dropout draws the same on both sides. Then single steps with other loss scales and with unequal labels,
+the loss without backward, and a checkpoint. Parameters are disturbed at random first.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+    """Adds the command to the parser."""
+    from verify.programs.request import BACKENDS, DTYPES, PROCESS_LIMIT
+
+    parser = commands.add_parser(
+        "verify-plan",
+        help="compile a model, run the program on every rank, and compare it with the model",
+        description="Compile a model into a program for many ranks, run it, and say whether it equals the model.",
+        epilog=f"{EPILOG}\n{exit_codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_plan_options(parser)
+    add_search_options(parser)
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help=f"simulator: threads of this process; gloo, nccl: a process per rank (default: gloo up to {PROCESS_LIMIT} "
+        "ranks and the simulator above; nccl on a machine with a GPU per rank)",
+    )
+    group.add_argument("--steps", type=positive, default=2, metavar="K", help="steps of SGD to compare (default: 2)")
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="of parameters and sample batch (default: 0)")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float64",
+        help="float64 (default) compares up to float64 rounding; the others up to the model's own rounding noise",
+    )
+    group.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help=TIMEOUT_HELP)
+    group.add_argument(
+        "--program", type=Path, metavar="DIR", help="verify this program, written by `nnscaler compile`, as it is"
+    )
+    group.add_argument(
+        "--own-weights",
+        action="store_true",
+        help="with --program: its weights were replaced on purpose, and need not be those that it was compiled with",
+    )
+    group.add_argument(
+        "--level",
+        choices=("all", "static", "run"),
+        default="all",
+        help="static: read and prove the program's text, run nothing; run: the other way round (default: all)",
+    )
+    group.add_argument("--certificate", type=Path, metavar="PATH", help="write what was proved, and on what it rests")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument(
+        "--quick",
+        action="store_true",
+        help="training alone: no other loss scale or labels, loss without backward or checkpoint",
+    )
+    how.add_argument(
+        "--deep", action="store_true", help="more loss scales, the checkpoint under another plan, a run in bfloat16"
+    )
+    add_option(parser)
+    add_report_options(parser)
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify, print the report, and return the verdict's exit code."""
+    from nnscaler.cli.output.show import print_report
+
+    request = plan_request(options)
+    _check_outputs(options, request)
+    report = verify(request, options.console)
+    print_report(report, options.output_format, options.console)
+    if options.certificate is not None:
+        _write_certificate(options.certificate, report, options.console)
+    show_profile(report.attachments.get("communication_profile"), options.comm_profile, options.console)
+    return report.exit_code
+
+
+def plan_request(options: argparse.Namespace) -> PlanRequest:
+    """Return what the options say is to be verified."""
+    from verify.programs.request import PlanRequest
+
+    return PlanRequest(
+        **vars(compile_request(options)),
+        program=None if options.program is None else str(options.program),
+        own_weights=options.own_weights,
+        backend=options.backend,
+        steps=options.steps,
+        dtype=options.dtype,
+        timeout=options.timeout,
+        depth="quick" if options.quick else "deep" if options.deep else "default",
+        level=options.level,
+    )
+
+
+def verify(request: PlanRequest, console: Console) -> Report:
+    """Verifies what the request says, and tells the console. Raises NnscalerError for what could not be run."""
+    from verify.programs.subject import RunContext
+    from verify.programs.verify_request import verify_request
+
+    context = RunContext(
+        progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
+        detail=console.detail,
+        say=console.progress,
+        command=("nnscaler", *sys.argv[1:]),
+    )
+    return verify_request(request, context=context)
+
+
+def _check_outputs(options: argparse.Namespace, request: PlanRequest) -> None:
+    """Check that what is to be written will be there. Raises NnscalerError."""
+    if options.certificate is not None and request.level == "run":
+        message = "--certificate writes what was proved, and --level run proves nothing"
+        raise NnscalerError("usage", message, help="--level static, or all")
+    if options.comm_profile is not None and options.program is not None:
+        from verify.programs.program_directory import open_program
+
+        known_profile(open_program(options.program).manifest.get("communication_profile"))
+
+
+def _write_certificate(path: Path, report: Report, console: Console) -> None:
+    """Write the proof as JSON; where there is none, warn and write no file: an old certificate would be believed."""
+    import json
+
+    found = report.attachments.get("certificate")
+    if found is None or not found["proved"] or report.exit_code != 0:
+        console.warning(f"{path} was not written: the program is not proved")
+        path.unlink(missing_ok=True)
+        return
+    write_text(path, json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,168 @@
+"""Branch and bound over configurations (Land and Doig 1960), best first: the one with the least bound is looked at
+next.
+
+A configuration has a first bound: one micro-batch takes at least as long as the fastest choices for its tp take for the
+whole batch, divided by the parts of the batch. (Smaller micro-batches start more kernels, read the parameters more
+often, and have the same arithmetic.) When that is the least bound of all, it is replaced by a second one, from the
+fastest choices for its own size of micro-batches that may fit into memory, and then by a finer one. When that still is
+the least, the configuration is solved. The search returns a bound too: the least bound of all configurations that are
+not proved to be slower. A worked example is in `plan`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from nnscaler.errors import NnscalerError
+from nnscaler.planning.configurations import Configuration, configurations
+from nnscaler.planning.cost.gradients import seconds_per_byte
+from nnscaler.planning.planner.assemble_plan import evaluate_chain
+from nnscaler.planning.planner.bounds import bound_within, gathering_all, near_bound, rough_bound
+from nnscaler.planning.planner.evaluate import Evaluated, evaluate
+from nnscaler.planning.planner.pipeline_bound import Least
+from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.solver.problem import Infeasible
+
+BOUNDS = (rough_bound, near_bound, bound_within)  # of a configuration, before it is solved
+CLOSE = 0.005  # a search ends when what is left can save less than this share
+Entry = tuple[float, int, tuple[int, ...], Configuration]  # bound, how often it was improved, order among equals
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search.
+
+    best        the fastest configuration that fits, None where none was found
+    solved      all configurations that were solved, fastest first
+    bound       seconds of a step that no plan in the space goes below
+    left        how many configurations were not solved, since they cannot be much better
+    too_large   in how many configurations nothing fits, or nothing was found to fit
+    least       bytes at rest on some rank that no configuration goes below
+    """
+
+    best: Evaluated | None
+    solved: tuple[Evaluated, ...]
+    bound: float
+    left: int
+    too_large: int
+    least: float
+
+    @property
+    def gap(self) -> float:
+        """The share of its own time by which the best plan may be slower than the optimum of the space."""
+        assert self.best is not None
+        return max(0.0, 1 - self.bound / self.best.seconds)
+
+
+def search(
+    subject: Subject,
+    ranks: int,
+    memory: float,
+    permitted: Callable[[Configuration], bool] = lambda _: True,
+    progress: Callable[[str], None] = lambda _: None,
+    impossible: Callable[[Configuration], bool] = lambda _: False,
+) -> Search:
+    """Return the best configuration of `ranks`, each with `memory` bytes, among those permitted.
+
+    `impossible` says whether a configuration has no program. It takes time, and is asked only before one is solved.
+
+    Raises NnscalerError("plan_illegal") where an operation has no choice that is allowed, whatever tp is, and
+    Infeasible where no choices go together.
+    """
+    queue, too_large, resting = _queued(subject, ranks, memory, permitted)
+    best: Evaluated | None = None
+    solved: list[Evaluated] = []
+    undecided = float("inf")
+    while queue:
+        bound, depth, order, c = heapq.heappop(queue)
+        if best is not None and bound >= best.seconds * (1 - CLOSE):
+            return _result(best, solved, min(undecided, bound), len(queue) + 1, too_large, resting)
+        if depth and c.recompute is None and subject.chain(c.tp, c.parts) is None:  # layers are not told apart
+            for again in (False, True):
+                one = replace(c, recompute=again)
+                heapq.heappush(queue, (bound, 0, one.order, one))
+            continue
+        if depth < len(BOUNDS):
+            within = BOUNDS[depth](subject, c, memory)
+            if within < float("inf"):
+                heapq.heappush(queue, (max(bound, within), depth + 1, order, c))
+            else:
+                too_large += 1
+            continue
+        if impossible(c):
+            continue
+        chained = subject.chain(c.tp, c.parts) is not None
+        found = evaluate_chain(subject, c, memory) if chained else evaluate(subject, c, memory)
+        if found is None:
+            too_large += 1
+            undecided = min(undecided, bound) if chained else undecided  # none was found, which proves nothing
+            continue
+        solved.append(found)
+        undecided = min(undecided, max(bound, found.bound))
+        if found.fits and (best is None or found.seconds < best.seconds):
+            best = found
+            progress(f"{found}: {found.seconds:.4g} s a step")
+    return _result(best, solved, undecided, 0, too_large, resting)
+
+
+def _queued(
+    subject: Subject, ranks: int, memory: float, permitted: Callable[[Configuration], bool]
+) -> tuple[list[Entry], int, float]:
+    """Return the configurations that may fit, as a heap by their first bounds.
+
+    Also returns how many cannot fit, and a lower bound of the bytes at rest on some rank. Where layers can be
+    recomputed one by one (`recompute` None), the configurations that recompute all of them or none are contained in
+    that one, and left out.
+    """
+    queue: list[Entry] = []
+    too_large = 0
+    resting = float("inf")
+    refused: dict[int, NnscalerError | Infeasible] = {}
+    contained: set[Configuration] = set()
+    for c in configurations(ranks, subject.batch, len(subject.layers), each=subject.repeated is not None):
+        if c in contained or c.tp in refused or not permitted(c):
+            continue
+        try:
+            least = subject.least(c.tp)
+        except (NnscalerError, Infeasible) as error:
+            refused[c.tp] = error
+            continue
+        if c.recompute is None:
+            if subject.chain(c.tp, 1) is None:
+                continue
+            contained.update((replace(c, recompute=False), replace(c, recompute=True)))
+        resting = min(resting, least.resting / c.pp / c.shards)
+        if may_fit(least, c, memory):
+            queue.append((_bound(subject, least, c), 0, c.order, c))
+        else:
+            too_large += 1
+    if refused and not queue and not too_large:
+        raise next(iter(refused.values()))
+    heapq.heapify(queue)
+    return queue, too_large, resting
+
+
+def _result(
+    best: Evaluated | None, solved: Iterable[Evaluated], bound: float, left: int, too_large: int, least: float
+) -> Search:
+    ranked = tuple(sorted(solved, key=lambda e: (not e.fits, e.seconds, e.configuration.order)))
+    return Search(best, ranked, min(bound, best.seconds) if best is not None else bound, left, too_large, least)
+
+
+def may_fit(least: Least, c: Configuration, memory: float) -> bool:
+    """Return whether the memory floor of a configuration is within the limit, however the layers are cut into stages.
+
+    The floor counts what rests, and what each layer keeps of one micro-batch. It is compared over all `pp` devices
+    together.
+    """
+    kept = (least.kept if c.recompute is False else least.handed) / c.parts
+    return least.resting / c.shards + kept <= memory * c.pp
+
+
+def _bound(subject: Subject, least: Least, c: Configuration) -> float:
+    """Return the first lower bound of a configuration, in seconds of a step."""
+    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
+    once = least.seconds + (least.again if c.recompute else 0.0)
+    return c.each * (once / c.parts + gathering_all(subject, c)) + rate * least.summed / c.pp

@@ -1,0 +1,300 @@
+"""The planner's front door: the fastest plan for a graph on a described cluster, with a proof of how good it is.
+
+The idea
+--------
+
+There are far too many plans to try, so the planner never asks "how fast is this plan?" before it has asked "how fast
+can any plan of this kind be?". Each kind gets a lower bound that is cheap to compute. Kinds whose bound is no better
+than the best plan in hand are never solved, and the least bound of all that is left says how far from the optimum that
+plan can be. There are three levels, each with a method from the literature:
+
+1  which configuration (dp, tp, pp, micro-batches, recomputation, ZeRO): best-first branch and bound (`search`)
+2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`priced`, `solver.hull`)
+3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
+   are both exact (`solver.eliminate`, `solver.fold`)
+
+Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`spread`). What level 2 leaves open is
+filled by mixing two ways to run a layer (`fill`), or by repair and branching (`solver.budget`).
+
+Level 2 by hand
+---------------
+
+Two equal layers; each may keep its activations (10 ms, 6 GB) or recompute them (13 ms, 2 GB). The limit is 8 GB.
+Instead of the limit, let a GB cost 0.75 ms: now both ways cost 14.5 ms, and two layers cost 29 ms whatever they do. Any
+plan that fits uses at most 8 GB, so it has paid at most 6 ms for memory: it takes 29 - 6 = 23 ms or more. One layer of
+each way takes exactly 23 ms and 8 GB, so it is optimal. With a limit of 7 GB the same price proves 23.75 ms, and no
+price proves more, while the best plan takes 26 ms (both recompute): the bound is true, and not tight. That difference
+is the gap.
+
+All levels, as they run
+-----------------------
+
+Eight blocks (LayerNorm, Linear 4096 to 16384, GELU, Linear back, residual) in float32, 8 sequences of 2048 tokens, on 4
+ranks of `h100x8` with 4.7 GB each. Values, gradients and both moments of Adam take 17.2 GB, 4.3 GB a rank if nothing is
+held twice, so 0.4 GB are left for activations. There are 28 configurations:
+
+14 of 28   cannot hold what rests and one micro-batch of every layer
+tp=4       first bound 0.570 s a step, the least of all, with any number of micro-batches
+           2 micro-batches: infinite within the memory, so nothing fits
+           4 micro-batches: 0.761 s from the shapes of the whole batch, and stays in the queue
+           8 micro-batches: 0.698 s, then 0.704 s from its own shapes, then 0.723 s at finer prices of memory
+dp=2 tp=2  with ZeRO-3 and 4 micro-batches: 0.769 s, and stays in the queue
+
+At 0.723 s, tp=4 with 8 micro-batches still has the least bound, so it is solved: 0.739 s and 4.68 GB, with 6 of the 8
+layers recomputed; at the margin one more GB would save 14 ms. Everything that is left has a bound above 0.739 s. So the
+search ends after one of 28 configurations was solved; 9 were pruned, 18 were too large, and the certificate says: 0.739
+s, the optimum of the space is at least 0.723 s, gap 2.2 %. With 80 GB a rank the same search ends with dp=2 tp=2 and
+ZeRO-3 at 0.583 s, which equals its bound.
+
+The invariant
+-------------
+
+At every moment, the optimum of the space is no less than the least of: the bounds in the queue, and the bounds of what
+was solved. Every bound is of the same tables that price plans, so it is a statement about the cost model, not about a
+machine. Anything that may only make a search faster (rough shapes, fewer states, coarse prices) must make bounds
+smaller, never larger. One assumption is left to the cost model: the same work in more and smaller micro-batches takes
+no less time. A plan, on the other hand, is always evaluated by the whole tables: no relaxation ever reaches `seconds`.
+
+Why not otherwise
+-----------------
+
+One integer program for all operations (as in Alpa's intra-operator pass) is exact too, but grows with every layer: it
+does not see that they are equal. A search by mutation or reinforcement finds good plans and cannot say how good. A
+dynamic program over memory in steps of bytes has as many states as the steps are fine, per stage. Prices have one
+dimension, are shared by all layers, and give a proof.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.signature import Signature
+from nnscaler.planning.cluster.description import Cluster
+from nnscaler.planning.cluster.units import show_bytes
+from nnscaler.planning.configurations import Configuration, configurations
+from nnscaler.planning.constraints import Constraint
+from nnscaler.planning.constraints.blame import without_choice, without_configuration
+from nnscaler.planning.cost.analytic import AnalyticCost
+from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.planner.branch_and_bound import Search, search
+from nnscaler.planning.planner.cuts import cuts_of
+from nnscaler.planning.planner.evaluate import Evaluated
+from nnscaler.planning.planner.planning_cache import FREE, Subject
+from nnscaler.planning.planner.result import Certificate, certificate, plan_of
+from nnscaler.planning.solver.problem import Infeasible
+from nnscaler.transform.complete_plan import follow_batch
+from nnscaler.transform.plan import Plan
+
+DOUBLINGS, HALVINGS = 10, 4  # of a limit of memory, to find one that is enough
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan with its certificate, and the space that it was chosen from.
+
+    plan          steps that `compile` and `verify-plan` take
+    certificate   seconds, bound, gap and memory
+    subject       the graph with its tables
+    search        the configurations that were solved
+    """
+
+    plan: Plan
+    certificate: Certificate
+    subject: Subject
+    search: Search
+
+    @property
+    def best(self) -> Evaluated:
+        assert self.search.best is not None
+        return self.search.best
+
+    def layers_of(self, stage: int) -> str:
+        """Return the layers of a pipeline device in words: `0..3`, with how many are recomputed; `none` where it has
+        none."""
+        items = self.best.stages[stage].items
+        first, last = max(items[0], 1), min(items[1], len(self.subject.layers) + 1)
+        again = len(self.best.again.intersection(range(first - 1, last - 1)))
+        told = f" ({again} recomputed)" if again else ""
+        return f"{first - 1}..{last - 2}{told}" if last > first else "none"
+
+
+def find_plan(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    cluster: Cluster,
+    *,
+    memory: float | None = None,
+    cost: CostModel | None = None,
+    constraint: Constraint | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Return the fastest plan for all devices of a cluster, each with `memory` bytes (None: what the cluster says).
+
+    Raises NnscalerError: `plan_too_large` where nothing fits, `plan_illegal` where nothing is permitted; it names the
+    constraint that cannot hold.
+    """
+    with _without_collector():
+        return _find_plan(graph, signatures, cluster, memory, cost, constraint, progress)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Switch off the search for reference cycles: the planner makes many objects and no cycles, and each collection
+    would walk the whole traced model again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _find_plan(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    cluster: Cluster,
+    memory: float | None,
+    cost: CostModel | None,
+    constraint: Constraint | None,
+    progress: Callable[[str], None],
+) -> Found:
+    limit = float(cluster.device.memory if memory is None else memory)
+    model = cost or AnalyticCost(cluster)
+    subject = Subject(graph, signatures, model, constraint or FREE)
+    known: dict[tuple[int, int], str | None] = {}
+
+    def allowed(c: Configuration) -> bool:
+        return constraint is None or (constraint.permits(c) and _may_be_cut(subject, c))
+
+    def impossible(c: Configuration) -> bool:
+        key = (c.dp, c.micro_batches)
+        if key not in known:
+            known[key] = _refused(subject, c)
+            if known[key] is not None:
+                progress(f"{c}: {known[key]}")
+        return known[key] is not None
+
+    def look(most: float, told: Callable[[str], None]) -> Search:
+        return search(subject, cluster.devices, most, allowed, told, impossible)
+
+    try:
+        found = look(limit, progress)
+    except (Infeasible, NnscalerError) as error:
+        raise _without_choice(subject, constraint, cluster, error) from None
+    if found.best is None:
+        if found.too_large and not found.solved and found.least <= limit:
+            progress(f"nothing fits into {show_bytes(limit)}: looking for the least memory that does")
+            found = replace(found, solved=_least_that_fits(lambda most: look(most, lambda _: None), limit))
+        refused = next((reason for reason in known.values() if reason is not None), None)
+        raise _nothing(subject, found, cluster, limit, constraint, refused)
+    made = plan_of(subject, found.best)
+    return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
+
+
+def _refused(subject: Subject, c: Configuration) -> str | None:
+    """Return why the batch cannot be cut into so many micro-batches: operations that couple them show only when asked
+    for."""
+    mesh = (("dp", c.dp),) if c.dp > 1 else ()
+    try:
+        follow_batch(subject.graph, subject.signatures, Plan(mesh, (), c.micro_batches), mesh)
+    except NnscalerError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _may_be_cut(subject: Subject, c: Configuration) -> bool:
+    """Return whether there are stages that keep to the constraints."""
+    return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
+
+
+def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Evaluated, ...]:
+    """Return a plan for a limit of memory hardly larger than the least that has one; none where that is very large.
+
+    The limit is doubled until something fits, then bisected geometrically. `look` searches within a limit.
+    """
+    fits: Evaluated | None = None
+    low, high = limit, 2 * limit
+    for _ in range(DOUBLINGS):
+        fits = look(high).best
+        if fits is not None:
+            break
+        low, high = high, 2 * high
+    for _ in range(HALVINGS if fits is not None else 0):
+        assert fits is not None
+        middle = (low * min(high, fits.memory)) ** 0.5
+        found = look(middle).best
+        low, high, fits = (low, middle, found) if found is not None else (middle, high, fits)
+    return () if fits is None else (fits,)
+
+
+def _without_choice(
+    subject: Subject, constraint: Constraint | None, cluster: Cluster, error: Infeasible | NnscalerError
+) -> NnscalerError:
+    """Return the error for constraints that leave an operation no choice, whatever tp is; `error` where that is another
+    one."""
+    if constraint is not None:
+        free = Subject(subject.graph, subject.signatures, subject.cost)
+        space = configurations(cluster.devices, subject.batch, len(subject.layers))
+        for tp in sorted({c.tp for c in space if c.tp > 1 and constraint.permits(c)}):
+            found = without_choice(constraint, subject.graph, free.options(tp), tp)
+            if found is not None:
+                return found
+    if isinstance(error, NnscalerError):
+        return error
+    told = "" if constraint is None else f" that keep to {constraint.text!r}"
+    return NnscalerError(
+        "plan_illegal",
+        f"no choices of all operations{told} go together: what some make cannot be turned into what others read",
+        help="take a constraint away",
+    )
+
+
+def _nothing(
+    subject: Subject,
+    found: Search,
+    cluster: Cluster,
+    limit: float,
+    constraint: Constraint | None,
+    refused: str | None,
+) -> NnscalerError:
+    """Return the error for a search without a result. `refused` says why micro-batches do not go with the model."""
+    if not found.solved and not found.too_large and refused is not None:
+        told = "" if constraint is None else f" that keeps to {constraint.text!r}"
+        return NnscalerError(
+            "micro_batches_coupled",
+            f"no configuration of {cluster.devices} ranks{told} has a program: {refused}",
+            help="permit one micro-batch, or compute in float32 what is reduced over the batch",
+        )
+    if not found.solved and not found.too_large:
+        space = list(configurations(cluster.devices, subject.batch, len(subject.layers)))
+        guilty = without_configuration(constraint, space) if constraint is not None else None
+        placed = [c.text for c in constraint.each if c.at or c.together] if constraint is not None else []
+        if guilty is None and placed:
+            guilty = f"no pipeline stages keep to {', '.join(map(repr, placed))}"
+        return NnscalerError(
+            "plan_illegal",
+            f"no configuration of {cluster.devices} ranks is permitted (batch {subject.batch}, "
+            f"{len(subject.layers)} layers)" + (f": {guilty}" if guilty else ""),
+            help="take a constraint away, or change the number of ranks or the batch",
+        )
+    nearest = min((e for e in found.solved), key=lambda e: e.memory, default=None)
+    if nearest is None and found.least <= limit:
+        message = f"{show_bytes(found.least)} a rank and more are at rest, before any activations"
+        help = "more ranks, more memory per rank, a smaller batch of sample_inputs(), or a smaller model"
+    elif nearest is None:
+        message = f"parameters, gradients and optimizer states alone take {show_bytes(found.least)} a rank or more"
+        help = "more ranks, more memory per rank, or a smaller model"
+    else:
+        message = f"the least that was found is {show_bytes(nearest.memory)} a rank ({nearest})"
+        help = f"--memory {show_bytes(nearest.memory)} would do; or more ranks, or a smaller batch of sample_inputs()"
+    return NnscalerError(
+        "plan_too_large",
+        f"no plan for {cluster.devices} ranks of {cluster.name} fits into {show_bytes(limit)} a rank: {message}",
+        help=help,
+    )

@@ -1,0 +1,296 @@
+"""Stages of a chain at prices of memory, and the Lagrangian bound of a stage within a limit of memory.
+
+Lagrangian relaxation (Everett 1963; Geoffrion 1974): instead of a limit, memory has a price. The bytes at rest, and
+`live` times the bytes that a micro-batch keeps, fit into the memory of the stage. So at any prices per byte, the least
+priced value of a stage, less the highest price of bytes that fit, is a lower bound of its seconds. The best bound is
+that of the best price.
+
+Tables here are [layers, states, states, prices]: by number of layers of a stage from 0 on, by the states of the cuts
+that it begins and ends in, and by price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.planner.layer_chain import Chain, Numbers, Piece, Priced, price
+from nnscaler.planning.sharding.tables import Column, Columns
+
+Pieces = tuple[Priced, Priced, Priced]  # head, layer, tail
+ANY = -1  # number of layers of a stage that are run again
+Kind = tuple[bool, bool, int]  # of a stage: the first one, the last one, how many layers are run again
+Ends = frozenset[tuple[bool, bool]]
+Halves = tuple[Numbers | None, Numbers, Numbers | None]  # of head, layer and tail
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of memory; both fields are [prices].
+
+    kept      seconds per byte that a micro-batch keeps
+    resting   seconds per byte that rests
+    """
+
+    kept: Numbers
+    resting: Numbers
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def with_more(self, other: Prices) -> Prices:
+        return Prices(np.concatenate([self.kept, other.kept]), np.concatenate([self.resting, other.resting]))
+
+
+def grid(chain: Chain, floors: Floors, low: float, high: float, count: int, lives: Numbers) -> Prices:
+    """Return prices about the one at which recomputing a layer pays, and 0.
+
+    They go from `low` to `high` times that price, in `count` geometric steps, for each of these numbers of live
+    micro-batches: [len(lives) * count + 1].
+    """
+    columns = [chain.tables.columns[node] for node in chain.layer.inside]
+    saved = max(floors.layer.kept - floors.layer.handed, 1.0)
+    # seconds to run a layer once more, per byte that a micro-batch then does not keep
+    base = max(sum(float(c.forward.min()) for c in columns), 1e-12) / saved
+    kept, live = (a.ravel() for a in np.meshgrid(base * np.geomspace(low, high, count), lives))
+    return Prices(np.append(0.0, kept), np.append(0.0, kept / live))
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Lower bounds of the bytes of a piece, whatever its choices.
+
+    resting   bytes of parameters, gradients and optimizer states
+    outside   bytes that a micro-batch keeps outside of layers
+    kept      bytes that a micro-batch keeps in the layer
+    handed    bytes of a micro-batch that the layer hands on
+    summed    bytes of gradients that are summed over dp
+    """
+
+    resting: float
+    outside: float
+    kept: float
+    handed: float
+    summed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """The floors of the three pieces."""
+
+    head: Floor
+    layer: Floor
+    tail: Floor
+
+
+def floors_of(chain: Chain) -> Floors:
+    """Return the floors of the pieces: of each node the least, whether these go together or not."""
+    columns = chain.tables.columns
+
+    def floor(piece: Piece) -> Floor:
+        every = [columns[node] for node in piece.nodes]
+        inside = [columns[node] for node in piece.nodes if node in piece.inside]
+        outside = [columns[node] for node in piece.nodes if node not in piece.inside]
+        return Floor(
+            sum(float(c.resting.min()) for c in every),
+            sum(float(c.kept.min()) for c in outside),
+            sum(float(c.kept.min()) for c in inside),
+            sum(float(c.handed.min()) for c in inside),
+            sum(float(c.summed["dp"].min()) for c in every if "dp" in c.summed),
+        )
+
+    return Floors(floor(chain.head), floor(chain.layer), floor(chain.tail))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The place of a stage in its pipeline.
+
+    live    micro-batches that are alive at once
+    first   whether it is the first stage, which has the head
+    last    whether it is the last stage, which has the tail
+    """
+
+    live: int
+    first: bool
+    last: bool
+
+
+def stages_of(c: Configuration) -> tuple[Stage, ...]:
+    """Return the stages of a 1F1B pipeline: stage s has min(m, p - s) live micro-batches."""
+    return tuple(Stage(min(c.micro_batches, c.pp - s), s == 0, s == c.pp - 1) for s in range(c.pp))
+
+
+def ends_of(c: Configuration) -> Ends:
+    """Return the different pairs (is the first stage, is the last stage) of all stages."""
+    return frozenset((s.first, s.last) for s in stages_of(c))
+
+
+def most_of(c: Configuration, layers: int) -> int:
+    """Return the largest number of layers of a stage that is looked at: about twice the mean. More cost no less."""
+    return min(layers - c.pp + 1, -(-2 * layers // c.pp) + 2)
+
+
+def at_prices(chain: Chain, prices: Prices, recompute: bool | None, seconds: Callable[[Columns], Column]) -> Pieces:
+    """Return the pieces at each price twice: with what layers keep, then with their layers recomputed.
+
+    seconds     returns the seconds of each of a node's choices: [choices]
+    recompute   all layers, none, or those for which it pays (None)
+
+    The tables of the pieces are [hubs, before, after, 2 * prices].
+    """
+    made: dict[tuple[int, bool], Numbers] = {}
+
+    def costs(columns: Columns, inside: bool) -> Numbers:
+        key = (id(columns), inside)
+        if key not in made:
+            # [choices]: seconds of a micro-batch
+            once = seconds(columns)
+            # [choices, prices]: priced bytes at rest; priced seconds with activations kept, and with the layer
+            # recomputed
+            rests = columns.resting[:, None] * prices.resting
+            kept = once[:, None] + columns.kept[:, None] * prices.kept + rests
+            again = (once + columns.forward)[:, None] + columns.handed[:, None] * prices.kept + rests
+            if inside:
+                kept, again = kept + np.inf if recompute else kept, again + np.inf if recompute is False else again
+            made[key] = np.concatenate([kept, again if inside else kept], axis=1)
+        return made[key]
+
+    def piece(of: Piece) -> Priced:
+        return price(chain, of, {node: costs(chain.tables.columns[node], node in of.inside) for node in of.nodes})
+
+    return piece(chain.head), piece(chain.layer), piece(chain.tail)
+
+
+def values_of(
+    pieces: Pieces, prices: int, most: int, states: int, ends: Ends, counted: bool = False
+) -> dict[Kind, Numbers]:
+    """Return, by kind of stage, the least priced seconds: [layers, states, states, prices].
+
+    Only stages with one of these `ends` are made. The first stage begins in state 0, and the last one ends in it. Where
+    a cut has more than `states` states they are not told apart: the tensor that is handed on may change its state for
+    nothing, which makes the values smaller, and keeps bounds valid. With `counted`, there is an entry for every number
+    of recomputed layers, else one for none and one for any number.
+    """
+    halves = []
+    for part in (slice(None, prices), slice(prices, None)):
+        # [before, after, prices], the best over the hubs, of one half of the prices: kept, then recomputed
+        head, layer, tail = (p.table.min(axis=0)[..., part] for p in pieces)
+        if layer.shape[0] > states:
+            head, tail = head.min(axis=1, keepdims=True), tail.min(axis=0, keepdims=True)
+            layer = layer.min(axis=(0, 1), keepdims=True)
+        halves.append((head, layer, tail))
+    found: dict[Kind, Numbers] = {}
+    for first, last in ends:
+        kept, again = ((h if first else None, layer, t if last else None) for h, layer, t in halves)
+        if counted:
+            found.update({(first, last, n): table for n, table in enumerate(_counted(kept, again, most))})
+            continue
+        # each layer by itself may be recomputed or not
+        either = tuple(None if a is None or b is None else np.minimum(a, b) for a, b in zip(kept, again, strict=True))
+        nothing = (None, np.full_like(layer, np.inf), None)
+        for number, one in ((0, kept), (ANY, either)):
+            found[first, last, number] = _counted(one, nothing, most, 0)[0]  # type: ignore[arg-type]
+    return found
+
+
+def limited(
+    values: Mapping[Kind, Numbers],
+    stage: Stage,
+    live: float,
+    floors: Floors,
+    memory: float,
+    prices: Prices,
+    shards: int = 1,
+) -> tuple[Numbers, NDArray[np.int64]]:
+    """Return lower bounds of the seconds of a stage, and the number of the price that proves each.
+
+    Both results are [layers, states, states]; a bound is infinite where the stage cannot fit. It is the best over
+    prices, for the number of recomputed layers with which this is least. `live` is the number of live micro-batches;
+    Prices and floors count what rests `shards` times as large as it is on a rank.
+    """
+    head, layer, tail = floors.head, floors.layer, floors.tail
+    kinds = {
+        number: table for (first, last, number), table in values.items() if (first, last) == (stage.first, stage.last)
+    }
+    # [layers]: how many layers the stage has, and how many of these are in the middle
+    counts = np.arange(len(next(iter(kinds.values()))), dtype=np.float64)
+    middle, ends = counts - stage.first - stage.last, [head] * stage.first + [tail] * stage.last
+    # [layers]: floors of the bytes at rest, kept by a micro-batch in layers, and handed on
+    resting = middle * layer.resting + sum(f.resting for f in ends)
+    received = 0.0 if stage.first else live * layer.handed
+    outside = sum(f.outside for f in ends)
+    whole = middle * layer.kept + sum(f.kept for f in ends)
+    handed = middle * layer.handed + sum(f.handed for f in ends)
+    saved = max(f.kept - f.handed for f in (layer, *ends))
+    best: Numbers | None = None
+    at = np.zeros(0, dtype=np.int64)
+    for number, table in kinds.items():
+        # one layer that is run again has all that it keeps once
+        once = min(f.kept for f in (layer, *ends)) * live / stage.live if number else 0.0
+        room = memory - received - once
+        kept = outside + (handed if number == ANY else np.maximum(whole - number * saved, handed))
+        # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
+        most_kept = ((room - resting / shards) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
+        most_resting = shards * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
+        # [layers, states, states, prices]: the Lagrangian bound at each price
+        value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
+        value[resting / shards + live * kept > room] = np.inf
+        # [layers, states, states]: the best bound over prices; below, the least over how many layers are recomputed
+        bound, by = value.max(axis=-1), value.argmax(axis=-1)
+        if best is None:
+            best, at = bound, by
+        else:
+            best, at = np.minimum(best, bound), np.where(bound < best, by, at)
+    assert best is not None
+    return best, at
+
+
+def _counted(kept: Halves, again: Halves, most: int, numbers: int | None = None) -> list[Numbers]:
+    """Return, by number of recomputed layers up to `numbers`, the best paths: [layers, states, states, prices].
+
+    A dynamic program over the layers of a stage; `kept` and `again` are head, layer and tail as they are and
+    recomputed.
+    """
+    width, _, prices = kept[1].shape
+    numbers = most if numbers is None else numbers
+    answer = [np.full((most + 1, width, width, prices), np.inf) for _ in range(numbers + 1)]
+    ends = (kept[0] is not None) + (kept[2] is not None)
+    # [1 or states, states, prices] by the number of layers run again: the best paths so far; None before the first
+    at: list[Numbers | None] = [kept[0], again[0]][: numbers + 1]
+    for middle in range(most + 1 - ends):
+        if middle:
+            at = _longer(at, kept[1], again[1], numbers)
+        ended = at if kept[2] is None else _longer(at, kept[2], again[2], numbers)
+        for number, table in enumerate(ended):
+            if table is not None:
+                answer[number][middle + ends, : table.shape[0], : table.shape[1]] = table
+    return answer
+
+
+def _longer(at: Sequence[Numbers | None], kept: Numbers, again: Numbers | None, numbers: int) -> list[Numbers | None]:
+    """Extend paths by one more piece, which is recomputed or not. Results are by number of recomputed layers."""
+    found: list[Numbers | None] = []
+    for number in range(min(len(at), numbers) + 1):
+        options = []
+        for before, piece in ((number, kept), (number - 1, again)):
+            if piece is not None and 0 <= before < len(at):
+                start = at[before]
+                if start is not None:
+                    options.append(_product(start, piece))
+                elif before == 0:  # nothing comes before
+                    options.append(piece)
+        found.append(None if not options else options[0] if len(options) == 1 else np.minimum(*options))
+    return found
+
+
+def _product(first: Numbers, second: Numbers) -> Numbers:
+    """Multiply tables [before, after, prices] in the (min, +) semiring, price by price."""
+    answer = first[:, 0, None] + second[None, 0]
+    for state in range(1, first.shape[1]):
+        np.minimum(answer, first[:, state, None] + second[None, state], out=answer)
+    return answer

@@ -1,0 +1,272 @@
+"""Lower bounds for a pipeline of many equal layers under a limit of memory, for all cuts and all choices of layers.
+
+Every stage has a bound for every number of layers, by Lagrangian relaxation (see `priced`). The layers are then spread
+over the stages so that a step is shortest by these bounds (see `spread`). A step of 1F1B takes the sum of the stages'
+seconds, (micro-batches - 1) times the largest, and the work that is done once per step, on the stage that has most of
+it. Where all have about as much, each stage counts 1 / (micro-batches + stages - 1) of it: the sum and the largest then
+make up no more than the whole. Where one stage has much more (the one with the embedding), the least that this can be
+is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.planner.lagrangian_bound import (
+    Ends,
+    Floors,
+    Kind,
+    Pieces,
+    Prices,
+    Stage,
+    at_prices,
+    ends_of,
+    floors_of,
+    grid,
+    limited,
+    most_of,
+    stages_of,
+    values_of,
+)
+from nnscaler.planning.planner.layer_chain import Chain, Numbers
+from nnscaler.planning.planner.stage_partition_dp import Cut, best_cut
+from nnscaler.planning.sharding.build_problem import Weights, once_of
+
+LOW, HIGH = 1 / 512, 64  # of the prices, in prices at which running a layer again pays
+COARSE, FINE = 12, 8  # prices of the first grid, and between the neighbours of one that binds in the second
+COUNTED = 24  # layers of a stage up to which bounds tell apart how many are run again
+EVEN = 0.7  # share of the largest part of what is done once per step
+LIVES = 6  # numbers of live micro-batches that prices are made for
+BINDING = 10  # prices that bind, about which finer ones are tried
+STATES = 8  # of a cut that are told apart
+ROUGH, ROUGH_LIVES = 6, 5  # prices of rough bounds, and numbers of live micro-batches
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A chain in a configuration.
+
+    chain           the pieces
+    layers          how many layers the model has
+    configuration   dp, tp, pp, micro-batches, recomputation
+    weights         how the parts of a step count
+    memory          bytes of a rank
+    sent            by state of the cut, seconds in which a stage hands a micro-batch on
+    """
+
+    chain: Chain
+    layers: int
+    configuration: Configuration
+    weights: Weights
+    memory: float
+    sent: Numbers
+
+    @property
+    def share(self) -> float:
+        """Share of the work once per step that counts in every micro-batch of every stage."""
+        return 1 / (self.configuration.micro_batches + self.configuration.pp - 1) if self._even else 0.0
+
+    @cached_property
+    def _even(self) -> bool:
+        """True where the stages have about as much to do once per step."""
+        floors, c = self.floors, self.configuration
+        return c.pp == 1 or floors.layer.summed * self.layers / c.pp >= EVEN * max(
+            floors.head.summed, floors.tail.summed
+        )
+
+    @property
+    def once(self) -> float:
+        """Lower bound of the seconds that are spent once per step, where these are not shared among micro-batches."""
+        most = max(self.floors.head.summed, self.floors.tail.summed)
+        return 0.0 if self._even else self.weights.rates.get("dp", 0.0) * most
+
+    @cached_property
+    def floors(self) -> Floors:
+        return floors_of(self.chain)
+
+    @property
+    def most(self) -> int:
+        return most_of(self.configuration, self.layers)
+
+    def at(self, prices: Prices) -> Pieces:
+        """Eliminate the pieces at these prices."""
+        return at_prices(
+            self.chain,
+            prices,
+            self.configuration.recompute,
+            lambda columns: columns.forward + columns.backward + self.share * once_of(columns, self.weights),
+        )
+
+    @cached_property
+    def bound(self) -> tuple[float, Prices, Cut | None]:
+        """The bound of a step in seconds, and the prices and the cut that prove it; infinite, without a cut, where
+        nothing fits."""
+        lives = np.geomspace(1, max(s.live for s in stages_of(self.configuration)), LIVES)
+        prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, np.unique(np.round(lives)))
+        # [stages, layers, states, states] each: the bounds of the stages, and which price proves them
+        seconds, binding = self.lower(prices)
+        weight = self.configuration.micro_batches - 1
+        found = best_cut(seconds, self.layers, weight)
+        if found is None:
+            return np.inf, prices, None
+        refined = self._refined(prices, binding, found)
+        if not len(refined):
+            return found.value + self.once, prices, found
+        found = best_cut(np.maximum(seconds, self.lower(refined)[0]), self.layers, weight)
+        return np.inf if found is None else found.value + self.once, prices.with_more(refined), found
+
+    def _refined(self, prices: Prices, binding: NDArray[np.int64], cut: Cut) -> Prices:
+        """Return finer prices about those that bind in the stages of a cut, for the stages' own numbers of live
+        micro-batches."""
+        step = (HIGH / LOW) ** (1 / (COARSE - 1))
+        around = np.geomspace(1 / step, step, FINE + 2)[1:-1]
+        taken = zip(stages_of(self.configuration), binding, cut.layers, cut.states, strict=True)
+        at = {(float(prices.kept[best[count, a, b]]), stage.live) for stage, best, count, (a, b) in taken}
+        wanted = sorted((kept, live) for kept, live in at if kept > 0.0)
+        wanted = [wanted[i] for i in np.unique(np.linspace(0, len(wanted) - 1, BINDING).astype(int))] if wanted else []
+        kept = np.array([k * factor for k, _ in wanted for factor in around])
+        live = np.array([live for _, live in wanted for _ in around])
+        return Prices(kept, kept / np.maximum(live, 1))
+
+    def lower(self, prices: Prices) -> tuple[Numbers, NDArray[np.int64]]:
+        """Return lower bounds of the seconds of a micro-batch in each stage, and the number of the price that proves
+        each.
+
+        Both are [stages, layers, states, states]: by the number of layers and the states of the cut that the stage
+        begins and ends in.
+        """
+        stages = stages_of(self.configuration)
+        ends = ends_of(self.configuration)
+        values = values_of(self.at(prices), len(prices), self.most, STATES, ends, counted=self.most <= COUNTED)
+        best = {s: limited(values, s, s.live, self.floors, self.memory, prices) for s in set(stages)}
+        seconds = [best[s][0] + between(s, self.sent, best[s][0].shape[-1]) for s in stages]
+        return np.stack(seconds), np.stack([best[s][1] for s in stages])
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Lower bounds for a rank of a tensor-parallel group that runs the whole graph on the whole batch, part by part.
+
+    seconds   forward and backward
+    again     seconds of running all layers forward once more
+    resting   bytes at rest
+    kept      bytes that all micro-batches together keep in layers
+    handed    bytes that all micro-batches together hand on from layer to layer
+    summed    bytes of gradients summed over dp
+    """
+
+    seconds: float
+    again: float
+    resting: float
+    kept: float
+    handed: float
+    summed: float
+
+
+@dataclass(frozen=True)
+class Rough:
+    """Bounds for every number of parts of the batch, from the chain of one of `parts` equal parts.
+
+    One of `parts` takes no longer than the smaller parts that make it up, one after another; so its seconds and kept
+    bytes, scaled by the size of a part, bound those of more parts. States of a cut are not told apart.
+
+    chain    the pieces for one of `parts`
+    layers   how many layers the model has
+    batch    samples in the batch
+    parts    into how many the batch is cut for the chain
+    """
+
+    chain: Chain
+    layers: int
+    batch: int
+    parts: int
+    _known: dict[tuple[int, Ends], dict[Kind, Numbers]] = field(default_factory=dict)
+
+    @cached_property
+    def floors(self) -> Floors:
+        return floors_of(self.chain)
+
+    @cached_property
+    def _priced(self) -> tuple[Pieces, Prices]:
+        lives = np.geomspace(self.parts / self.batch, self.layers, ROUGH_LIVES)
+        prices = grid(self.chain, self.floors, LOW, HIGH, ROUGH, lives)
+        pieces = at_prices(self.chain, prices, None, lambda columns: columns.forward + columns.backward)
+        return pieces, prices
+
+    def _values(self, most: int, ends: Ends) -> dict[Kind, Numbers]:
+        """Return the priced seconds of stages of at least `most` layers."""
+        size = min(self.layers, 1 << (most - 1).bit_length())
+        if (size, ends) not in self._known:
+            pieces, prices = self._priced
+            self._known[size, ends] = values_of(pieces, len(prices), size, 1, ends)
+        return self._known[size, ends]
+
+    @cached_property
+    def least(self) -> Least:
+        """Lower bounds of time and memory over all choices, without a limit of memory."""
+        free = Prices(np.zeros(1), np.zeros(1))
+        pieces = at_prices(self.chain, free, False, lambda columns: columns.forward + columns.backward)
+        values = values_of(pieces, 1, self.layers, 1, frozenset({(True, True)}))
+        floors, inside = self.floors, self.layers - 2
+        columns = self.chain.tables.columns
+        ends, piece = (floors.head, floors.tail), self.chain.layer
+        again = [
+            sum(float(columns[node].forward.min()) for node in part.inside)
+            for part in (self.chain.head, piece, self.chain.tail)
+        ]
+
+        def whole(name: str) -> float:
+            return inside * float(getattr(floors.layer, name)) + sum(float(getattr(end, name)) for end in ends)
+
+        return Least(
+            float(values[True, True, 0][-1, 0, 0, 0]) * self.parts,
+            (inside * again[1] + again[0] + again[2]) * self.parts,
+            whole("resting"),
+            whole("kept") * self.parts,
+            whole("handed") * self.parts,
+            whole("summed"),
+        )
+
+    def bound(self, c: Configuration, memory: float, rate: float, each: float, sent: Numbers) -> float:
+        """Bound the seconds of a step; infinite where nothing fits.
+
+        memory   bytes of a rank
+        rate     seconds per byte of gradients summed over dp
+        each     seconds in which a micro-batch gathers a layer's parameters (ZeRO-3)
+        sent     by state of the cut, seconds in which a stage hands a micro-batch on
+        """
+        values, prices = self._values(most_of(c, self.layers), ends_of(c)), self._priced[1]
+        if c.recompute is False:
+            values = {kind: np.full_like(v, np.inf) if kind[2] != 0 else v for kind, v in values.items()}
+        most, part, stages = most_of(c, self.layers), self.parts / c.parts, stages_of(c)
+        counts = np.arange(most + 1)
+        floors = self.floors
+        cut = {kind: found[: most + 1] for kind, found in values.items()}
+        made = {}
+        for stage in set(stages):
+            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.shards)
+            middle = counts - stage.first - stage.last
+            # [layers]: bytes of gradients, and with them the seconds of a micro-batch that do not depend on states
+            summed = middle * floors.layer.summed
+            summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
+            once = rate * summed / (c.micro_batches + c.pp - 1) + each * np.maximum(middle, 0)
+            made[stage] = part * bounds + once[:, None, None] + between(stage, sent, bounds.shape[-1])
+        # [stages, layers, states, states]: seconds of a micro-batch at least
+        seconds = np.stack([made[stage] for stage in stages])
+        found = best_cut(seconds, self.layers, c.micro_batches - 1)
+        return np.inf if found is None else found.value
+
+
+def between(stage: Stage, sent: Numbers, states: int) -> Numbers:
+    """Return the seconds in which a stage is handed a micro-batch and hands it on: [states, states].
+
+    `sent` is by state; its least counts where states are not told apart.
+    """
+    own = sent if states == len(sent) else np.full(states, sent.min())
+    zero = np.zeros(states)
+    return (zero if stage.first else own)[:, None] + (zero if stage.last else own)[None, :]

@@ -1,0 +1,277 @@
+"""A graph as the planner sees it: its layers as items between which a pipeline may be cut, and its tables by size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+from nnscaler.ir.dtype import element_bytes
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature
+from nnscaler.planning.configurations import Configuration
+from nnscaler.planning.constraints.constraint import Constraint
+from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
+from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
+from nnscaler.planning.sharding.build_problem import Weights, Window, pose
+from nnscaler.planning.sharding.memory import Kept, kept_by
+from nnscaler.planning.sharding.problem_config import Setting, make_setting
+from nnscaler.planning.sharding.strategies import Strategies, axis_options
+from nnscaler.planning.sharding.tables import TableBuilder, Tables
+from nnscaler.planning.solver.solve import solve
+from nnscaler.transform.complete_plan import batch_of
+from nnscaler.transform.layers import Layer, layers_of
+
+MANY = 8  # layers, from which on some stand for all
+
+FREE = Constraint("none")
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Layers between the first and the last that are all alike.
+
+    window   the layers that stand for all of them in bounds
+    around   the first layer of the window with a neighbour on either side
+    times    how many windows these layers make
+    """
+
+    window: range
+    around: range
+    times: int
+
+
+@dataclass
+class Subject:
+    """A graph with everything that the planner derives from it, cached by tp and by the size of a micro-batch.
+
+    constraint   what a plan keeps to
+    layered      the chain in a configuration and within a limit of memory (bytes)
+    gathering    by place of a dp axis, seconds per byte to gather a parameter and to scatter its gradient
+    """
+
+    graph: Graph
+    signatures: Mapping[str, Signature]
+    cost: CostModel
+    constraint: Constraint = FREE
+    layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
+    gathering: dict[AxisPlace, float] = field(default_factory=dict)  # seconds per byte over the ranks of a dp axis
+    _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
+    _settings: dict[int, Setting] = field(default_factory=dict)
+    _builders: dict[tuple[int, int, int], TableBuilder] = field(default_factory=dict)
+    _tables: dict[tuple[int, int, int, bool], Tables] = field(default_factory=dict)
+    _least: dict[int, Least] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
+    _chains: dict[tuple[int, int, int], Chain | None] = field(default_factory=dict)
+    _repeated: dict[int, Repeated | None] = field(default_factory=dict)
+    _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
+    _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        return layers_of(self.graph)
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        """By operation in a layer, the number of the layer."""
+        return {name: i for i, layer in enumerate(self.layers) for name in layer.operations}
+
+    @cached_property
+    def items(self) -> dict[str, int]:
+        """By operation, its item: 0 before the layers, i + 1 in or after layer i, one more after the last layer."""
+        last = max((i for i, op in enumerate(self.graph.operations) if op.name in self.groups), default=-1)
+        found: dict[str, int] = {}
+        here = 0
+        for i, op in enumerate(self.graph.operations):
+            here = max(here, self.groups.get(op.name, here - 1) + 1)
+            found[op.name] = here if i <= last else len(self.layers) + 1
+        return found
+
+    @cached_property
+    def kept(self) -> dict[str, tuple[Kept, ...]]:
+        return kept_by(self.graph, self.signatures)
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples in the global batch."""
+        return batch_of(self.graph)
+
+    @cached_property
+    def repeated(self) -> Repeated | None:
+        """The equal layers between the first and the last; None where they differ or are fewer than `MANY` in all."""
+        count, kept = len(self.layers), self.constraint
+        if count < MANY or kept.also or kept.together or kept.at:
+            return None
+        by_name = self.graph.by_name
+        looks = {
+            tuple((id(self.signatures[n]), by_name[n].region, len(by_name[n].inputs)) for n in layer.operations)
+            for layer in self.layers[1:-1]
+        }
+        if len(looks) > 1:
+            return None
+        middle, size = count // 2, 2 if count % 2 == 0 else 1
+        return Repeated(range(middle, middle + size), range(middle - 1, middle + 2), (count - 2) // size)
+
+    def repeated_on(self, tp: int) -> Repeated | None:
+        """Return `repeated` where the constraints leave all of these layers the same choices on tp, else None."""
+        if self.repeated is None or tp == 1 or self.constraint is FREE:
+            return self.repeated
+        if tp not in self._repeated:
+            options = self.options(tp)
+            looks = {tuple(id(options[name]) for name in layer.operations) for layer in self.layers[1:-1]}
+            self._repeated[tp] = self.repeated if len(looks) == 1 else None
+        return self._repeated[tp]
+
+    def window(self, tp: int) -> Window | None:
+        """Return the layers that stand for all equal layers in bounds; None where layers differ."""
+        found = self.repeated_on(tp)
+        return None if found is None else Window(frozenset(found.window), float(found.times))
+
+    def _short(self, layers: range) -> frozenset[str]:
+        """Return the operations outside of layers, of the first and the last layer, and of `layers`."""
+        kept = {0, len(self.layers) - 1, *layers}
+        return frozenset(op.name for op in self.graph.operations if self.groups.get(op.name, 0) in kept)
+
+    def options(self, parts: int) -> Mapping[str, tuple[Choice, ...]]:
+        """Return, by operation, the choices that it may take on a tp axis of `parts`.
+
+        Layers that are alike share those of one of them.
+        """
+        if parts in self._options:
+            return self._options[parts]
+        graph, repeated = self.graph, self.repeated
+        if repeated is not None:
+            short = self._short(repeated.around)
+            operations = tuple(op for op in graph.operations if op.name in short)
+            named = {name for op in operations for name in (*op.inputs, *op.outputs)}
+            tensors = {name: t for name, t in graph.tensors.items() if name in named or t.role == "input"}
+            graph = graph.replace(tensors=tensors, operations=operations)
+        found = axis_options(graph, self.signatures, parts, with_batch=False, full=True)
+        if repeated is not None:
+            model = self.layers[repeated.window[0]].operations
+            for layer in self.layers[1:-1]:
+                found.update((name, found[same]) for name, same in zip(layer.operations, model, strict=True))
+        if self.constraint is FREE:
+            self._options[parts] = found
+            return found
+        by_name, allows, also = self.graph.by_name, self.constraint.allows, self.constraint.also
+        same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+        found = {n: (*made, also[n]) if n in also and also[n] not in made else made for n, made in found.items()}
+        left = {n: tuple(c for c in made if allows(by_name[n], c)) for n, made in found.items()}
+        self._options[parts] = {n: same.setdefault(made, made) for n, made in left.items()}
+        return self._options[parts]
+
+    def _builder(self, tp: int, parts: int, shards: int = 1) -> TableBuilder:
+        key = (tp, parts, shards)
+        if key not in self._builders:
+            places = {"tp": AxisPlace(tp), "dp": AxisPlace(parts, tp)}
+            if parts not in self._settings:
+                mesh = (("dp", parts),) if parts > 1 else ()
+                self._settings[parts] = make_setting(self.graph, self.signatures, mesh, (), 1, places)
+            searched = (("tp", tp),) if tp > 1 else ()
+            setting = replace(self._settings[parts], searched=searched, places=places)
+            options = [self.options(tp)] if tp > 1 else []
+            strategies = Strategies(self.graph, self.signatures, setting, options)
+            pairs = tuple(pair for group in self.constraint.together for pair in pairwise(group))
+            rests = AxisPlace(shards, tp) if shards > 1 else None
+            self._builders[key] = TableBuilder(
+                self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups, pairs, rests
+            )
+        return self._builders[key]
+
+    def tables(self, tp: int, parts: int, shards: int = 1, short: bool = False) -> Tables:
+        """Return the cost tables for operators split over `tp`, with one of `parts` of the batch.
+
+        Data-parallel parts and micro-batches are alike here: a rank sees the same shapes. `shards` is the number of
+        shards of the parameters over dp (1: whole). `short` leaves out the layers that the window stands for, where
+        there is one.
+        """
+        repeated = self.repeated_on(tp) if short else None
+        key = (tp, parts, shards, repeated is not None)
+        if key not in self._tables:
+            only = None if repeated is None else self._short(repeated.window)
+            self._tables[key] = self._builder(tp, parts, shards).build(only)
+        return self._tables[key]
+
+    def chain(self, tp: int, parts: int, shards: int = 1) -> Chain | None:
+        """Return the tables as a chain of three pieces where all layers but the first and the last are alike, else
+        None."""
+        key = (tp, parts, shards)
+        if self.repeated_on(tp) is None:
+            return None
+        if key not in self._chains:
+            count = len(self.layers)
+            tables = self._builder(tp, parts, shards).build(shown(self.graph, self.groups, count))
+            self._chains[key] = find_chain(tables, self.items_of(tables), count)
+        return self._chains[key]
+
+    def rough(self, tp: int, parts: int) -> Rough | None:
+        """Return bounds from the chain whose shapes are those of one of `parts` of the batch; None where the graph is
+        no chain."""
+        chain = self.chain(tp, parts)
+        if chain is None:
+            return None
+        if (tp, parts) not in self._rough:
+            self._rough[tp, parts] = Rough(chain, len(self.layers), self.batch, parts)
+        return self._rough[tp, parts]
+
+    def items_of(self, tables: Tables) -> list[int]:
+        """Return the item of every node: that of its operation, of the tensor's producer, or of the tensor's first
+        reader."""
+        graph, found = self.graph, []
+        for name in tables.names:
+            op = graph.by_name.get(name) if name in tables.strategies else graph.producers.get(name)
+            found.append(self.items[(op or graph.consumers[name][0][0]).name])
+        return found
+
+    def gathered(self, c: Configuration, layer: int | None = None) -> float:
+        """Return a lower bound of the bytes of parameters that a rank of tp gathers under ZeRO-3.
+
+        `layer` restricts it to parameters that only this layer reads (None: all parameters). Counted are only those
+        that can be sharded over dp whichever dim tp splits.
+        """
+        key = (c.dp, layer)
+        if key not in self._gathered:
+            found = 0.0
+            for tensor in self.graph.with_role("parameter"):
+                readers = {self.groups.get(op.name, -1) for op, _ in self.graph.consumers[tensor.name]}
+                large = sum(size >= c.dp for size in tensor.shape) > 1
+                if readers and large and (layer is None or readers == {layer}):
+                    found += tensor.elements * element_bytes(tensor.dtype)
+            self._gathered[key] = found
+        return self._gathered[key] / c.tp
+
+    def least(self, tp: int) -> Least:
+        """Return lower bounds of time and memory that hold for every choice on tp, whatever parts the batch goes
+        through in."""
+        if tp in self._least:
+            return self._least[tp]
+        rough = self.rough(tp, 1)
+        if rough is not None:
+            self._least[tp] = rough.least
+            return rough.least
+        tables, window = self.tables(tp, 1, short=True), self.window(tp)
+        nodes = [
+            (c, g >= 0, window.times if window is not None and g in window.groups else 1.0)
+            for c, g in zip(tables.columns, tables.groups, strict=True)
+        ]
+        self._least[tp] = Least(
+            self.fastest(tp, 1),
+            sum(often * float(c.forward.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.resting.min()) for c, _, often in nodes),
+            sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.handed.min()) for c, inside, often in nodes if inside),
+            sum(often * float(c.summed["dp"].min()) for c, _, often in nodes if "dp" in c.summed),
+        )
+        return self._least[tp]
+
+    def fastest(self, tp: int, parts: int) -> float:
+        """Return a lower bound of the seconds of one of `parts` of the batch, forward and backward, without a limit of
+        memory."""
+        if (tp, parts) not in self._fastest:
+            tables = self.tables(tp, parts, short=True)
+            self._fastest[tp, parts] = solve(pose(tables, Weights(once=0.0), self.window(tp))).bound
+        return self._fastest[tp, parts]

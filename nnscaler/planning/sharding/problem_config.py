@@ -1,0 +1,68 @@
+"""One way to run a graph on ranks, for which the choices of operations are searched: the question, not the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Layout, local_shape
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature
+from nnscaler.planning.cost.model import AxisPlace
+from nnscaler.transform.complete_plan import follow_batch
+from nnscaler.transform.plan import Axes, Plan
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    searched       axes whose choices are searched
+    given          other mesh axes, which follow the batch
+    made           the choices on `given`, then on micro-batches, by operation; equal ones are one object
+    places         by axis, where its groups of ranks lie in the cluster
+    """
+
+    searched: Axes
+    given: Axes
+    micro_batches: int
+    made: Mapping[str, tuple[Choice, ...]]
+    places: Mapping[str, AxisPlace]
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The axes of layouts here: searched, given, micro-batches."""
+        return (*self.searched, *self.given, (MICRO, self.micro_batches))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    def local(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the largest shard of a rank in one micro-batch."""
+        return local_shape(layout, self.sizes, shape)
+
+
+def make_setting(
+    graph: Graph,
+    signatures: Mapping[str, Signature],
+    mesh: Axes,
+    searched: tuple[str, ...],
+    micro_batches: int,
+    places: Mapping[str, AxisPlace],
+) -> Setting:
+    """Return the setting of a mesh (rank order, without pp). The batch goes to the axis `dp` where it is not searched.
+
+    Raises NnscalerError: plan_illegal where the batch does not divide, micro_batches_coupled.
+    """
+    free = tuple(a for a in mesh if a[0] in searched)
+    given = tuple(a for a in mesh if a[0] not in searched)
+    plan = Plan(mesh, (), micro_batches, data_axes=tuple(name for name, _ in given))
+    made, axes = follow_batch(graph, signatures, plan, given)
+    order = [[name for name, _ in axes].index(name) for name in (*(n for n, _ in given), MICRO)]
+    same: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
+    taken = {name: tuple(choices[i] for i in order) for name, choices in made.items()}
+    shared = {name: same.setdefault(choices, choices) for name, choices in taken.items()}
+    return Setting(free, given, micro_batches, shared, dict(places))

@@ -1,0 +1,1 @@
+"""Communicators between ranks, and the conversions of layouts that are made of them."""

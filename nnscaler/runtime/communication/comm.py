@@ -1,0 +1,199 @@
+"""Conversions between the layouts of one tensor on one axis: the rows of the communication table.
+
+Each function is one row: a change of state whose backward is the adjoint under the pairing of `layout`. Each call is
+one autograd node on every rank of the axis, so that ranks agree on backward communication; an identity returns a view,
+never its argument. On the micro-batch axis only rows that communicate neither way are legal.
+
+`outer`, `sections` and `sizes` are those of the *local* dim (whole along this axis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.axis import AxisGroup, Cut
+from nnscaler.runtime.communication.communicator import ProgramError, program_place
+
+Sizes = tuple[int, ...]
+Kernel = Callable[[Tensor, AxisGroup], Tensor]
+
+
+class Conversion(torch.autograd.Function):
+    """Applies one kernel forward and another backward. The axis is captured with the coordinate it has in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
+        ctx.axis, ctx.adjoint, ctx.place = axis, adjoint, program_place()
+        return kernel(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        axis: AxisGroup = ctx.axis
+        if axis.communicator is None:
+            return ctx.adjoint(gradients[0], axis), None, None, None
+        with axis.communicator.at(ctx.place):
+            return ctx.adjoint(gradients[0], axis), None, None, None
+
+
+def _convert(tensor: Tensor, axis: AxisGroup, kernel: Kernel, adjoint: Kernel) -> Tensor:
+    return cast(Tensor, Conversion.apply(tensor, axis, kernel, adjoint))
+
+
+# -- kernels: what one direction of a row does ------------------------------------------------------------------------
+
+
+def _same(tensor: Tensor, _: AxisGroup) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(tensor: Tensor, axis: AxisGroup) -> Tensor:
+    return axis.connected().all_reduce(tensor, axis.ranks)
+
+
+def _maximum(tensor: Tensor, axis: AxisGroup) -> Tensor:
+    return axis.connected().all_reduce(tensor, axis.ranks, "max")
+
+
+def _first(tensor: Tensor, axis: AxisGroup) -> Tensor:
+    return tensor.clone() if axis.index == 0 else torch.zeros_like(tensor)
+
+
+def _slice(cut: Cut) -> Kernel:
+    return lambda tensor, axis: cut.piece(tensor, axis.size, axis.index).clone(memory_format=torch.contiguous_format)
+
+
+def _place(cut: Cut) -> Kernel:
+    return lambda tensor, axis: cut.place(tensor, axis.size, axis.index)
+
+
+def _gather(cut: Cut) -> Kernel:
+    def gather(tensor: Tensor, axis: AxisGroup) -> Tensor:
+        shapes = [cut.shape_at(tensor.shape, i) for i in range(axis.size)] if cut.sizes else None
+        return cut.join(axis.connected().all_gather(tensor, axis.ranks, shapes))
+
+    return gather
+
+
+def _sum_scatter(cut: Cut) -> Kernel:
+    return lambda tensor, axis: axis.connected().reduce_scatter(cut.pieces(tensor, axis.size), axis.ranks)
+
+
+def _exchange(split: Cut, join: Cut) -> Kernel:
+    def exchange(tensor: Tensor, axis: AxisGroup) -> Tensor:
+        pieces, shapes = split.pieces(tensor, axis.size), None
+        if split.sizes or join.sizes:
+            rows = [join.shape_at(pieces[0].shape, i) for i in range(axis.size)]
+            shapes = [[split.shape_at(row, j) for j in range(axis.size)] for row in rows]
+        return join.join(axis.connected().all_to_all(pieces, axis.ranks, shapes))
+
+    return exchange
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def replicate(x: Tensor, axis: AxisGroup) -> Tensor:
+    """Invariant -> Replicated: nothing / all_reduce."""
+    return _convert(x, axis, _same, _sum)
+
+
+def shard(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
+    """Invariant -> Sharded: slice / all_gather."""
+    cut = Cut(dim, outer, sections, sizes)
+    return _convert(x, axis, _slice(cut), _gather(cut))
+
+
+def keep_first(x: Tensor, axis: AxisGroup) -> Tensor:
+    """Invariant -> Partial: x on the first rank and zeros elsewhere / nothing."""
+    return _convert(x, axis, _first, _same)
+
+
+def all_gather(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
+    """Sharded -> Invariant: all_gather / slice."""
+    cut = Cut(dim, outer, sections, sizes)
+    return _convert(x, axis, _gather(cut), _slice(cut))
+
+
+def all_gather_replicated(
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+) -> Tensor:
+    """Sharded -> Replicated: all_gather / reduce_scatter."""
+    cut = Cut(dim, outer, sections, sizes)
+    return _convert(x, axis, _gather(cut), _sum_scatter(cut))
+
+
+def place(x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()) -> Tensor:
+    """Sharded -> Partial: the shard at its place in zeros / slice."""
+    cut = Cut(dim, outer, sections, sizes)
+    return _convert(x, axis, _place(cut), _slice(cut))
+
+
+def all_to_all(
+    x: Tensor,
+    axis: AxisGroup,
+    from_dim: int,
+    to_dim: int,
+    from_outer: int = 1,
+    to_outer: int = 1,
+    from_sizes: Sizes = (),
+    to_sizes: Sizes = (),
+) -> Tensor:
+    """Sharded -> Sharded on another dim, or on another digit of one dim: all_to_all / all_to_all."""
+    parts = axis.size
+    before, after = Cut(from_dim, from_outer, (), from_sizes), Cut(to_dim, to_outer, (), to_sizes)
+    split, join = after, before
+    back_split, back_join = before, after
+    if from_dim == to_dim:  # each side lacks the digit it is sharded by, which moves the other digit if it lies below
+        if from_sizes or to_sizes:
+            raise ProgramError(f"all_to_all on dim {to_dim}: unequal sizes have no digits to exchange")
+        if to_outer % (from_outer * parts) == 0:
+            split = back_join = Cut(to_dim, to_outer // parts)
+        elif from_outer % (to_outer * parts) == 0:
+            join = back_split = Cut(from_dim, from_outer // parts)
+        else:
+            raise ProgramError(f"all_to_all on dim {to_dim}: outers {from_outer} and {to_outer} overlap")
+    return _convert(x, axis, _exchange(split, join), _exchange(back_split, back_join))
+
+
+def all_reduce(x: Tensor, axis: AxisGroup, reduction: str = "sum") -> Tensor:
+    """Partial -> Invariant: all_reduce / nothing. A maximum has no gradient: only for tensors that need none."""
+    if reduction == "max":
+        if x.requires_grad:
+            raise ProgramError(f"all_reduce of a maximum over {axis.name!r} of a tensor that needs a gradient")
+        return _convert(x, axis, _maximum, _same)
+    return _convert(x, axis, _sum, _same)
+
+
+def all_reduce_replicated(x: Tensor, axis: AxisGroup) -> Tensor:
+    """Partial -> Replicated: all_reduce / all_reduce."""
+    return _convert(x, axis, _sum, _sum)
+
+
+def reduce_scatter(
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+) -> Tensor:
+    """Partial -> Sharded: reduce_scatter / all_gather."""
+    cut = Cut(dim, outer, sections, sizes)
+    return _convert(x, axis, _sum_scatter(cut), _gather(cut))
+
+
+def invariant(x: Tensor, axis: AxisGroup) -> Tensor:
+    """Replicated -> Invariant: nothing / the gradient on the first rank and zeros elsewhere."""
+    return _convert(x, axis, _same, _first)
+
+
+def shard_replicated(
+    x: Tensor, axis: AxisGroup, dim: int, outer: int = 1, sections: Sizes = (), sizes: Sizes = ()
+) -> Tensor:
+    """Replicated -> Sharded: slice / the shard at its place in zeros."""
+    cut = Cut(dim, outer, sections, sizes)
+    return _convert(x, axis, _slice(cut), _place(cut))
+
+
+def keep_first_replicated(x: Tensor, axis: AxisGroup) -> Tensor:
+    """Replicated -> Partial: x on the first rank and zeros elsewhere / the same."""
+    return _convert(x, axis, _first, _first)

@@ -1,0 +1,60 @@
+"""What communicators over torch.distributed share, whatever the backend.
+
+Each call is reported to a `Reporter` (what a hung rank was doing), and torch's errors become `CommunicationError`s that
+name the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, CommunicatorBase
+
+
+class Reporter(Protocol):
+    """Is told when a rank enters and leaves a communication call. `status.StatusWriter` is one."""
+
+    def communicating(self, text: str) -> None: ...
+    def computing(self) -> None: ...
+
+
+class TorchCommunicator(CommunicatorBase):
+    """One rank of torch.distributed's default process group. Received tensors are on `device`."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, reporter: Reporter | None = None) -> None:
+        super().__init__(rank, world_size)
+        self.device = device
+        self._reporter = reporter
+
+    @contextmanager
+    def _inside(self, call: CommunicationCall | str) -> Iterator[None]:
+        """Communication inside is reported as `call`; its errors are raised as CommunicationErrors that name it."""
+        if self._reporter is not None:
+            self._reporter.communicating(str(call))
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            # The peer's connection closes when its process ends: the cause is there, not here.
+            secondary = any(sign in reason for sign in ("closed by peer", "reset by peer", "Broken pipe"))
+            message = f"rank {self.rank}: {call}: {reason}"
+            raise CommunicationError(message, secondary=secondary) from error
+        if self._reporter is not None:
+            self._reporter.computing()
+
+    def close(self) -> None:
+        """Waits until messages have left; the communicator is not used afterwards."""
+        self.finish()
+
+
+def reduce_in_order(tensors: Sequence[Tensor], reduction: str) -> Tensor:
+    """Reduce the tensors in their order: the same bits wherever it is computed."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = torch.maximum(total, tensor) if reduction == "max" else total.add_(tensor)
+    return total

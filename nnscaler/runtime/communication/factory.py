@@ -1,0 +1,36 @@
+"""The communicator of a process, by the name of its backend: gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nnscaler.runtime.communication.communicator import CommunicationError
+from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator
+from nnscaler.runtime.communication.gloo import GlooCommunicator
+from nnscaler.runtime.communication.nccl import NcclCommunicator
+
+
+def torch_communicator(
+    backend: str,
+    rank: int,
+    world_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    groups: Sequence[Sequence[int]] = (),
+    pairs: Sequence[tuple[int, int]] = (),
+    reporter: Reporter | None = None,
+) -> TorchCommunicator:
+    """A communicator of the default process group, which exists already (`process_group.join`).
+
+    backend: "gloo", or "nccl" with a CUDA device. groups and pairs, for NCCL only: the groups of collectives and the
+    (source, destination) pairs of messages, the same on every rank. Groups that are not named are made when they are
+    first used; messages of pairs that are not named go through host memory.
+    """
+    place = torch.device(device)
+    if backend == "gloo":
+        return GlooCommunicator(rank, world_size, place, reporter)
+    if backend == "nccl":
+        return NcclCommunicator(rank, world_size, place, reporter, groups=groups, pairs=pairs)
+    raise CommunicationError(f"unknown backend {backend!r}: gloo or nccl")

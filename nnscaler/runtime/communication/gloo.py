@@ -1,0 +1,216 @@
+"""The communicator over gloo: every collective is made of point-to-point messages of one process group.
+
+Measured on eight ranks that share two cores, a gather by direct messages takes half the time of gloo's own, and an
+all_reduce a quarter. More important is what it does for correctness:
+
+* sums are taken in the order of the group, so that they are equal bitwise on all ranks and to the simulator's;
+* no group has to be created, hence no order in which ranks must create them;
+* a message's tag is a hash of everything that the two sides must agree on (kind, group, shapes, dtype, key). Ranks
+  that disagree wait for each other, and each one's status says in what; gloo itself would abort or mix up data.
+
+Tensors travel as bytes, so every dtype does; tensors on a GPU go through host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key, Shape
+from nnscaler.runtime.communication.distributed import Reporter, TorchCommunicator, reduce_in_order
+
+_SMALL = 1 << 16  # bytes up to which an all_reduce sends whole tensors: one round of messages instead of two
+
+
+class GlooCommunicator(TorchCommunicator):
+    """One rank of a gloo process group (torch.distributed's default one)."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, reporter: Reporter | None = None) -> None:
+        super().__init__(rank, world_size, device, reporter)
+        group = torch.distributed.group.WORLD
+        assert group is not None, "process_group.join comes first"
+        self._world = group
+        self._tags: dict[str, int] = {}
+        self._names: dict[tuple[int, int], str] = {}  # (peer, tag) -> what the tag was made from
+        self._sent: dict[tuple[int, Key], deque[tuple[CommunicationCall, torch.distributed.Work, Tensor]]] = {}
+        self._own: dict[tuple[Key, str], deque[Tensor]] = {}  # messages of this rank to itself
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
+        destination = call.ranks[1]
+        content = _host_copy(tensor)
+        if destination == self.rank:
+            self._own.setdefault((call.key, _agreement(call)), deque()).append(content)
+            return
+        with self._inside(call):
+            work = self._start_send(content, destination, self._tag(call))
+        if work is not None:
+            # gloo reads the memory later, when the receiver asks for it: it is kept until then
+            self._sent.setdefault((destination, call.key), deque()).append((call, work, content))
+
+    def _recv(self, call: CommunicationCall) -> Tensor:
+        source = call.ranks[0]
+        assert call.dtype is not None
+        if source == self.rank:
+            waiting = self._own.get((call.key, _agreement(call)))
+            if not waiting:
+                raise CommunicationError(f"rank {self.rank}: {call}: receives from itself what it has not sent")
+            return waiting.popleft().to(self.device)
+        content = torch.empty(call.shapes[0], dtype=call.dtype)
+        with self._inside(call):
+            work = self._start_recv(content, source, self._tag(call))
+            if work is not None:
+                work.wait()
+        self._settle(source, _forward_of(call.key))
+        return content.to(self.device)
+
+    def _settle(self, destination: int, key: Key | None) -> None:
+        """Let go of one message of this key to `destination`, which has arrived."""
+        waiting = None if key is None else self._sent.get((destination, key))
+        if waiting:
+            waiting.popleft()[1].wait()
+
+    def finish(self) -> None:
+        for (destination, _), waiting in self._sent.items():
+            while waiting:
+                with self._inside(f"waits until rank {destination} takes: {waiting[0][0]}"):
+                    waiting[0][1].wait()
+                waiting.popleft()
+        self._sent.clear()
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
+        with self._inside(call):
+            return [t.to(tensor.device) for t in self._gather(_host(tensor), call, call.arriving(self.rank))]
+
+    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        with self._inside(call):
+            value, count = _host(tensor), len(call.ranks)
+            if count == 2 or value.numel() * value.element_size() <= _SMALL or value.numel() < count:
+                total = reduce_in_order(self._gather(value, call), call.reduction)
+            else:
+                pieces = list(value.reshape(-1).tensor_split(count))
+                mine = reduce_in_order(self._scatter(pieces, call), call.reduction)
+                parts = zip(call.ranks, pieces, strict=True)
+                results = [mine if rank == self.rank else torch.empty_like(p) for rank, p in parts]
+                self._exchange(dict.fromkeys(call.ranks, mine), dict(zip(call.ranks, results, strict=True)), call)
+                total = torch.cat(results).view(value.shape)
+            return total.to(tensor.device)
+
+    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
+        with self._inside(call):
+            received = self._scatter([_host(p) for p in pieces], call)
+            return reduce_in_order(received, call.reduction).to(pieces[0].device)
+
+    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
+        with self._inside(call):
+            received = self._scatter([_host(p) for p in pieces], call, call.arriving(self.rank))
+            mine = call.ranks.index(self.rank)
+            received[mine] = received[mine].clone()
+            return [r.to(p.device) for r, p in zip(received, pieces, strict=True)]
+
+    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        with self._inside(call):
+            assert call.source is not None
+            if call.source == self.rank:
+                content = _host_copy(tensor)
+                self._exchange(dict.fromkeys(call.ranks, content), {}, call)
+            else:
+                content = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._exchange({}, {call.source: content}, call)
+            return content.to(tensor.device)
+
+    def _barrier(self, call: CommunicationCall) -> None:
+        with self._inside(call):
+            self._gather(torch.zeros(1, dtype=torch.uint8), call)
+
+    def _gather(self, tensor: Tensor, call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
+        """Return the tensors of the group in its order, none of them `tensor` itself.
+
+        `shapes`: theirs, where they differ.
+        """
+        there = zip(call.ranks, shapes or [tuple(tensor.shape)] * len(call.ranks), strict=True)
+        results = [tensor.clone() if rank == self.rank else tensor.new_empty(shape) for rank, shape in there]
+        self._exchange(dict.fromkeys(call.ranks, tensor), dict(zip(call.ranks, results, strict=True)), call)
+        return results
+
+    def _scatter(self, pieces: Sequence[Tensor], call: CommunicationCall, shapes: Sequence[Shape] = ()) -> list[Tensor]:
+        """Return the pieces that the ranks of the group send to this one; its own piece is not copied.
+
+        `shapes`: as `_gather`.
+        """
+        mine = pieces[call.ranks.index(self.rank)]
+        there = zip(call.ranks, shapes or [tuple(mine.shape)] * len(call.ranks), strict=True)
+        results = [mine if rank == self.rank else mine.new_empty(shape) for rank, shape in there]
+        outgoing, incoming = dict(zip(call.ranks, pieces, strict=True)), dict(zip(call.ranks, results, strict=True))
+        self._exchange(outgoing, incoming, call)
+        return results
+
+    def _exchange(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], call: CommunicationCall
+    ) -> None:
+        """Send and fill tensors by rank, all at once; entries of this rank are ignored."""
+        tag = self._tag(call)
+        works = [self._start_recv(t, rank, tag) for rank, t in incoming.items() if rank != self.rank]
+        works += [self._start_send(t, rank, tag) for rank, t in outgoing.items() if rank != self.rank]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    # -- gloo -----------------------------------------------------------------------------------------------------
+
+    def _start_send(self, tensor: Tensor, rank: int, tag: int) -> torch.distributed.Work | None:
+        return self._world.send([_bytes(tensor)], rank, tag) if tensor.numel() else None
+
+    def _start_recv(self, tensor: Tensor, rank: int, tag: int) -> torch.distributed.Work | None:
+        return self._world.recv([_bytes(tensor)], rank, tag) if tensor.numel() else None
+
+    def _tag(self, call: CommunicationCall) -> int:
+        """Hash the agreement of both sides to 31 bits. Raises CommunicationError when two calls share a tag."""
+        agreement = _agreement(call)
+        if agreement not in self._tags:
+            tag = int.from_bytes(hashlib.sha256(agreement.encode()).digest()[:4], "big") >> 1
+            for peer in call.ranks:
+                other = agreement if peer == self.rank else self._names.setdefault((peer, tag), agreement)
+                if other != agreement:
+                    raise CommunicationError(f"two messages with rank {peer} have the tag {tag}: {other}; {agreement}")
+            self._tags[agreement] = tag
+        return self._tags[agreement]
+
+
+def _agreement(call: CommunicationCall) -> str:
+    """Return the part of a call that sender and receiver, or all ranks of a collective, have in common."""
+    kind = "message" if call.kind in ("send", "recv") else call.kind
+    return repr((kind, call.ranks, call.shapes, str(call.dtype), call.reduction, call.source, call.key))
+
+
+def _forward_of(key: Key) -> Key | None:
+    """Return the key of the message whose gradient has `key`; None if `key` is not a gradient's.
+
+    A gradient comes back only after its message has arrived.
+    """
+    for place in (len(key) - 1, len(key) - 2):  # a number may follow the direction
+        if place >= 0 and key[place] == "B":
+            return (*key[:place], "F", *key[place + 1 :])
+    return None
+
+
+def _host(tensor: Tensor) -> Tensor:
+    """Return the tensor in host memory, itself if it is there."""
+    return tensor.cpu()
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,226 @@
+"""The communicator over NCCL: native collectives, and messages whose order the sender announces.
+
+NCCL's messages carry no tag: what a rank receives from another is what that one sent next. The sender therefore
+announces each message (its key, shape and dtype) through the host, in order and without waiting; a receiver that wants
+one message takes those before it as well and keeps them until they are asked for. Each direction between two ranks has
+a group of its own, so that two ranks that send to each other do not wait for each other on the GPU.
+
+NCCL needs a group to be made by every rank of the job in the same order, hence before the program runs. What was not
+foreseen goes through host memory, by the communicator over gloo: slower, but it cannot hang on a group.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError, Key
+from nnscaler.runtime.communication.distributed import Reporter
+from nnscaler.runtime.communication.gloo import GlooCommunicator
+
+_ANNOUNCEMENT = 1024  # bytes
+_ANNOUNCE_TAG = 1
+Pair = tuple[int, int]
+
+
+class NcclCommunicator(GlooCommunicator):
+    """One rank of a process group "cpu:gloo,cuda:nccl" (torch.distributed's default one).
+
+    groups: rank tuples of collectives; pairs: (source, destination) of messages. Every rank of the job gives the same
+    ones, its own and others', and all ranks make the communicator together.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        reporter: Reporter | None = None,
+        *,
+        groups: Sequence[Sequence[int]] = (),
+        pairs: Sequence[Pair] = (),
+        backend: str = "nccl",
+    ) -> None:
+        super().__init__(rank, world_size, device, reporter)
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}  # by ranks in ascending order
+        self._pairs: dict[Pair, ProcessGroup] = {}
+        self._pending: deque[tuple[torch.distributed.Work, Tensor]] = deque()  # sends, and the memory that they read
+        self._arrived: dict[tuple[int, Key], deque[Tensor]] = {}
+        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
+            group = self._new_group(members, backend)
+            if rank in members:
+                self._groups[members] = group
+        for pair in sorted({pair for pair in pairs if pair[0] != pair[1]}):
+            group = self._new_group((min(pair), max(pair)), backend)
+            if rank in pair:
+                self._connect(pair, group)
+
+    def _new_group(self, members: tuple[int, ...], backend: str) -> ProcessGroup:
+        """Called for every group on every rank: torch names groups by their number."""
+        with self._inside(f"makes the group of ranks {members}"):
+            return torch.distributed.new_group(list(members), backend=backend)
+
+    def _connect(self, pair: Pair, group: ProcessGroup) -> None:
+        """Send a first message, so that NCCL connects now, where both sides are known to be."""
+        with self._inside(f"connects ranks {pair[0]} -> {pair[1]}"):
+            probe = torch.zeros(1, device=self.device)
+            if self.rank == pair[0]:
+                group.send([probe], _position(pair[1], pair), 0).wait()
+            else:
+                group.recv([probe], _position(pair[0], pair), 0).wait()
+        self._pairs[pair] = group
+
+    def _native(self, call: CommunicationCall) -> ProcessGroup | None:
+        return self._groups.get(tuple(sorted(call.ranks)))
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        group = self._native(call)
+        if group is None:
+            return super()._all_reduce(tensor, call)
+        with self._inside(call):
+            total = _wide(tensor).clone()
+            torch.distributed.all_reduce(total, ReduceOp.MAX if call.reduction == "max" else ReduceOp.SUM, group)
+            return total.to(tensor.dtype)
+
+    def _all_gather(self, tensor: Tensor, call: CommunicationCall) -> list[Tensor]:
+        group = self._native(call)
+        if group is None:
+            return super()._all_gather(tensor, call)
+        with self._inside(call):
+            there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
+            results = [_wide(tensor).new_empty(there[rank]) for rank in sorted(call.ranks)]
+            torch.distributed.all_gather(results, _wide(tensor), group)
+            return [t.to(tensor.dtype) for t in _in_axis_order(results, call.ranks)]
+
+    def _reduce_scatter(self, pieces: list[Tensor], call: CommunicationCall) -> Tensor:
+        group = self._native(call)
+        if group is None:
+            return super()._reduce_scatter(pieces, call)
+        with self._inside(call):
+            wide = _in_group_order([_wide(p) for p in pieces], call.ranks)
+            result = torch.empty_like(wide[sorted(call.ranks).index(self.rank)])
+            operation = ReduceOp.MAX if call.reduction == "max" else ReduceOp.SUM
+            torch.distributed.reduce_scatter(result, wide, operation, group)
+            return result.to(pieces[0].dtype)
+
+    def _all_to_all(self, pieces: list[Tensor], call: CommunicationCall) -> list[Tensor]:
+        group = self._native(call)
+        if group is None:
+            return super()._all_to_all(pieces, call)
+        with self._inside(call):
+            wide = _in_group_order([_wide(p) for p in pieces], call.ranks)
+            there = dict(zip(call.ranks, call.arriving(self.rank), strict=True))
+            results = [wide[0].new_empty(there[rank]) for rank in sorted(call.ranks)]
+            torch.distributed.all_to_all(results, wide, group)
+            return [t.to(pieces[0].dtype) for t in _in_axis_order(results, call.ranks)]
+
+    def _broadcast(self, tensor: Tensor, call: CommunicationCall) -> Tensor:
+        group = self._native(call)
+        if group is None:
+            return super()._broadcast(tensor, call)
+        with self._inside(call):
+            result = _wide(tensor).clone()
+            assert call.source is not None
+            torch.distributed.broadcast(result, call.source, group)
+            return result.to(tensor.dtype)
+
+    def _barrier(self, call: CommunicationCall) -> None:
+        group = self._native(call)
+        if group is None:
+            super()._barrier(call)
+            return
+        with self._inside(call):
+            token = torch.zeros(1, device=self.device)
+            torch.distributed.all_reduce(token, ReduceOp.SUM, group)
+            token.item()  # the call above only put work on the GPU; reading its result waits for it
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    def _send(self, tensor: Tensor, call: CommunicationCall) -> None:
+        destination = call.ranks[1]
+        group = self._pairs.get((self.rank, destination))
+        if group is None:
+            super()._send(tensor, call)
+            return
+        with self._inside(call):
+            announcement = _announcement(call)
+            self._pending.append((self._world.send([announcement], destination, _ANNOUNCE_TAG), announcement))
+            if tensor.numel():
+                content = _wide(tensor).clone()
+                self._pending.append((group.send([content], _position(destination, call.ranks), 0), content))
+
+    def _recv(self, call: CommunicationCall) -> Tensor:
+        source = call.ranks[0]
+        group = self._pairs.get((source, self.rank))
+        if group is None:
+            return super()._recv(call)
+        place = (source, call.key)
+        with self._inside(call):
+            while not self._arrived.get(place):
+                key, content = self._next_message(source, group)
+                self._arrived.setdefault((source, key), deque()).append(content)
+        waiting = self._arrived[place]
+        tensor = waiting.popleft()
+        if not waiting:
+            del self._arrived[place]
+        if tuple(tensor.shape) != call.shapes[0] or tensor.dtype != call.dtype:
+            arrived = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            raise CommunicationError(f"rank {self.rank}: {call}: the message that arrived is {arrived}")
+        return tensor
+
+    def _next_message(self, source: int, group: ProcessGroup) -> tuple[Key, Tensor]:
+        header = torch.empty(_ANNOUNCEMENT, dtype=torch.uint8)
+        self._world.recv([header], source, _ANNOUNCE_TAG).wait()
+        key, shape, dtype = _read_announcement(header)
+        content = _wide(torch.empty(shape, dtype=dtype, device=self.device))
+        if content.numel():
+            group.recv([content], _position(source, (source, self.rank)), 0).wait()
+        return key, content.to(dtype)
+
+    def finish(self) -> None:
+        super().finish()
+        with self._inside("waits until its messages are taken"):
+            while self._pending:
+                self._pending[0][0].wait()
+                self._pending.popleft()
+
+
+def _position(rank: int, pair: tuple[int, ...]) -> int:
+    """Return the number of `rank` in the torch group of two ranks, which is sorted."""
+    return sorted(pair).index(rank)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in a dtype that NCCL reduces: bool as uint8."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _in_axis_order(results: list[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:
+    """Reorder tensors from the order of a torch group, which is sorted, to the order of the axis."""
+    members = sorted(ranks)
+    return [results[members.index(rank)] for rank in ranks]
+
+
+def _in_group_order(pieces: list[Tensor], ranks: tuple[int, ...]) -> list[Tensor]:
+    return [pieces[ranks.index(rank)] for rank in sorted(ranks)]
+
+
+def _announcement(call: CommunicationCall) -> Tensor:
+    """Key, shape and dtype as text of fixed size."""
+    text = repr((call.key, call.shapes[0], str(call.dtype).removeprefix("torch."))).encode()
+    if len(text) > _ANNOUNCEMENT:
+        raise CommunicationError(f"{call}: the key is longer than {_ANNOUNCEMENT} bytes")
+    return torch.frombuffer(bytearray(text.ljust(_ANNOUNCEMENT)), dtype=torch.uint8)
+
+
+def _read_announcement(header: Tensor) -> tuple[Key, tuple[int, ...], torch.dtype]:
+    key, shape, dtype = literal_eval(bytes(header.tolist()).decode().strip())
+    return key, shape, getattr(torch, dtype)

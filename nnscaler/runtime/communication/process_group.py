@@ -1,0 +1,88 @@
+"""Join a process to torch.distributed's default process group. Nothing else in the runtime reads the environment.
+
+Under torchrun the environment says who this process is. For local jobs the launcher gives a rank and a file through
+which the ranks find each other: no port has to be free.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import FileStore
+
+from nnscaler.runtime.communication.communicator import ProgramError
+
+# The launcher and the user decide when a job takes too long: torch's own limit is set out of the way.
+_NO_LIMIT = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of this process in a job.
+
+    rank               among all processes
+    world_size         number of all processes
+    local_rank         among the processes on this machine
+    local_world_size   number of the processes on this machine
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def torchrun_place(environment: Mapping[str, str] | None = None) -> Place | None:
+    """Read torchrun's environment variables; None when this process was not started by it. Raises ProgramError."""
+    variables = os.environ if environment is None else environment
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
+        return None
+    try:
+        rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        local_rank, local_size = variables.get("LOCAL_RANK", rank), variables.get("LOCAL_WORLD_SIZE", world_size)
+        place = Place(rank, world_size, int(local_rank), int(local_size))
+    except (KeyError, ValueError) as error:
+        raise ProgramError(f"RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is set wrongly: {error}") from None
+    if not 0 <= place.rank < place.world_size:
+        raise ProgramError(f"RANK is {place.rank} and WORLD_SIZE {place.world_size}")
+    return place
+
+
+def join(backend: str, rank: int, world_size: int, device: torch.device, store: Path | None = None) -> None:
+    """Make the default process group: through the file `store`, else through torchrun's environment.
+
+    backend: "gloo", or "nccl", which also gets gloo for tensors in host memory.
+    """
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        store=None if store is None else FileStore(str(store), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=_NO_LIMIT,
+    )
+
+
+def leave() -> None:
+    """Destroy the default process group."""
+    torch.distributed.destroy_process_group()
+
+
+def local_environment() -> dict[str, str]:
+    """Return the environment of processes that only talk to each other on this machine: one thread each, loopback."""
+    environment = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment[name] = "1"
+    # Else gloo looks the machine's own name up, which fails in many containers.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # NCCL's calls wait on the host: else a rank that hangs in one seems to compute.
+    environment.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    return environment

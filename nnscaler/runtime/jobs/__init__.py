@@ -1,0 +1,1 @@
+"""Local jobs: the ranks of a program as processes of this machine."""

@@ -1,0 +1,70 @@
+"""Time steps of a program of one rank, alone and in several processes at once. A job's function: see
+`launcher.launch`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import nan
+from statistics import fmean, median
+
+from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
+from nnscaler.runtime.program.program_directory import read_program
+from nnscaler.runtime.training.executor import RankExecutor
+
+ROUNDS = 7  # in which everything takes a turn, so that what disturbs the machine for a while disturbs all alike
+
+
+def time_crowded(
+    communicator: Communicator, programs: Sequence[str], counts: Sequence[int], seconds: float
+) -> tuple[list[float], list[float]]:
+    """Time steps, in seconds: alone, and while other ranks compute.
+
+    The first result has each of `programs` on the first rank alone: the lower quartile, since whatever else the machine
+    does only adds to it. The second has the first program in the first `count` ranks at once, for each of `counts`, on
+    this rank: the median of the turns' means, since a rank that waits for a core takes longer by what others get. nan
+    where this rank did not take part. Each turn takes about `seconds`.
+    """
+    steps = [_Steps(program) for program in programs]
+    alone: list[list[float]] = [[] for _ in programs]
+    crowded: list[list[float]] = [[] for _ in counts]
+    for _ in range(ROUNDS):
+        for step, found in zip(steps, alone, strict=True):
+            found += _turn(communicator, step, communicator.rank == 0, seconds)
+        for count, means in zip(counts, crowded, strict=True):
+            means.append(fmean(_turn(communicator, steps[0], communicator.rank < count, seconds)))
+    return [sorted(times)[len(times) // 4] for times in alone], [median(means) for means in crowded]
+
+
+class _Steps:
+    """A program of one rank, ready to run."""
+
+    def __init__(self, program: str) -> None:
+        directory = read_program(program)
+        self.executor = RankExecutor(
+            directory.role(0), 0, CommunicatorBase(0, 1), directory.state(), shapes=directory.shapes
+        )
+        self.batch = directory.inputs()
+
+    def run(self) -> None:
+        self.executor.zero_grad()
+        self.executor.step(self.batch)
+
+
+def _turn(communicator: Communicator, steps: _Steps, takes_part: bool, seconds: float) -> list[float]:
+    """Ranks that take part go on for a while after they are done, so that none has the machine for itself."""
+    everyone = tuple(range(communicator.world_size))
+    found: list[float] = []
+    communicator.barrier(everyone)
+    if takes_part:
+        steps.run()
+        begin = now = time.perf_counter()
+        while not found or now < begin + seconds:
+            before = now
+            steps.run()
+            now = time.perf_counter()
+            found.append(now - before)
+        while time.perf_counter() < now + seconds / 5:
+            steps.run()
+    communicator.barrier(everyone)
+    return found or [nan]

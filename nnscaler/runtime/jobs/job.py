@@ -1,0 +1,264 @@
+"""One job of the local launcher: the directory through which launcher and ranks talk, and its outcome.
+
+job.pt            what to run: written by the launcher, read by every rank
+store             where the ranks find each other
+status            what each rank is doing (`status`)
+result_<rank>.pt  what the function returned, or
+error_<rank>.json what it raised
+
+Results are files because tensors that travel through shared memory need a process that outlives the job.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
+
+RankState = Literal["finished", "raised", "died", "blocked", "running", "starting"]
+_MUTE = 74  # exit code of a rank that had no room to write its error
+
+JobEnd = Literal["finished", "failed", "timeout", "deadlock"]
+
+
+class LaunchError(ProgramError):
+    """A job could not be started, or its results were asked for although it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """The end of one rank.
+
+    status      "finished"; "raised" an exception; "died" by a signal or an exit; or, when the job was ended from
+                outside (another rank failed, time-out, deadlock), its activity then: "blocked" in a communication
+                call, "running" other code, "starting"
+    result      returned by the function
+    error       one line: the exception, or how the process died
+    traceback   of the exception
+    waiting     the communication call in which it was, or the last one before that
+    secondary   whether it raised only because a peer had gone
+    errno       of the operating system's error behind the exception: a full disk, say
+    log         the file with the rank's output, if the caller named a directory
+    log_tail    the end of its output
+    time        seconds of a monotonic clock at which it ended
+    """
+
+    rank: int
+    status: RankState
+    result: Any = None
+    error: str | None = None
+    traceback: str = ""
+    waiting: str = ""
+    secondary: bool = False
+    errno: int | None = None
+    log: Path | None = None
+    log_tail: str = ""
+    time: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.status in ("raised", "died")
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome(Sequence[RankOutcome]):
+    """The ranks of a job in order, and its end.
+
+    ranks     one outcome each
+    end       "finished", "failed" (a rank raised or died), "timeout", or "deadlock" (every unfinished rank waited in a
+              communication call and none got on)
+    seconds   from start to end
+    """
+
+    ranks: tuple[RankOutcome, ...]
+    end: JobEnd
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ranks[index]
+
+    def __iter__(self) -> Iterator[RankOutcome]:
+        return iter(self.ranks)
+
+    @property
+    def ok(self) -> bool:
+        return self.end == "finished"
+
+    @property
+    def all_blocked(self) -> bool:
+        """True where every rank that had not finished was inside a communication call."""
+        unfinished = [r for r in self.ranks if r.status != "finished"]
+        return bool(unfinished) and all(r.status == "blocked" for r in unfinished)
+
+    @property
+    def first_failure(self) -> RankOutcome | None:
+        """The rank that failed first and not because of another one."""
+        failed = sorted((r for r in self.ranks if r.failed), key=lambda r: (r.secondary, r.time))
+        return failed[0] if failed else None
+
+    def results(self) -> list[Any]:
+        """Return the ranks' results. Raises CommunicationError for a deadlock, else LaunchError when the job failed."""
+        if self.end == "deadlock":
+            waiting = {r.rank: r.waiting for r in self.ranks if r.status == "blocked"}
+            raise CommunicationError(self.describe(), waiting=waiting)
+        if not self.ok:
+            raise LaunchError(self.describe())
+        return [r.result for r in self.ranks]
+
+    def describe(self) -> str:
+        """Say how the job ended and what each unfinished rank was doing, for people."""
+        if self.ok:
+            return f"{len(self.ranks)} ranks finished in {self.seconds:.1f} s"
+        failure = self.first_failure
+        if failure is not None:
+            lines = [f"rank {failure.rank} {failure.status}: {failure.error}"]
+            lines += [f"  log: {failure.log}"] if failure.log is not None else []
+            return "\n".join(lines)
+        head = "deadlock: no rank can go on" if self.end == "deadlock" else f"time-out after {self.seconds:.1f} s"
+        return "\n".join([head, *(f"  rank {r.rank} {_activity(r)}" for r in self.ranks)])
+
+
+def _activity(outcome: RankOutcome) -> str:
+    if outcome.status == "blocked":
+        return f"waits in {outcome.waiting}"
+    if outcome.status == "running" and outcome.waiting:
+        return f"was running; its last communication call was {outcome.waiting}"
+    return {"running": "was running and had made no communication call", "starting": "was starting"}.get(
+        outcome.status, outcome.status
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpecification:
+    """A job as every rank reads it.
+
+    target        "package.module:function" or "file.py:function"
+    world_size    number of ranks
+    backend       of torch.distributed
+    devices       by rank
+    kwargs        of the function
+    rank_kwargs   by rank, added to `kwargs`
+    groups        of ranks, see `torch_communicator`
+    pairs         of ranks, see `torch_communicator`
+    """
+
+    target: str
+    world_size: int
+    backend: str
+    devices: tuple[str, ...]
+    kwargs: Mapping[str, Any]
+    rank_kwargs: tuple[Mapping[str, Any], ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobDirectory:
+    """The files of a job."""
+
+    path: Path
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status"
+
+    def write_specification(self, specification: JobSpecification) -> None:
+        """Write `job.pt`. Raises LaunchError when an argument cannot be pickled."""
+        fields = {name: getattr(specification, name) for name in JobSpecification.__slots__}
+        try:
+            with (self.path / "job.pt").open("wb") as file:
+                torch.save(fields, file)
+        except Exception as error:
+            message = f"the arguments of {specification.target} cannot be sent to other processes: {error}"
+            raise LaunchError(message) from error
+
+    def read_specification(self) -> JobSpecification:
+        # memory-mapped: the ranks of a machine share the pages of a large state
+        return JobSpecification(**torch.load(self.path / "job.pt", mmap=True, weights_only=False))
+
+    def write_result(self, rank: int, result: Any) -> None:
+        temporary = self.path / f"result_{rank}.new"
+        with temporary.open("wb") as file:  # by a path, torch would hide why the disk refuses
+            torch.save(result, file)
+        temporary.rename(self.path / f"result_{rank}.pt")
+
+    def write_error(self, rank: int, error: BaseException) -> int:
+        """Write the error of a rank, and return the exit code of the process."""
+        text = f"{type(error).__name__}: {error}"
+        record = {
+            "error": text,
+            "traceback": "".join(traceback.format_exception(error)),
+            "secondary": bool(getattr(error, "secondary", False)),
+            "errno": _errno_of(error),
+            "time": time.monotonic(),
+        }
+        temporary = self.path / f"error_{rank}.new"
+        try:
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+            temporary.rename(self.path / f"error_{rank}.json")
+        except OSError:
+            return _MUTE
+        return 1
+
+    def outcome(self, rank: int, exit_code: int | None, ended: float, log: Path) -> RankOutcome | None:
+        """Read the outcome of a rank from its files and exit code; None when it has neither finished nor failed."""
+        error, result = self.path / f"error_{rank}.json", self.path / f"result_{rank}.pt"
+        tail = log_tail(log)
+        if error.exists():
+            return RankOutcome(rank, "raised", log=log, log_tail=tail, **json.loads(error.read_text(encoding="utf-8")))
+        if exit_code not in (None, 0):
+            assert exit_code is not None
+            full = errno.ENOSPC if exit_code == _MUTE else None
+            return RankOutcome(rank, "died", None, _death(exit_code), errno=full, log=log, log_tail=tail, time=ended)
+        if result.exists():
+            value = torch.load(result, map_location="cpu", weights_only=False)
+            return RankOutcome(rank, "finished", value, log=log, log_tail=tail, time=ended)
+        return None
+
+
+def log_tail(log: Path, size: int = 4000) -> str:
+    """Return the end of a rank's log; empty when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _errno_of(error: BaseException) -> int | None:
+    """Return the number of the OSError behind an exception; None where there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None if cause is None else cause.errno
+
+
+def _death(exit_code: int) -> str:
+    if exit_code == _MUTE:
+        return "the process could not write what it had to say: the disk is full"
+    if exit_code >= 0:
+        return f"the process ended with exit code {exit_code}"
+    import signal
+
+    try:
+        return f"the process was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"the process was killed by signal {-exit_code}"

@@ -1,0 +1,1 @@
+"""A compiled program on disk, and the user's operators that it calls."""

@@ -1,0 +1,129 @@
+"""Load Python files by path, under names of our own: roles of a program, and users' files.
+
+A user's file may be called anything and stand beside files called anything (`verify.py`, `ir.py`, `types.py`). It is
+loaded as `_nnscaler_user_<folder>.<file>`; its folder goes to the end of `sys.path`, so that it never shadows what
+others import. Where a file of the folder has a name that means something else to the rest of the process, imports
+*written in files of that folder* get the folder's file instead (`user_imports`). A file in a package is loaded as the
+package's module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.user_imports import claim_surroundings, package_module, package_of, spec_of
+
+Transform = Callable[[str, str], CodeType]
+
+
+class UserFileError(ProgramError):
+    """A user's file does not exist, or cannot be imported for a reason that has to do with how it is loaded."""
+
+
+def load_role(path: str | Path, *, transform: Transform | None = None) -> ModuleType:
+    """Execute a role file from its text, under a private name; `transform(source, filename)` may compile it instead.
+
+    Raises ProgramError when the file is missing or is not Python; what its code raises is passed on.
+    """
+    file = Path(path).resolve()
+    source = _read(file, f"role file {_shown(path)} does not exist")
+    name = f"_nnscaler_role_{_digest(str(file), source, repr(transform))}.{_identifier(file.stem)}"
+    module = ModuleType(name)
+    module.__file__ = str(file)  # tracebacks show the role's lines, and observation finds its text
+    try:
+        code = _compile(source, str(file)) if transform is None else transform(source, str(file))
+    except SyntaxError as error:
+        raise ProgramError(f"{_shown(path)}:{error.lineno}: {error.msg}") from error
+    except ValueError as error:  # a null byte
+        raise ProgramError(f"{_shown(path)}:1: {error}") from error
+    sys.modules[name] = module
+    try:
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load_user_module(path: str | Path) -> ModuleType:
+    """Load the module of a user's file, which is executed once per process.
+
+    It sees a command line without arguments: nnscaler's are not for it. Raises UserFileError when the file is missing
+    or imports relatively to a package that it is not in; an exception of its code is passed on.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UserFileError(f"file {_shown(path)} does not exist")
+    claim_surroundings(file)
+    in_package = package_module(file)
+    name = in_package or f"{package_of(file.parent)}.{_identifier(file.stem)}"
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded
+    importlib.invalidate_caches()
+    with without_arguments(str(file)):
+        return importlib.import_module(in_package) if in_package is not None else _load_alone(file, name, path)
+
+
+@contextmanager
+def without_arguments(program: str) -> Iterator[None]:
+    """While open, `sys.argv` is that of a program that is called without arguments."""
+    before = sys.argv
+    sys.argv = [program]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _load_alone(file: Path, name: str, path: str | Path) -> ModuleType:
+    spec = spec_of(name, file)
+    if spec is None or spec.loader is None:
+        raise UserFileError(f"{_shown(path)} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            message = f"{_shown(path)}: {error}; its folder is no package (no __init__.py): import its siblings by name"
+            raise UserFileError(message) from error
+        raise
+    return module
+
+
+def _read(file: Path, missing: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ProgramError(missing) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ProgramError(f"{_shown(file)}:{line}: it is not UTF-8: {error.reason}") from None
+
+
+def _compile(source: str, filename: str) -> CodeType:
+    return compile(source, filename, "exec", dont_inherit=True)
+
+
+def _identifier(stem: str) -> str:
+    return re.sub(r"\W", "_", stem)
+
+
+def _digest(*texts: str) -> str:
+    return sha256("\0".join(texts).encode()).hexdigest()[:12]
+
+
+def _shown(path: str | Path) -> str:
+    """Return the path as people know it: relative to the current folder when it is inside."""
+    file = Path(path).resolve()
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)

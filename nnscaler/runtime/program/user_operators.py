@@ -1,0 +1,138 @@
+"""The user's operators that a rank program calls: found in this process, or registered by importing the user's file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.loader import load_user_module
+
+_NAMESPACE = "nnscaler_user"  # of torch.ops: where `register_op` defines functions as operators
+Origin = tuple[str, str, str]  # registered name, file, qualified name in the file
+
+
+def user_operators(**operators: Origin) -> SimpleNamespace:
+    """Return a namespace with a callable for each operator.
+
+    `name=(registered name, file, qualified name)`. The registered name is the one given to `register_op`, or
+    "namespace.name.overload" of an operator of torch.library. The file is where it was registered, or the dotted name
+    of a module of an installed package. It is imported if the operator is not in this process; a file that is not
+    absolute is looked for as `locate` says. Raises ProgramError, which names operator and file, when it cannot be found
+    or was changed.
+    """
+    caller = sys._getframe(1).f_globals.get("__file__")
+    beside = Path(caller).parent if caller else Path.cwd()
+    return SimpleNamespace(**{local: _find(*origin, beside) for local, origin in operators.items()})
+
+
+def _find(name: str, file: str, qualname: str, beside: Path) -> Callable[..., Any]:
+    path = locate(file, beside)
+    found = _in_process(name, path, qualname)
+    if found is not None:
+        return found
+    if path is None and file and not file.endswith(".py"):
+        return _installed(name, file, qualname)
+    if path is None:
+        missing = f"{file!r}, where it was registered, does not exist" if file else "the program does not say where"
+        raise ProgramError(f"operator `{name}` is not registered in this process, and {missing}")
+    try:
+        module = load_user_module(path)
+    except Exception as error:
+        raise ProgramError(f"operator `{name}`: importing {path} failed: {type(error).__name__}: {error}") from error
+    found = _member(module, qualname) or _in_process(name, path, qualname)
+    if found is None:
+        raise ProgramError(f"operator `{name}`: {path} was imported, but has no `{qualname or name}`")
+    return found
+
+
+def _installed(name: str, module: str, qualname: str) -> Callable[..., Any]:
+    """Return the operator of a package: its definition runs when the module is imported."""
+    try:
+        imported = import_module(module)
+    except Exception as error:
+        raise ProgramError(f"operator `{name}`: importing {module} failed: {type(error).__name__}: {error}") from error
+    found = _in_process(name, None, "") or _member(imported, qualname)
+    if found is None:
+        raise ProgramError(f"operator `{name}`: {module} was imported, but has no `{qualname or name}`")
+    return found
+
+
+def _in_process(name: str, path: Path | None, qualname: str) -> Callable[..., Any] | None:
+    """Return the operator, if it is here; else None.
+
+    It is the object of the user's file where that is loaded, under whatever name, since it is the latest and the
+    compiled one; else the operator of torch.
+    """
+    parts = name.split(".")
+    if len(parts) == 3 and (overload := _attribute(torch.ops, parts)) is not None:
+        return overload
+    if path is not None:
+        for module in list(sys.modules.values()):
+            origin = getattr(module, "__file__", None)
+            if isinstance(origin, str) and Path(origin).name == path.name and Path(origin).resolve() == path:
+                found = _member(module, qualname)
+                if found is not None:
+                    return found
+    return _attribute(torch.ops, [_NAMESPACE, re.sub(r"\W", "_", name, flags=re.ASCII), "default"])
+
+
+def _member(module: ModuleType, qualname: str) -> Callable[..., Any] | None:
+    found = _attribute(module, qualname.split(".")) if qualname and "<locals>" not in qualname else None
+    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+        return found.apply
+    return found if callable(found) else None
+
+
+def _attribute(start: Any, names: list[str]) -> Any:
+    for name in names:
+        start = getattr(start, name, None)
+        if start is None:
+            return None
+    return start
+
+
+def locate(file: str, beside: Path) -> Path | None:
+    """Return the file of operators, as rank programs in the folder `beside` name it; None where there is none.
+
+    It may lie beside the role file, where the manifest says (from the program's folder, or as it was), or in the
+    current folder. Raises ProgramError where it is not as it was when the program was compiled, or nothing says so.
+    """
+    if not file:
+        return None
+    record = _record(file, beside)
+    places = (beside / file, beside / record.get("from_here", file), Path(record.get("file", file)), Path(file))
+    found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
+    digest = record.get("sha256")
+    same = found if digest is None else [path for path in found if sha256(path.read_bytes()).hexdigest() == digest]
+    if found and not same:
+        raise ProgramError(
+            f"{found[0]}, from which operators come, was changed after the program was compiled: compile again"
+        )
+    return same[0] if same else None
+
+
+def _record(file: str, beside: Path) -> dict[str, Any]:
+    """Return what the program's manifest has of the file; nothing where there is no manifest.
+
+    Raises ProgramError where it leaves the file out: then nobody knows whether it was changed.
+    """
+    try:
+        manifest = json.loads((beside / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    recorded: dict[str, dict[str, Any]] = manifest.get("operator_files", {})
+    if file.endswith(".py") and file not in recorded:
+        raise ProgramError(
+            f"{beside / 'manifest.json'} has no hash of {file}, from which operators come: compile again"
+        )
+    return recorded.get(file, {})

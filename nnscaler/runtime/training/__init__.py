@@ -1,0 +1,1 @@
+"""Run the steps of a program on one rank: executor, gradients, clipping, checkpoints."""

@@ -1,0 +1,86 @@
+"""Make the stage objects of one rank: axis groups, and local tensors cut from the logical state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.role import Buffer, Observer, Parameter, RunContext, Stage
+from nnscaler.runtime.shards import ravel, shard, unravel
+from nnscaler.runtime.training.precision import dtype_named
+
+State = Mapping[str, Tensor]
+
+
+class StageBuilder:
+    """Builds the stages of one rank; a tensor that two stages hold at the same position is one tensor."""
+
+    def __init__(
+        self, communicator: Communicator, state: State, precision: str | None, device: torch.device, run: RunContext
+    ) -> None:
+        self._communicator = communicator
+        self._state = state
+        self._precision = precision
+        self._device = device
+        self._run = run
+        self._shared: dict[tuple[str, int, bool], torch.nn.Parameter] = {}
+
+    def build(self, stage_class: type[Stage], observer: Observer | None = None) -> Stage:
+        """Raises ProgramError when the rank is not in the stage's mesh, or the state lacks a tensor."""
+        rank = self._communicator.rank
+        count = 1
+        for size in stage_class.axes.values():
+            count *= size
+        if rank not in stage_class.ranks or count != len(stage_class.ranks):
+            raise ProgramError(
+                f"rank {rank}: stage {stage_class.index} runs on ranks {stage_class.ranks} with axes {stage_class.axes}"
+            )
+        stage = stage_class(rank, self._run, observer)
+        stage.device = self._device
+        self._connect(stage)
+        for trained, declared in ((True, stage.parameters), (False, stage.frozen)):
+            for name, description in declared.items():
+                setattr(stage, name, self._parameter(stage, description, trained))
+        for name, stored in (*stage.buffers.items(), *stage.constants.items()):
+            setattr(stage, name, self._cut(stage, stored))
+        return stage
+
+    def _connect(self, stage: Stage) -> None:
+        here = unravel(stage.ranks.index(stage.rank), stage.axes)
+        for axis, size in stage.axes.items():
+            ranks = tuple(stage.ranks[ravel({**here, axis: i}, stage.axes)] for i in range(size))
+            setattr(stage, axis, AxisGroup(axis, size, here[axis], ranks, self._communicator))
+
+    def _parameter(self, stage: Stage, description: Parameter, trained: bool) -> torch.nn.Parameter:
+        key = (description.fqn, stage.ranks.index(stage.rank), trained)
+        if key not in self._shared or not description.copies:
+            parameter = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
+            parameter.description = description  # type: ignore[attr-defined]
+            self._shared[key] = parameter
+        return self._shared[key]
+
+    def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
+        logical = self._state.get(description.fqn)
+        where, shape = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}", tuple(description.shape)
+        if logical is None:
+            raise ProgramError(f"{where} is not in the state")
+        if tuple(logical.shape) != shape:
+            raise ProgramError(f"{where} has shape {tuple(logical.shape)} in the state, {shape} in the program")
+        try:
+            piece = shard(logical.detach(), description.states, stage.sizes(), stage.coordinates())
+        except ValueError as error:
+            raise ProgramError(f"{where}: {error}") from error
+        return piece.to(self._device, dtype_named(description.dtype, self._precision))
+
+
+def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:
+    """Return the stage classes of a role module, by index. Raises ProgramError when the module is not for this rank."""
+    ranks = getattr(module, "RANKS", ())
+    if rank not in ranks:
+        raise ProgramError(f"rank {rank} does not run {module.__name__}, which is for ranks {ranks}")
+    return sorted(module.STAGES, key=lambda stage: stage.index)

@@ -1,0 +1,363 @@
+"""Run a role module on one rank: the instructions of a step, and the methods that a training loop needs.
+
+A step cuts this rank's pieces out of the global batch, runs `prepare` of each stage once, then SCHEDULE instruction by
+instruction, then sums gradients over ranks. Gradients accumulate over micro-batches in the parameter's `.grad`, in
+float32 where the parameter is of half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
+from nnscaler.runtime.layout import Invariant, Partial
+from nnscaler.runtime.role import MICRO, Input, RunContext, Stage
+from nnscaler.runtime.schedule import Instruction, parse_schedule
+from nnscaler.runtime.shards import shard
+from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.runtime.training.build import StageBuilder, stages_of
+from nnscaler.runtime.training.clipping import clip_gradients, gradient_norm
+from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.messages import Mail
+from nnscaler.runtime.training.observe import observed_copy
+from nnscaler.runtime.training.precision import dtype_named, in_precision, precision_of_run
+
+Observe = Callable[[int, int, str, str, Tensor], None]
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One micro-batch between its forward and its backward."""
+
+    outputs: Mapping[str, Tensor]
+    received: dict[str, Tensor]
+
+
+class RankExecutor:
+    """`role_module` on rank `rank`, with parameters and buffers cut from the logical tensors in `state`.
+
+    `precision` replaces every floating dtype of the program (None: as written). `dropout=False` makes dropout the
+    identity; dropout draws from (`seed`, operation, number of the batch). `first_step`, `first_pass`: optimizer steps
+    made and batches run before, as a checkpoint has them (`first_pass` None: one batch a step). `tied`: all names of
+    each parameter or buffer that has several, for checkpoints.
+    `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is "prepare" (micro
+    is -1), "forward", or "backward" for its gradient. `loss_scale`: backward starts from it instead of 1, and it is
+    taken out of the summed gradients, so that small ones survive half precision.
+
+    `parameters` maps (stage index, attribute) to the trainable parameters, each with its `.description`; a tied
+    parameter that two stages hold on this rank occurs twice, as one object.
+    Raises ProgramError for a role or a state that does not fit.
+    """
+
+    def __init__(
+        self,
+        role_module: ModuleType,
+        rank: int,
+        communicator: Communicator,
+        state: Mapping[str, Tensor],
+        *,
+        precision: str | None = None,
+        device: torch.device | str = "cpu",
+        dropout: bool = True,
+        seed: int = 0,
+        first_step: int = 0,
+        first_pass: int | None = None,
+        loss_scale: float = 1.0,
+        observe: Observe | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+    ) -> None:
+        if rank != communicator.rank:
+            raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
+        self.module = role_module if observe is None else observed_copy(role_module)
+        self.rank, self.communicator = rank, communicator
+        self.precision, self.device = precision, torch.device(device)
+        self.context = RunContext(seed, dropout, first_step, first_step if first_pass is None else first_pass)
+        self.tied = tuple(tuple(names) for names in tied)
+        self.loss_scale = loss_scale
+        self._shapes = dict(shapes or {})
+        self._observe, self._running = observe, ("", -1)
+        classes = stages_of(self.module, rank)
+        self.schedule = parse_schedule(self.module.SCHEDULE, classes)
+        builder = StageBuilder(communicator, state, precision, self.device, self.context)
+        with precision_of_run(precision):
+            self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
+        self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
+            (index, name): getattr(stage, name) for index, stage in self.stages.items() for name in stage.parameters
+        }
+        self._gradients = Gradients(self.stages, communicator)
+        self._mail = Mail(communicator, self.device)
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage
+
+    # -- a training step ------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, last: bool = True) -> Tensor | None:
+        """Run forward and backward of the global `batch`; return the loss on the ranks whose stage computes it (else
+        None).
+
+        Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
+        `context.step` counts this as an optimizer step. Where gradients of several batches are added up for one, `last`
+        is False for all but the last of them; `skip` takes the count back where the optimizer makes no step.
+        Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
+        """
+        with torch.enable_grad():
+            self._gradients.begin()
+            total = self._run(batch, backward=True)
+        self.context.passes += 1
+        self.context.step += last
+        return total
+
+    def skip(self) -> None:
+        """Count no optimizer step after the last batch: its gradients are not used. On every rank."""
+        self.context.step -= 1
+
+    def forward_only(self, batch: Batch) -> Tensor | None:
+        """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes.
+
+        This is no evaluation mode: dropout and batch norm do what they do in the program's steps.
+        """
+        with torch.no_grad():
+            return self._run(batch, backward=False)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before, the same on every
+        rank.
+
+        The norm is that of the whole model, as torch.nn.utils.clip_grad_norm_ has it on one device. Every rank calls
+        this after `step`.
+        """
+        stages = list(self.stages.values())
+        with self._working("the gradient norm"):
+            norm = gradient_norm(stages, self.communicator, norm_type)
+        clip_gradients(stages, norm, max_norm)
+        return norm
+
+    @property
+    def buffers(self) -> dict[tuple[int, str], Tensor]:
+        """(stage index, attribute) to the local tensor, as of now: steps replace the tensors of updated buffers."""
+        return {(i, name): getattr(s, name) for i, s in self.stages.items() for name in s.buffers}
+
+    def local_tensors(self, kind: str) -> list[tuple[int, str, str, Tensor | None]]:
+        """(stage index, attribute, fqn, tensor) of every "parameter" (frozen ones too), "gradient" or "buffer"."""
+        found: list[tuple[int, str, str, Tensor | None]] = []
+        for index, stage in self.stages.items():
+            if kind == "buffer":
+                found += [(index, name, d.fqn, getattr(stage, name)) for name, d in stage.buffers.items()]
+            elif kind == "parameter":
+                both = {**stage.parameters, **stage.frozen}
+                found += [(index, name, d.fqn, getattr(stage, name).detach()) for name, d in both.items()]
+            elif kind == "gradient":
+                found += [(index, name, d.fqn, getattr(stage, name).grad) for name, d in stage.parameters.items()]
+            else:
+                raise ValueError(f"kind {kind!r} is not 'parameter', 'gradient' or 'buffer'")
+        return found
+
+    # -- instructions ---------------------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch, *, backward: bool) -> Tensor | None:
+        """Run the instructions of one step, or only its forwards."""
+        self._in_flight.clear()
+        self._updated.clear()
+        self._mail.clear()
+        losses: dict[int, list[Tensor]] = {}
+        with (
+            precision_of_run(self.precision),
+            autocast_on(self.device.type),
+            torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
+        ):
+            prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
+            for instruction in self.schedule:
+                stage = self.stages[instruction.stage]
+                stage.micro = AxisGroup(MICRO, stage.micro_batches, instruction.micro)
+                if instruction.kind == "F":
+                    loss = self._forward(stage, instruction, prepared[stage.index], batch, keep=backward)
+                    if loss is not None:
+                        losses.setdefault(stage.index, []).append(loss)
+                elif backward:
+                    self._backward(stage, instruction)
+            if backward:
+                for index, stage in self.stages.items():
+                    self._update(stage, {**prepared[index], **self._updated.get(index, {})})
+                with self._working("the gradient sum"):
+                    self._gradients.finish(self.loss_scale)
+            total = None
+            for index, values in losses.items():
+                with self._working("the sum of the loss"):
+                    total = self._total(self.stages[index], values)
+            self._in_flight.clear()
+            self.communicator.finish()
+        return total
+
+    def _prepare(self, stage: Stage, batch: Batch) -> Mapping[str, Any]:
+        if not hasattr(stage, "prepare"):
+            return {}
+        with self._working(f"prepare of stage {stage.index}"), torch.no_grad():
+            self._running = ("prepare", -1)
+            stage.micro = AxisGroup(MICRO, stage.micro_batches, 0)  # not the last one of the step before
+            pieces = {name: self._piece(stage, source, batch) for name, source in stage.prepare_inputs.items()}
+            return stage.prepare(**pieces)
+
+    def _update(self, stage: Stage, outputs: Mapping[str, Any]) -> None:
+        """New values of buffers. They come into force after the last instruction: what is computed again in backward
+        reads the old ones."""
+        for key, attribute in stage.updates.items():
+            if key in outputs:
+                setattr(stage, attribute, outputs[key].detach())
+
+    def _forward(
+        self, stage: Stage, instruction: Instruction, prepared: Mapping[str, Any], batch: Batch, *, keep: bool
+    ) -> Tensor | None:
+        """Run the micro-batch, send the tensors that other stages read, and return the local loss if this stage has
+        one.
+
+        `keep`: what backward needs, and new values of buffers.
+        """
+        micro = instruction.micro
+        with self._working(str(instruction), stage):
+            self._running = ("forward", micro)
+            arguments = {name: self._piece(stage, source, batch) for name, source in stage.inputs.items()}
+            received: dict[str, Tensor] = {}
+            for name, receive in stage.receives.items():
+                with self.communicator.at(_place(stage)):
+                    dtype = dtype_named(receive.dtype, self.precision)
+                    value = self._mail.receive_value(stage, receive, dtype, micro)
+                received[name] = value.requires_grad_(receive.needs_grad)
+            arguments.update(received)
+            if self._observe is not None:
+                for name, value in arguments.items():
+                    stage._observe(name, value)
+            shared = {name: value for name, value in prepared.items() if name not in stage.updates}
+            outputs = stage.forward(**arguments, **shared)
+            self._check_outputs(stage, {**prepared, **outputs})
+            for send in stage.sends:
+                with self.communicator.at(_place(stage)):
+                    self._mail.send_value(stage, send, outputs[send.key], micro)
+            if keep:
+                self._updated[stage.index] = {key: outputs[key] for key in stage.updates if key in outputs}
+                self._in_flight[stage.index, micro] = InFlight(outputs, received)
+            return outputs["loss"].detach() if stage.loss is not None else None
+
+    def _backward(self, stage: Stage, instruction: Instruction) -> None:
+        """Receive the gradients of sent tensors, run backward, and return the gradients of received tensors."""
+        micro = instruction.micro
+        with self._working(str(instruction), stage):
+            self._running = ("backward", micro)
+            flight = self._in_flight.pop((stage.index, micro))
+            roots: dict[str, tuple[Tensor, Tensor]] = {}
+            for send in stage.sends:
+                if send.needs_grad:
+                    value = flight.outputs[send.key]
+                    with self.communicator.at(_place(stage)):
+                        gradient = self._mail.receive_gradient(stage, send, value, micro)
+                    roots[send.key] = (value, roots[send.key][1] + gradient if send.key in roots else gradient)
+            if stage.loss is not None:
+                roots["loss"] = (flight.outputs["loss"], self._scale_like(flight.outputs["loss"]))
+            needed = [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
+            if needed:
+                torch.autograd.backward([v for v, _ in needed], [g for _, g in needed])
+            self._gradients.collect()
+            for name, receive in stage.receives.items():
+                if receive.needs_grad:
+                    leaf = flight.received[name]
+                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    with self.communicator.at(_place(stage)):
+                        self._mail.send_gradient(stage, receive, gradient, micro)
+
+    def _scale_like(self, loss: Tensor) -> Tensor:
+        if self.loss_scale > torch.finfo(loss.dtype).max:
+            raise ProgramError(f"a loss scale of {self.loss_scale:g} is infinite in the loss's dtype, {loss.dtype}")
+        return torch.full_like(loss, self.loss_scale)
+
+    def _total(self, stage: Stage, losses: list[Tensor]) -> Tensor:
+        """Sum the loss of the step over micro-batches and ranks, on the axes where it is a partial sum."""
+        assert stage.loss is not None
+        states = stage.loss.states
+        total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]
+        for axis in stage.axes:
+            state = states.get(axis, Invariant())
+            if isinstance(state, Partial):
+                total = self.communicator.all_reduce(total, getattr(stage, axis).ranks, state.reduction)
+            elif not isinstance(state, Invariant):
+                raise ProgramError(f"the loss is {state} on axis {axis!r}: only Invariant and Partial are a loss")
+        return total
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _piece(self, stage: Stage, source: Input, batch: Batch) -> Tensor:
+        if source.name not in batch:
+            raise ProgramError(f"the batch has no input {source.name!r}")
+        found, wanted = tuple(batch[source.name].shape), tuple(self._shapes.get(source.name, batch[source.name].shape))
+        if found != wanted:  # sizes and counts of means are in the program's text: it would compute something else
+            message = f"input {source.name!r} has shape {found}, and the program is for {wanted}"
+            raise ProgramError(f"{message}; compile one for each size, or pad the batch")
+        try:
+            piece = shard(batch[source.name].detach(), source.states, stage.sizes(), stage.coordinates())
+        except ValueError as error:
+            raise ProgramError(f"input {source.name!r}: {error}") from error
+        return piece.to(self.device, in_precision(piece.dtype, self.precision))
+
+    def _check_outputs(self, stage: Stage, outputs: Mapping[str, Tensor]) -> None:
+        wanted = {*(send.key for send in stage.sends), *stage.updates, *(["loss"] if stage.loss is not None else [])}
+        missing = sorted(wanted - set(outputs))
+        if missing:
+            raise ProgramError(f"forward does not return {missing}")
+
+    def _observer(self, stage: int) -> Callable[[str, Tensor], None] | None:
+        if self._observe is None:
+            return None
+        observe = self._observe
+
+        def observer(name: str, value: Tensor) -> None:
+            phase, micro = self._running
+            if phase == "backward":  # an activation that is computed again
+                return
+            observe(stage, micro, phase, name, value.detach())
+            if value.requires_grad and phase == "forward":
+                value.register_hook(lambda gradient: observe(stage, micro, "backward", name, gradient))
+
+        return observer
+
+    @contextmanager
+    def _working(self, what: str, stage: Stage | None = None) -> Iterator[None]:
+        """Communication inside is said to happen in `what`; other errors become ProgramErrors that say so."""
+        self.communicator.context = what
+        try:
+            yield
+        except CommunicationError:  # says all that itself
+            raise
+        except Exception as error:
+            place = self._last_place(error.__traceback__) or (_place(stage) if stage is not None else "")
+            at = f" at {place}" if place else ""
+            kind = "" if isinstance(error, ProgramError) else f"{type(error).__name__}: "
+            raise ProgramError(f"rank {self.rank}, {what}{at}: {kind}{error}") from error
+        finally:
+            self.communicator.context = ""
+
+    def _last_place(self, traceback: TracebackType | None) -> str | None:
+        place = None
+        while traceback is not None:
+            frame = traceback.tb_frame
+            if frame.f_globals is self.module.__dict__:
+                place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
+            traceback = traceback.tb_next
+        return place
+
+
+def _place(stage: Stage) -> str:
+    """file:line of the stage's forward: where its messages are declared to come and go."""
+    code = stage.forward.__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"

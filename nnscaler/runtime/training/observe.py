@@ -1,0 +1,75 @@
+"""Role source that reports every intermediate tensor: `self._observe("x", x)` after each assignment to `x`.
+
+Only `forward`, `prepare` and other methods of stages are changed, and only in memory; line numbers stay those of the
+file. A role that is not observed runs exactly the text on disk.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from nnscaler.runtime.communication.communicator import ProgramError
+
+# Before Python 3.13 the depth of a tree under construction is one counter for all threads: two that parse at once, as
+# the simulator's ranks do, get "SystemError: AST constructor recursion depth mismatch".
+_PARSING = threading.Lock()
+
+
+def instrument(source: str, filename: str) -> CodeType:
+    """Compile a role module so that each assignment inside a method reports the names that it assigns."""
+    with _PARSING:
+        tree = ast.parse(source, filename)
+    tree = _Instrument().visit(tree)
+    return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+
+
+def observed_copy(module: ModuleType) -> ModuleType:
+    """Execute `module` again from its file, instrumented, under the same name. Raises ProgramError without a file."""
+    filename = getattr(module, "__file__", None)
+    if filename is None or not Path(filename).is_file():
+        raise ProgramError(f"{module.__name__} has no source file, so that it cannot be observed")
+    copy = ModuleType(module.__name__, module.__doc__)
+    copy.__file__ = filename
+    exec(instrument(Path(filename).read_text(encoding="utf-8"), filename), copy.__dict__)
+    return copy
+
+
+class _Instrument(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self._methods = 0  # nesting of functions whose first argument is self, or that are inside such a one
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        is_method = bool(node.args.args) and node.args.args[0].arg == "self"
+        if is_method or self._methods:
+            self._methods += 1
+            self.generic_visit(node)
+            self._methods -= 1
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.stmt]:
+        if not self._methods:
+            return node
+        names = [name for target in node.targets for name in _names(target)]
+        return [node, *(_report(name, node) for name in names)]
+
+
+def _names(target: ast.expr) -> list[str]:
+    if isinstance(target, ast.Name):
+        return [target.id]
+    if isinstance(target, ast.Tuple | ast.List):
+        return [name for element in target.elts for name in _names(element)]
+    if isinstance(target, ast.Starred):
+        return _names(target.value)
+    return []
+
+
+def _report(name: str, after: ast.stmt) -> ast.stmt:
+    call = ast.Call(
+        func=ast.Attribute(value=ast.Name(id="self", ctx=ast.Load()), attr="_observe", ctx=ast.Load()),
+        args=[ast.Constant(value=name), ast.Name(id=name, ctx=ast.Load())],
+        keywords=[],
+    )
+    return ast.copy_location(ast.Expr(value=call), after)

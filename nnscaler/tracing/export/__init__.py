@@ -1,0 +1,1 @@
+"""Export a module with torch.export, and import what it exports."""

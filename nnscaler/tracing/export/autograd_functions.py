@@ -1,0 +1,232 @@
+"""Keep every `torch.autograd.Function` whole during export.
+
+Without this, export records what `forward` does and differentiates that: the user's `backward` is lost without a
+word. Each call becomes one operator of a private library (CompositeImplicitAutograd: eager autograd is untouched).
+Registered functions are operators already and never come here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from op_registry.spec import SourceLocation
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.checkpoints import Checkpoints
+from nnscaler.tracing.export.vmaps import in_vmap, needs_gradient
+
+NAMESPACE = "nnscaler_function"
+
+_REAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class _Library:
+    """The operators that this process has defined. torch cannot redefine one; the same function, also after its file
+    was imported again, re-points its own, so that tracing a model twice gives the same names."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        self._names: dict[Any, str] = {}
+        self._kernels: dict[str, Callable[..., Any]] = {}
+
+    def define(self, base: str, key: Any, schema: str, kernel: Callable[..., Any]) -> str:
+        """Return the name of the operator for `key`, with this schema and kernel; names of other keys differ."""
+        name = self._names.get((base, schema, key))
+        if name is None:
+            name = f"{base}_{sum(known[0] == base for known in self._names)}"
+            self._names[base, schema, key] = name
+            kernels = self._kernels
+
+            def run(*args: Any) -> Any:
+                return kernels[name](*args)
+
+            self._library.define(name + schema)
+            self._library.impl(name, run, "CompositeImplicitAutograd")
+        self._kernels[name] = kernel
+        return name
+
+    def key(self, name: str) -> Any:
+        """Return the key for which the operator of this name was defined; None for a name that this process has not
+        defined."""
+        return next((key for (_, _, key), known in self._names.items() if known == name), None)
+
+
+_LIBRARY = _Library()
+
+
+def function_of(operator: str) -> tuple[str, str] | None:
+    """Return module and qualified name of the function that the operator stands for; None where it was not traced in
+    this process."""
+    namespace, _, rest = operator.partition(".")
+    key = _LIBRARY.key(rest.removesuffix(".default")) if namespace == NAMESPACE else None
+    return None if key is None else (key[0], key[1])
+
+
+@dataclass(frozen=True)
+class OpaqueFunction:
+    """An unregistered autograd.Function as one operator. `constants`: (position, value) of arguments that no schema
+    can carry, such as dicts; they are not among the operation's arguments."""
+
+    operator: str
+    function: type[torch.autograd.Function]
+    constants: tuple[tuple[int, Any], ...] = ()
+
+    @property
+    def where(self) -> SourceLocation | None:
+        try:
+            file = inspect.getsourcefile(self.function)
+            lines, number = inspect.getsourcelines(self.function)
+        except (OSError, TypeError):
+            return None
+        return SourceLocation(file, number, lines[0].strip()) if file else None
+
+
+@dataclass
+class OpaqueFunctions:
+    """The functions that one export met. Operators are shared by calls with the same kinds of arguments."""
+
+    found: dict[str, OpaqueFunction] = field(default_factory=dict)
+    _by_key: dict[Any, Any] = field(default_factory=dict)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return one line per class."""
+        classes = {f.function: f for f in self.found.values()}
+        return tuple(
+            f"{f.where or '?'}: autograd.Function {cls.__name__} is not registered: every rank runs it whole. "
+            f'Annotate it: nnscaler.register_op("...")({cls.__name__})'
+            for cls, f in classes.items()
+        )
+
+    def operator(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+        """Return the operator for this call, defined at the first one."""
+        kinds = tuple(_kind(a) for a in args)
+        constants = tuple((i, a) for i, (kind, a) in enumerate(zip(kinds, args, strict=True)) if kind is None)
+        _refuse_modules(cls, constants)
+        outputs = _count_outputs(cls, args)
+        key = (cls, kinds, tuple((i, id(a)) for i, a in constants), outputs)
+        if key not in self._by_key:
+            self._by_key[key] = self._define(cls, kinds, constants, outputs)
+        return self._by_key[key]
+
+    def _define(
+        self,
+        cls: type[torch.autograd.Function],
+        kinds: tuple[str | None, ...],
+        constants: tuple[tuple[int, Any], ...],
+        outputs: int,
+    ) -> Any:
+        parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds) if kind is not None)
+        result = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor"
+        fixed: Mapping[int, Any] = dict(constants)
+
+        def implementation(*given: Any) -> Any:
+            rest = iter(given)
+            return _REAL_APPLY(cls, *(fixed[i] if i in fixed else next(rest) for i in range(len(kinds))))
+
+        others = {f.function for f in self.found.values() if f.function.__qualname__ == cls.__qualname__} - {cls}
+        key = (cls.__module__, cls.__qualname__, len(others), tuple((i, repr(a), _identity(a)) for i, a in constants))
+        name = _LIBRARY.define(cls.__name__.strip("_"), key, f"({parameters}) -> {result}", implementation)
+        operator = f"{NAMESPACE}.{name}.default"
+        self.found[operator] = OpaqueFunction(operator, cls, constants)
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+@contextmanager
+def opaque_autograd_functions(checkpoints: Checkpoints) -> Iterator[OpaqueFunctions]:
+    """While open, each `Function.apply` under an export calls one operator."""
+    functions = OpaqueFunctions()
+    exporter = threading.get_ident()
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # inside the body of an operator nothing is recorded: there the function is itself; and so it is in other
+        # threads, though the mode of an export is seen in all of them
+        if kwargs or threading.get_ident() != exporter or get_proxy_mode() is None:
+            return _REAL_APPLY(cls, *args, **kwargs)
+        if in_vmap():
+            _refuse_backward(cls, args)
+            return _REAL_APPLY(cls, *args)
+        if cls is CheckpointFunction:
+            return checkpoints.run_reentrant(args[0], *args[2:])
+        operator = functions.operator(cls, args)
+        return operator(*(a for a in args if _kind(a) is not None))
+
+    before = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield functions
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+def _refuse_modules(cls: type[torch.autograd.Function], constants: tuple[tuple[int, Any], ...]) -> None:
+    """Parameters behind an argument would be read from the traced module, and get no gradient from the program."""
+    for _, value in constants:
+        owner = getattr(value, "__self__", value)
+        if isinstance(owner, nn.Module) and any(True for _ in owner.parameters()):
+            raise NnscalerError(
+                "trace_failed",
+                f"autograd.Function {cls.__name__} is given a module, whose parameters no program would train",
+                OpaqueFunction("", cls).where,
+                f"give {cls.__name__}.apply the parameters themselves",
+            )
+
+
+def _refuse_backward(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
+    """Under vmap a function is the operators of its forward, and its own backward would be lost. Torch's own functions
+    have the gradient of their forward."""
+    trained = torch.is_grad_enabled() and any(needs_gradient(t) for t in tree_leaves(args) if isinstance(t, Tensor))
+    if trained and not cls.__module__.startswith("torch."):
+        raise NnscalerError(
+            "trace_failed",
+            f"autograd.Function {cls.__name__} is called under vmap, where its backward would be lost",
+            OpaqueFunction("", cls).where,
+            f"call {cls.__name__}.apply on the whole tensors, without torch.vmap",
+        )
+
+
+def _kind(value: Any) -> str | None:
+    """Return the schema type of an argument; None when a schema cannot carry it."""
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if isinstance(value, list | tuple) and value and all(isinstance(t, Tensor) for t in value):
+        return "Tensor[]"
+    if value is None:
+        return "Tensor?"
+    many = "[]" if isinstance(value, list | tuple) and value else ""
+    items = value if many else (value,)
+    kinds = (
+        (bool, "bool"),
+        (int | torch.SymInt, "SymInt"),
+        (float, "float"),
+        (str, "str"),
+        (torch.dtype, "ScalarType"),
+    )
+    for kind, name in kinds:
+        if all(isinstance(item, kind) for item in items):
+            return name + many
+    return None
+
+
+def _identity(value: Any) -> int:
+    """Tell apart values whose text does not."""
+    return id(value) if _ADDRESS.search(repr(value)) or isinstance(value, nn.Module) else 0
+
+
+def _count_outputs(cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> int:
+    """Return how many tensors the function returns in a tuple, 0 for a tensor by itself; by running it unrecorded."""
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        result = _REAL_APPLY(cls, *(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
+    return len(result) if isinstance(result, tuple | list) else 0

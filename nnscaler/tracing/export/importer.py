@@ -1,0 +1,314 @@
+"""Read an exported program into a graph: regions are inlined, devices dropped, tied parameters merged."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from op_registry.call import DType
+from op_registry.register import operator_of
+from op_registry.spec import SourceLocation
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation, Region, Slot
+from nnscaler.ir.tensor import LogicalTensor, Role
+from nnscaler.tracing.export.checkpoints import checkpoint_of
+from nnscaler.tracing.export.locations import location_of_trace, module_of
+from nnscaler.tracing.export.loss_module import PREFIX
+from nnscaler.tracing.export.raw import RawGraph, storage_of, written_inputs
+from nnscaler.tracing.infer import dtype_name
+from nnscaler.tracing.rewrite import Ref, iterate_references, make_operation
+
+_IGNORED = (
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten._assert_async.msg",
+    "aten._assert_async.default",
+    "aten.sym_constrain_range_for_size.default",
+    "aten.sym_constrain_range.default",
+)
+_MARK = "nnscaler_layer."  # `stitch_calls` leaves operators without results
+_COPY = "aten.lift_fresh_copy.default"
+_PLACE_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+_PLACE_TYPES = (torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """`state`: parameters, buffers and lifted constants by name in the model (every name of a tied one)."""
+
+    raw: RawGraph
+    state: Mapping[str, Tensor]
+
+
+def import_program(program: ExportedProgram, module: nn.Module, input_names: Sequence[str]) -> Imported:
+    """Turn the exported loss of `module` into a graph that may still hold in-place operators.
+
+    Raises NnscalerError "trace_failed" for what a graph cannot hold: shapes and numbers that depend on data,
+    and control-flow operators of torch.
+    """
+    importer = _Importer(type(module).__name__)
+    arguments = importer.read_signature(program, module, input_names)
+    result = importer.walk(program.graph_module, arguments, Region())
+    loss = result[0] if isinstance(result, tuple | list) else result
+    if not isinstance(loss, Ref):
+        raise NnscalerError("no_loss", "the loss does not depend on any tensor")
+    graph = Graph(importer.name, importer.tensors, tuple(importer.operations), loss.name)
+    return Imported(RawGraph(graph, importer.storages), importer.state)
+
+
+@dataclass(frozen=True, slots=True)
+class _FromData:
+    """A number that the model read from a tensor. It may be asserted and branched on, but not used."""
+
+    operator: str
+    where: SourceLocation | None
+
+
+@dataclass
+class _Importer:
+    name: str
+    tensors: dict[str, LogicalTensor] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    storages: dict[str, int] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+    _merged: dict[int, int] = field(default_factory=dict)  # storage -> the one that it really is
+
+    # ---- stored tensors and inputs ----
+
+    def read_signature(self, program: ExportedProgram, module: nn.Module, input_names: Sequence[str]) -> list[Any]:
+        """Define the stored tensors and inputs; gives the values of the program's placeholders, in order."""
+        self._taken.update(input_names)
+        stored = self._define_state(module)
+        nodes = [node for node in program.graph_module.graph.nodes if node.op == "placeholder"]
+        names = iter(input_names)
+        values: list[Any] = []
+        inputs: list[tuple[str, Tensor]] = []
+        for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                name = stored[str(spec.target).removeprefix(PREFIX + ".")]
+            elif spec.kind == InputKind.CONSTANT_TENSOR:
+                name = self._define_constant(program.constants[str(spec.target)])
+                if all(str(user.target) == _COPY for user in node.users):
+                    values.append(Ref(name))  # export gives the copy the memory of the constant, which nobody writes
+                    continue
+            elif spec.kind == InputKind.USER_INPUT:
+                name = next(names)
+                inputs.append((name, node.meta["val"]))
+            else:
+                raise NnscalerError("trace_failed", f"the model holds an object that is not a tensor: {spec.target}")
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                self.storages[name] = storage_of(value)
+            values.append(Ref(name))
+        for name, value in inputs:
+            shape, dtype = _shape(value, None), dtype_name(value.dtype)
+            self.tensors[name] = LogicalTensor(name, shape, dtype, "input", fqns=(name,))
+        return values
+
+    def _define_state(self, module: nn.Module) -> dict[str, str]:
+        """Parameters, then buffers; gives the tensor's name for every name in the model."""
+        fqns: dict[int, list[str]] = {}
+        found: dict[int, tuple[Tensor, Role]] = {}
+        kinds: tuple[tuple[Any, Role], ...] = (
+            (module.named_parameters(remove_duplicate=False), "parameter"),
+            (module.named_buffers(remove_duplicate=False), "buffer"),
+        )
+        for named, role in kinds:
+            for fqn, tensor in named:
+                found.setdefault(id(tensor), (tensor, role))
+                fqns.setdefault(id(tensor), []).append(fqn)
+                self.state[fqn] = tensor
+        names: dict[str, str] = {}
+        for key, (tensor, role) in found.items():
+            name = self._fresh(fqns[key][0].replace(".", "_"))
+            self._define_leaf(name, tensor, role, tuple(fqns[key]))
+            names.update(dict.fromkeys(fqns[key], name))
+        return names
+
+    def _define_constant(self, tensor: Tensor) -> str:
+        number = sum(t.role == "constant" for t in self.tensors.values())
+        fqn = f"_constants.{number}"
+        name = self._fresh(f"constant_{number}")
+        self.state[fqn] = tensor
+        self._define_leaf(name, tensor, "constant", (fqn,))
+        return name
+
+    def _define_leaf(self, name: str, tensor: Tensor, role: Role, fqns: tuple[str, ...]) -> None:
+        needs_grad = role == "parameter" and tensor.requires_grad
+        self.tensors[name] = LogicalTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype), role, needs_grad, fqns)
+
+    def _fresh(self, name: str) -> str:
+        candidate, number = name, 0
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._taken.add(candidate)
+        return candidate
+
+    # ---- nodes ----
+
+    def walk(self, module: fx.GraphModule, arguments: Sequence[Any], region: Region) -> Any:
+        """Import the nodes of a (sub)graph called with `arguments`; gives its result, tensors as `Ref`s."""
+        values: dict[fx.Node, Any] = {}
+        remaining = iter(arguments)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(remaining)
+            elif node.op == "get_attr":
+                values[node] = self._attribute(module, str(node.target))
+            elif node.op == "call_function":
+                values[node] = self._call(node, values, region)
+            elif node.op == "output":
+                return _plain(node.args[0], values)
+        raise AssertionError("a graph without an output")
+
+    def _attribute(self, module: fx.GraphModule, target: str) -> Any:
+        value: Any = module
+        for part in target.split("."):
+            value = getattr(value, part)
+        return Ref(self._define_constant(value)) if isinstance(value, Tensor) else value
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> Any:
+        target: Any = node.target
+        name = operator_of(target) or str(target)
+        if name in _IGNORED:
+            return None
+        args = [_plain(a, values) for a in node.args]
+        kwargs = {k: _plain(v, values) for k, v in node.kwargs.items() if k not in _PLACE_KEYWORDS}
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = args
+            return self.walk(body, operands, replace(region, grad_enabled=enabled))
+        if name == "wrap_with_autocast":
+            _device, dtype, enabled, _cache, body, *operands = args
+            cast = None
+            if enabled:
+                cast = dtype.name if isinstance(dtype, DType) else "bfloat16"
+            return self.walk(body, operands, replace(region, autocast=cast))
+        if not isinstance(target, torch._ops.OpOverload):
+            return self._compute(node, args, kwargs)
+        return self._operation(node, name, args, kwargs, region)
+
+    def _compute(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a Python function of the trace when all of its arguments are known."""
+        target: Any = node.target
+        unknown = _from_data([args, kwargs])
+        if unknown is not None:
+            return unknown
+        if any(iterate_references([args, kwargs])) or getattr(target, "__module__", "") != "_operator":
+            raise NnscalerError(
+                "trace_failed",
+                f"the graph has no place for {getattr(target, '__name__', target)}",
+                where=_where(node),
+                help="put the function that uses it behind an operator of your own: @nnscaler.register_op",
+            )
+        return target(*args, **kwargs)
+
+    def _operation(self, node: fx.Node, name: str, args: list[Any], kwargs: dict[str, Any], region: Region) -> Any:
+        value = node.meta.get("val")
+        where = _where(node)
+        if isinstance(value, int | float | bool):
+            return value
+        unknown = _from_data([args, kwargs])
+        if unknown is not None:
+            raise NnscalerError(
+                "trace_failed",
+                f"a number that {unknown.operator} reads from a tensor is used",
+                where=unknown.where or where,
+                help="numbers are fixed in a trace; keep it a tensor, or register the function that uses it",
+            )
+        chosen = self._fresh(node.name)
+        outputs: tuple[str | None, ...] = ()
+        result: Any = None
+        if isinstance(value, Tensor):
+            outputs = (self._define(chosen, value, where),)
+            result = Ref(chosen)
+        elif isinstance(value, list | tuple):
+            outputs = tuple(
+                self._define(self._fresh(f"{chosen}_{_letters(i)}"), v, where) if isinstance(v, Tensor) else None
+                for i, v in enumerate(value)
+            )
+            result = tuple(None if o is None else Ref(o) for o in outputs)
+        elif not name.startswith(_MARK):
+            return _FromData(name, where)
+        path, kind = module_of(node.meta, PREFIX)
+        region = replace(region, recompute=checkpoint_of(node))
+        made = make_operation(chosen, name, args, kwargs, outputs, region=region)
+        self.operations.append(replace(made, where=where, module=path, module_type=kind))
+        self._same_memory(made)
+        return result
+
+    def _define(self, name: str, value: Tensor, where: SourceLocation | None) -> str:
+        self.tensors[name] = LogicalTensor(name, _shape(value, where), dtype_name(value.dtype))
+        self.storages[name] = self._storage(value)
+        return name
+
+    def _storage(self, value: Tensor) -> int:
+        storage = storage_of(value)
+        return self._merged.get(storage, storage)
+
+    def _same_memory(self, operation: Operation) -> None:
+        """Put the result of an in-place operator where its input lies, also when export says otherwise."""
+        for position in written_inputs(operation.operator)[:1]:
+            argument, result = operation.args[position : position + 1], operation.outputs[:1]
+            if result and result[0] is not None and argument and isinstance(argument[0], Slot):
+                storage = self.storages[operation.inputs[argument[0].index]]
+                self._merged[self.storages[result[0]]] = storage
+                self.storages[result[0]] = storage
+
+
+def _from_data(value: Any) -> _FromData | None:
+    """Return the first number in nested arguments that was read from a tensor."""
+    if isinstance(value, _FromData):
+        return value
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((found for found in map(_from_data, items) if found is not None), None)
+
+
+def _letters(number: int) -> str:
+    """a, b, ... z, aa, ab, ...: numbers would read like fx's own names."""
+    text = ""
+    number += 1
+    while number:
+        number, digit = divmod(number - 1, 26)
+        text = chr(ord("a") + digit) + text
+    return text
+
+
+def _where(node: fx.Node) -> SourceLocation | None:
+    return location_of_trace(node.meta.get("stack_trace") or "")
+
+
+def _shape(value: Tensor, where: SourceLocation | None) -> tuple[int, ...]:
+    if not all(isinstance(s, int) for s in value.shape):
+        raise NnscalerError(
+            "trace_failed",
+            f"a tensor's shape depends on data: {tuple(str(s) for s in value.shape)}",
+            where=where,
+            help="shapes are fixed by the sample batch; mask instead of selecting, or register the function",
+        )
+    return tuple(int(s) for s in value.shape)
+
+
+def _plain(value: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Turn an fx argument into `Ref`s for nodes, `DType`s, and None for what says where or how memory lies."""
+    if isinstance(value, fx.Node):
+        return values[value]
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v, values) for v in value)
+    if isinstance(value, torch.dtype):
+        return DType(dtype_name(value))
+    if isinstance(value, _PLACE_TYPES):
+        return None
+    return value

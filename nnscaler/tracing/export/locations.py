@@ -1,0 +1,95 @@
+"""Where in the user's files something happened: from the traces that export records, and from exceptions."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from op_registry.spec import SourceLocation
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n(?:[ \t]+(?P<text>[^\n]*))?')
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_ROOT = str(Path(__file__).resolve().parents[3]) + os.sep
+OURS = tuple(_ROOT + name + os.sep for name in ("nnscaler", "verify", "op_registry"))
+_STANDARD_LIBRARY = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+_SITE_PACKAGES = tuple(os.path.abspath(sysconfig.get_paths()[key]) + os.sep for key in ("purelib", "platlib"))
+_REPEATED_CALL = re.compile(r"@\d+")
+
+
+def is_library(file: str) -> bool:
+    """Return whether the file is torch's, ours or the standard library's: never a place to show to a user."""
+    if file.startswith(("<", TORCH, *OURS)):
+        return True
+    return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_SITE_PACKAGES)
+
+
+def plain_path(path: str) -> str:
+    """Return a module's path as torch's tracer writes it, without the number of the call."""
+    return _REPEATED_CALL.sub("", path) if "@" in path else path
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_SITE_PACKAGES)
+
+
+@lru_cache(maxsize=8192)
+def location_of_trace(stack_trace: str) -> SourceLocation | None:
+    """Return the last frame outside torch of a trace as `torch.fx` records it; None when there is none."""
+    found = None
+    for match in _FRAME.finditer(stack_trace):
+        if not is_library(match["file"]):
+            found = match
+    if found is None:
+        return None
+    return SourceLocation(found["file"], int(found["line"]), (found["text"] or "").strip())
+
+
+def location_of_exception(error: BaseException) -> SourceLocation | None:
+    """Return the user's own line at which `error` arose: the last frame outside installed packages, else outside
+    torch."""
+    best: SourceLocation | None = None
+    best_is_own = False
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        file, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        own = not _is_installed(file)
+        if not is_library(file) and (own or not best_is_own):
+            best, best_is_own = SourceLocation(file, line, linecache.getline(file, line).strip()), own
+        traceback = traceback.tb_next
+    return best
+
+
+def location_of_frames() -> SourceLocation | None:
+    """Return the user's own line that runs now: the last frame outside installed packages, else outside torch."""
+    frame: FrameType | None = sys._getframe(1)
+    best: SourceLocation | None = None
+    while frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not is_library(file):
+            here = SourceLocation(file, line, linecache.getline(file, line).strip())
+            if not _is_installed(file):
+                return here
+            best = best or here
+        frame = frame.f_back
+    return best
+
+
+def module_of(meta: Mapping[str, Any], prefix: str) -> tuple[str, str]:
+    """(path, class name) of the innermost module of an fx node; `prefix` is the wrapper's name of the user's module."""
+    stack = meta.get("nn_module_stack") or {}
+    for path, kind in reversed(list(stack.values())):
+        path = plain_path(path)
+        if path == prefix or path.startswith(prefix + "."):
+            name = kind if isinstance(kind, str) else kind.__name__
+            return path[len(prefix) + 1 :], name.rsplit(".", 1)[-1]
+    return "", ""

@@ -1,0 +1,210 @@
+"""Run `torch.export` on the loss: quietly, with short errors that name the user's line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributions import Distribution
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.autograd_engine import start_autograd
+from nnscaler.runtime.training.autocast import AutocastUnknown
+from nnscaler.tracing.export.attributes import attributes_kept
+from nnscaler.tracing.export.autograd_functions import OpaqueFunction, opaque_autograd_functions
+from nnscaler.tracing.export.checkpoints import checkpoints_marked
+from nnscaler.tracing.export.export_flags import as_eager
+from nnscaler.tracing.export.fake_kernels import more_fake_kernels
+from nnscaler.tracing.export.known_values import KnownValues
+from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.loss_module import LossModule
+from nnscaler.tracing.export.vmaps import vmaps_expanded
+
+_DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+_HELP_DATA = (
+    "the model looks at the values of its data (`.item()`, `if tensor:`, a boolean index). Move that out of the "
+    "model, or put it in a function and register it: @nnscaler.register_op"
+)
+_HELP_BRANCH = "to take the branch that the sample batch takes: the program is then right for such batches only"
+_BRANCH = "a branch on the values of data; only the one that the sample batch takes is traced"
+_NOT_EAGER = "export cannot follow eager here; traced is what the model does when it is told that it is exported"
+_NO_DRAFT = "A model without data (meta device) has no batch whose branch could be taken"
+_LABEL = re.compile(r"label|target", re.IGNORECASE)  # in the line that looks at data
+_FAKE_CONSTANT = "fake tensor in the exported program constant"
+_HELP_LABELS = (
+    "the model looks at the values of its labels. Compute the loss outside of it: --loss-fn file.py::loss (in Python "
+    "loss_fn=loss), a function loss(outputs, batch); the model is then not given the batch's `labels`"
+)
+_HELP_AUTOCAST = (
+    "open the region inside of forward, on the device of its tensors: "
+    "with torch.autocast(x.device.type, torch.bfloat16): ..."
+)
+_READS_NUMBER = "Could not extract specialized"
+_HELP_OTHER = "if the model runs on this batch without nnscaler, put the part that fails in a function and register it"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported loss.
+
+    program   the training IR
+    opaque    by operator, the unregistered autograd.Functions that the program calls
+    notes     for the user
+    changed   by name, Python attributes that forward changes
+    """
+
+    program: ExportedProgram
+    opaque: Mapping[str, OpaqueFunction]
+    notes: tuple[str, ...]
+    changed: Mapping[str, str]
+
+
+def export_loss(module: LossModule, tensors: tuple[Tensor, ...], specialise: bool = False) -> Exported:
+    """Export a module that returns its loss to training IR.
+
+    `specialise`: where the model branches on the values of data, follow the branch that this batch takes (by
+    `draft_export`), with a note. Otherwise that is an error: the program would be right for such batches only.
+    Raises NnscalerError "trace_failed".
+    """
+    changed: dict[str, str] = {}  # by the last forward that ran
+    with (
+        checkpoints_marked() as checkpoints,
+        opaque_autograd_functions(checkpoints) as opaque,
+        more_fake_kernels(),
+        vmaps_expanded(),
+    ):
+        program, notes = _export_some_way(module, tensors, specialise, changed)
+    notes = (*notes, *checkpoints.notes(), *opaque.notes())
+    return Exported(program, opaque.found, notes, changed)
+
+
+def _export_some_way(
+    module: LossModule, tensors: tuple[Tensor, ...], specialise: bool, changed: dict[str, str]
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Export as eager runs; where that fails, as the model runs when it is told that it is exported."""
+    eager, exporting = (partial(_around, module.model, changed, eager) for eager in (True, False))
+    module.around = eager
+    first = _attempt(module, tensors)
+    if isinstance(first, ExportedProgram):
+        return first, ()
+    module.around = exporting
+    second = _attempt(module, tensors)
+    if isinstance(second, ExportedProgram):
+        return second, (f"{_place(first)}: {_NOT_EAGER} ({type(first).__name__})",)
+    if not isinstance(first, _DATA_DEPENDENT):
+        raise _trace_failed(first, _HELP_OTHER) from None
+    help_text = _HELP_LABELS if _LABEL.search(_line(first)) else _HELP_DATA
+    if _READS_NUMBER in str(first):  # a draft would keep the number that this batch gives for all steps
+        raise _trace_failed(first, help_text) from None
+    if not specialise:
+        raise _trace_failed(first, f"{help_text}; or pass --specialise {_HELP_BRANCH}") from None
+    module.around = eager
+    return _draft(module, tensors, first, help_text), (f"{_place(first)}: {_BRANCH}",)
+
+
+def _attempt(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram | Exception:
+    """Export, and return the program or the exception that export or the model raised. Raises NnscalerError."""
+    try:
+        with _quiet():
+            return _export(module, tensors)
+    except NnscalerError:
+        raise
+    except AutocastUnknown as error:
+        raise NnscalerError("trace_failed", str(error), location_of_exception(error), _HELP_AUTOCAST) from None
+    except Exception as error:  # noqa: BLE001 - export raises whatever the model raises
+        return error
+
+
+@contextlib.contextmanager
+def _around(model: nn.Module, changed: dict[str, str], eager: bool) -> Iterator[None]:
+    """Around each forward of the model. Attributes are compared before export puts some of them back."""
+    changed.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attributes_kept(model, changed))
+        if eager:
+            known = stack.enter_context(KnownValues())
+            stack.enter_context(as_eager(known.is_known))
+        yield
+
+
+def _line(error: BaseException) -> str:
+    where = location_of_exception(error)
+    return where.text if where is not None else ""
+
+
+def _place(error: BaseException) -> str:
+    return str(location_of_exception(error) or "the model")
+
+
+def _export(module: LossModule, tensors: tuple[Tensor, ...]) -> ExportedProgram:
+    """torch.export, a second time where it took a constant for a fake tensor.
+
+    Seen once in thousands of exports, in a process that had exported many other programs; the same export passed in
+    every other process. The cause is not known; what torch keeps between exports is dropped before the second try,
+    and an error that comes again is raised.
+    """
+    start_autograd()
+    try:
+        return torch.export.export(module, tensors, strict=False)
+    except RuntimeError as error:
+        if _FAKE_CONSTANT not in str(error):
+            raise
+    FakeTensorMode.cache_clear()
+    return torch.export.export(module, tensors, strict=False)
+
+
+def _draft(module: LossModule, tensors: tuple[Tensor, ...], first: Exception, help_text: str) -> ExportedProgram:
+    if any(t.is_meta for t in (*module.parameters(), *tensors)):
+        raise _trace_failed(first, f"{help_text}. {_NO_DRAFT}") from None
+    try:
+        with _quiet():
+            return torch.export.draft_export(module, tensors, strict=False)
+    except NnscalerError:
+        raise
+    except Exception:  # noqa: BLE001 - the first error is the one to show
+        raise _trace_failed(first, help_text) from None
+
+
+def _trace_failed(error: BaseException, help_text: str) -> NnscalerError:
+    return NnscalerError(
+        "trace_failed",
+        f"torch.export cannot trace the model: {_first_line(error)}",
+        where=location_of_exception(error),
+        help=help_text,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what export prints and logs: on errors it is the whole graph, thousands of lines."""
+    sink: Any = io.StringIO()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    # checks of torch.distributions look at data, and compute nothing
+    validates = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+        Distribution.set_default_validate_args(validates)

@@ -1,0 +1,1 @@
+"""Trace one of many equal layers, and copy it."""

@@ -1,0 +1,1 @@
+"""Compare a traced graph with its module."""

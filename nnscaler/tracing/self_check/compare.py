@@ -1,0 +1,223 @@
+"""A traced graph must do what the module does: loss, gradients and buffers on the sample batch, against eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from op_registry.spec import SourceLocation
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.tracing.export.attributes import attributes_kept
+from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.loss_module import loss_of
+from nnscaler.tracing.interpret import run_graph
+from nnscaler.tracing.precision import exact, exact_tensor, run_backward, without_dropout
+from nnscaler.tracing.sample_inputs import SampleInputs
+
+EXACT_TOLERANCE = 1e-9  # relative, in float64
+GLOBAL_SHARE = 1e-3  # a tensor is measured against its own maximum, or this share of the largest of its family
+
+_HELP = (
+    "export followed another path than eager does: look for branches on torch.compiler.is_exporting(), hooks, "
+    "torch.utils.checkpoint(use_reentrant=True), or in-place changes under no_grad near this line"
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The results of one forward and backward. Tensors are by their first name in the model.
+
+    loss        scalar
+    gradients   by parameter; None where the loss does not reach it
+    buffers     after forward
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+def check_trace(module: nn.Module, graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs) -> tuple[str, ...]:
+    """Compare in float64, or in the model's own dtype where it cannot run in float64; gives notes.
+
+    Raises NnscalerError "trace_unfaithful", naming the first thing that differs.
+    """
+    try:
+        model = copy.deepcopy(module)
+    except Exception as error:  # noqa: BLE001 - a module may hold anything
+        return (f"the trace is not checked: the module cannot be copied ({type(error).__name__})",)
+    try:
+        with exact(model):
+            eager = _eager_step(model, graph, sample, "float64")
+        traced = _graph_step(graph, state, sample, "float64")
+    except NnscalerError:
+        raise
+    except Exception as error:  # noqa: BLE001 - an operator without float64 raises whatever it raises
+        note = f"the trace is checked in the model's own dtype: it does not run in float64 ({type(error).__name__})"
+        eager = _native_step(module, graph, sample)
+        traced = _graph_step(graph, state, sample, None)
+        _compare(graph, eager, traced, _loose_tolerance(graph))
+        return (note, *_zero_gradients(eager, traced))
+    _compare(graph, eager, traced, EXACT_TOLERANCE)
+    return _zero_gradients(eager, traced)
+
+
+def _loose_tolerance(graph: Graph) -> float:
+    """Return the square root of the coarsest precision in the graph: 3e-4 for float32, 9e-2 for bfloat16."""
+    floating = [d for d in {getattr(torch, t.dtype) for t in graph.tensors.values()} if d.is_floating_point]
+    return float(max(torch.finfo(d).eps for d in floating) ** 0.5)
+
+
+def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision: str | None) -> Step:
+    inputs = _inputs(sample, precision)
+    model.zero_grad(set_to_none=True)
+    args, kwargs = sample.rebuild(inputs)
+    with torch.random.fork_rng(devices=_generators()):
+        torch.manual_seed(0)
+        loss = loss_of(model(*args, **kwargs))
+        if loss.requires_grad:
+            run_backward(loss, torch.ones_like(loss))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return Step(
+        loss.detach(),
+        {t.fqns[0]: parameters[t.fqns[0]].grad for t in graph.with_role("parameter")},
+        {t.fqns[0]: buffers[t.fqns[0]].detach() for t in graph.with_role("buffer")},
+    )
+
+
+def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str] | None:
+    """Find the Python attributes that a second forward changes, on a copy of the module; None where that cannot be
+    seen."""
+    changed: dict[str, str] = {}
+    try:
+        model = copy.deepcopy(module)
+        with without_dropout(model), torch.no_grad(), torch.random.fork_rng(devices=_generators()):
+            for step in range(2):
+                args, kwargs = sample.rebuild(_inputs(sample, None))
+                with attributes_kept(model, changed) if step else nullcontext():
+                    model(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - a module may hold and raise anything; the self-check tells what it is
+        return None
+    return changed
+
+
+def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Step:
+    """Run a step of the module in its own dtype. Raises NnscalerError "model_raised"."""
+    try:
+        with without_dropout(module):
+            return _eager_step(copy.deepcopy(module), graph, sample, None)
+    except NnscalerError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        message = f"the model itself raises on the sample batch: {type(error).__name__}: {first[:300]}"
+        raise NnscalerError("model_raised", message, location_of_exception(error)) from error
+
+
+def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, precision: str | None) -> Step:
+    leaves: dict[str, Tensor] = {}
+    for tensor in graph.with_role("parameter", "buffer", "constant"):
+        fqn = tensor.fqns[0]
+        value = state[fqn].detach()
+        value = value.clone() if precision is None else exact_tensor(value, getattr(torch, precision)).clone()
+        leaves[fqn] = value.requires_grad_(state[fqn].requires_grad) if tensor.role == "parameter" else value
+    with torch.random.fork_rng(devices=_generators()):
+        torch.manual_seed(0)
+        values = run_graph(graph, leaves, _inputs(sample, precision), precision=precision)
+    loss = values[graph.loss]
+    trainable = [t.fqns[0] for t in graph.with_role("parameter") if leaves[t.fqns[0]].requires_grad]
+    found: tuple[Tensor | None, ...] = (None,) * len(trainable)
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
+    by_name = dict(zip(trainable, found, strict=True))
+    after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
+    return Step(
+        loss.detach(),
+        {t.fqns[0]: by_name.get(t.fqns[0]) for t in graph.with_role("parameter")},
+        {t.fqns[0]: after.get(t.fqns[0], leaves[t.fqns[0]]) for t in graph.with_role("buffer")},
+    )
+
+
+def _generators() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
+def _inputs(sample: SampleInputs, precision: str | None) -> dict[str, Tensor]:
+    if precision is None:
+        return {name: t.clone() for name, t in sample.tensors.items()}
+    floating = getattr(torch, precision)
+    return {name: exact_tensor(t, floating).clone() for name, t in sample.tensors.items()}
+
+
+def _compare(graph: Graph, eager: Step, traced: Step, tolerance: float) -> None:
+    _compare_family(graph, "the loss", {"": eager.loss}, {"": traced.loss}, tolerance)
+    _compare_family(graph, "the gradient of {}", eager.gradients, traced.gradients, tolerance)
+    _compare_family(graph, "the buffer {} after the step", eager.buffers, traced.buffers, tolerance)
+
+
+def _compare_family(
+    graph: Graph,
+    what: str,
+    right: Mapping[str, Tensor | None],
+    found: Mapping[str, Tensor | None],
+    tolerance: float,
+) -> None:
+    scale = GLOBAL_SHARE * max((_size(t) for t in right.values() if t is not None), default=0.0)
+    for name, expected in right.items():
+        actual = found[name]
+        if expected is None and actual is None:
+            continue
+        if actual is None and expected is not None and not expected.any():
+            continue  # a tensor that is overwritten as a whole: `_zero_gradients` tells the user
+        if expected is None or actual is None:
+            side = "the model gives none" if expected is None else "the traced graph gives none"
+            raise _unfaithful(what.format(name), side, _first_use(graph, name))
+        error = _difference(expected, actual) / (max(_size(expected), scale) or 1.0)
+        if not error <= tolerance:
+            raise _unfaithful(what.format(name), f"differs by {error:.1e} (relative)", _first_use(graph, name))
+
+
+def _zero_gradients(eager: Step, traced: Step) -> tuple[str, ...]:
+    """Eager's autograd gives zeros for what is overwritten in place; in a graph of values nothing leads there."""
+    names = [n for n, g in eager.gradients.items() if g is not None and traced.gradients[n] is None]
+    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (f"the gradient of {listed} is zero in eager, and there is none in the traced graph",) if names else ()
+
+
+def _size(tensor: Tensor) -> float:
+    if tensor.numel() == 0:
+        return 0.0
+    wide = tensor.detach() if tensor.is_complex() else tensor.detach().to(torch.float64)
+    return float(wide.abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    """Return the largest difference; entries that are the same infinity or both NaN agree."""
+    if expected.shape != actual.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if expected.is_complex() or actual.is_complex() else torch.float64
+    a, b = expected.detach().to(wide), actual.detach().to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, torch.zeros_like(a), a - b).abs().max())
+
+
+def _first_use(graph: Graph, fqn: str) -> SourceLocation | None:
+    names: Iterable[str] = [t.name for t in graph.tensors.values() if fqn in t.fqns]
+    for operation in graph.operations:
+        if not set(names).isdisjoint(operation.inputs):
+            return operation.where
+    return graph.producers[graph.loss].where if not fqn else None
+
+
+def _unfaithful(what: str, how: str, where: SourceLocation | None) -> NnscalerError:
+    return NnscalerError("trace_unfaithful", f"the traced graph is not the model: {what}: {how}", where, _HELP)

@@ -1,0 +1,1 @@
+"""Annotations of operators that are layers of models."""

@@ -1,0 +1,1 @@
+"""Annotations of elementwise operators, reductions, scans, products and transforms."""

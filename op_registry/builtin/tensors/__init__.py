@@ -1,0 +1,1 @@
+"""Annotations of operators that make, move, index and regroup elements."""

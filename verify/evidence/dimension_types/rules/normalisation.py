@@ -1,0 +1,109 @@
+"""Normalisations and their backwards: what statistics run over is read whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from verify.evidence.dimension_types.rules.call import Rule, RuleCall
+from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
+from verify.evidence.dimension_types.states import SAME, State, Unknown
+
+
+def _over_last(call: RuleCall) -> tuple[list[str | None], int]:
+    """Labels of the input of `layer_norm`, and how many last dims are read whole."""
+    ndim, count = call.tensor("input").ndim, len(call["normalized_shape"])
+    return letters(ndim, range(ndim - count, ndim)), count
+
+
+def _layer_norm(call: RuleCall) -> tuple[State, ...]:
+    labels, _ = _over_last(call)
+    return labelled(call, Labelled({"input": labels}, [labels] * len(call.outputs)))
+
+
+def _layer_norm_backward(call: RuleCall) -> tuple[State, ...]:
+    """Gradients of weight and bias sum over all rows."""
+    labels, count = _over_last(call)
+    inputs: dict[str, Labels] = dict.fromkeys(("grad_out", "input", "mean", "rstd"), labels)
+    rows = [name for name in labels if name is not None]
+    of_weights: list[Labels] = [[None] * count] * (len(call.outputs) - 1)
+    return labelled(call, Labelled(inputs, [labels, *of_weights], rows, [["grad_out"]]))
+
+
+def _group_norm(call: RuleCall) -> tuple[State, ...]:
+    labels = ["b", *[None] * (call.tensor("input").ndim - 1)]
+    return labelled(call, Labelled({"input": labels}, [labels, ["b", None], ["b", None]]))
+
+
+def _group_norm_backward(call: RuleCall) -> tuple[State, ...]:
+    labels = ["b", *[None] * (call.tensor("input").ndim - 1)]
+    inputs: dict[str, Labels] = {"grad_out": labels, "input": labels, "mean": ["b", None], "rstd": ["b", None]}
+    return labelled(call, Labelled(inputs, [labels, [None], [None]], ["b"], [["grad_out"]]))
+
+
+def _channels(call: RuleCall, training: bool) -> list[str | None]:
+    ndim = call.tensor("input").ndim
+    return [None, "c", *[None] * (ndim - 2)] if training else ["b", "c", *(f"s{i}" for i in range(ndim - 2))]
+
+
+def _batch_norm(call: RuleCall) -> tuple[State, ...]:
+    """In training statistics run over all but channels; otherwise the stored ones are used, entry by entry."""
+    labels = _channels(call, call["training"])
+    inputs: dict[str, Labels] = {"input": labels}
+    inputs |= {name: ["c"] for name in ("weight", "bias", "running_mean", "running_var")}
+    states = labelled(call, Labelled(inputs, [labels, *[["c"]] * (len(call.outputs) - 1)]))
+    if call["training"] or isinstance(states[0], Unknown):
+        return states
+    return (states[0], *(SAME for _ in states[1:]))  # saved statistics are empty
+
+
+def _batch_norm_backward(call: RuleCall) -> tuple[State, ...]:
+    labels = _channels(call, call["train"])
+    inputs: dict[str, Labels] = dict.fromkeys(("grad_out", "input"), labels)
+    of_channels = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
+    inputs |= {name: ["c"] for name in of_channels}
+    rows = [name for name in labels if name not in (None, "c")]
+    given = dict(call.arguments)
+    if not call["train"]:
+        given |= {"save_mean": None, "save_invstd": None}  # empty
+    how = Labelled(inputs, [labels, ["c"], ["c"]], [name for name in rows if name is not None], [["grad_out"]])
+    return labelled(RuleCall(call.overload, given, call.outputs, call.split), how)
+
+
+def _weight_norm(call: RuleCall) -> tuple[State, ...]:
+    labels = _one_dim(call, call.tensor("v").ndim)
+    return labelled(call, Labelled({"v": labels, "g": labels}, [labels, labels]))
+
+
+def _weight_norm_backward(call: RuleCall) -> tuple[State, ...]:
+    labels = _one_dim(call, call.tensor("saved_v").ndim)
+    inputs: dict[str, Labels] = dict.fromkeys(("grad_w", "saved_v", "saved_g", "saved_norms"), labels)
+    return labelled(call, Labelled(inputs, [labels, labels], (), [["grad_w"]]))
+
+
+def _one_dim(call: RuleCall, ndim: int) -> list[str | None]:
+    """Each entry of `dim` has a norm of its own."""
+    kept = call["dim"] % ndim
+    return ["k" if i == kept else None for i in range(ndim)]
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "aten.native_layer_norm.default": _layer_norm,
+        "aten.native_layer_norm_backward.default": _layer_norm_backward,
+        "aten._fused_rms_norm.default": _layer_norm,
+        "aten.native_group_norm.default": _group_norm,
+        "aten.native_group_norm_backward.default": _group_norm_backward,
+        "aten.native_batch_norm.default": _batch_norm,
+        "aten.native_batch_norm_backward.default": _batch_norm_backward,
+        "aten._weight_norm_interface.default": _weight_norm,
+        "aten._weight_norm_interface_backward.default": _weight_norm_backward,
+    }
+)
+
+SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "aten.native_group_norm.default": ("N",),
+        "aten.native_group_norm_backward.default": ("N",),
+    }
+)

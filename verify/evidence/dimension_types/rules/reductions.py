@@ -1,0 +1,177 @@
+"""Reductions, scans and sorts: dims that they do not run over are free, sums over a split dim are partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from verify.evidence.dimension_types.rules.call import Rule, RuleCall, everywhere
+from verify.evidence.dimension_types.rules.labelled import Labelled, labelled, letters
+from verify.evidence.dimension_types.sizes import is_linear, product
+from verify.evidence.dimension_types.states import (
+    CONSTANT,
+    PARTIAL_MAX,
+    PARTIAL_SUM,
+    SAME,
+    Constant,
+    Shard,
+    State,
+    Unknown,
+    Zero,
+)
+
+Dims = Callable[[RuleCall, int], Sequence[int]]
+
+
+def given_dims(call: RuleCall, ndim: int) -> list[int]:
+    """Return the dims that a reduction runs over; all of them without `dim`, and with an empty list."""
+    dim = call.arguments.get("dim")
+    named = [dim] if isinstance(dim, int) else list(dim or ())
+    return sorted({d % max(ndim, 1) for d in named} & set(range(ndim))) if named else list(range(ndim))
+
+
+def all_dims(_: RuleCall, ndim: int) -> list[int]:
+    """Return every dim."""
+    return list(range(ndim))
+
+
+def reduced(call: RuleCall, dims: Collection[int], sums: bool, linear: bool) -> Labelled:
+    """Return the labels of `self` and of the outputs, whose `dims` have gone, or are 1 with `keepdim`."""
+    x = call.tensor("self")
+    names = letters(x.ndim, () if sums else dims)
+    keep = any(o is not None and o.ndim == x.ndim for o in call.outputs)
+    out = [None if d in dims else name for d, name in enumerate(names) if keep or d not in dims]
+    summed = [f"d{d}" for d in dims] if sums else []
+    return Labelled({"self": names}, [out] * len(call.outputs), summed, [["self"]] if linear else [])
+
+
+def _sum(of: Dims) -> Rule:
+    def rule(call: RuleCall) -> tuple[State, ...]:
+        x = call.tensor("self")
+        dims = of(call, x.ndim)
+        if isinstance(x.state, Constant):
+            count = product(x.sizes[d] for d in dims)
+            if call.is_split(count) and not is_linear(count, call.split):
+                return everywhere(call, Unknown(f"{call.overload}: the counts of ranks do not add up to {count}"))
+            return everywhere(call, PARTIAL_SUM if call.is_split(count) else CONSTANT)
+        exact = call.output.dtype == x.dtype or not (x.dtype.is_floating_point or x.dtype.is_complex)
+        return labelled(call, reduced(call, dims, True, exact))
+
+    return rule
+
+
+def _mean(of: Dims) -> Rule:
+    """The mean over a dim that is split divides by the shard's own count: not a term of the whole's mean."""
+
+    def rule(call: RuleCall) -> tuple[State, ...]:
+        x = call.tensor("self")
+        if isinstance(x.state, Constant | Zero):
+            return everywhere(call, x.state)
+        return labelled(call, reduced(call, of(call, x.ndim), False, True))
+
+    return rule
+
+
+def _largest(of: Dims) -> Rule:
+    """The maximum over a dim that is split is a partial maximum."""
+
+    def rule(call: RuleCall) -> tuple[State, ...]:
+        x = call.tensor("self")
+        dims = of(call, x.ndim)
+        if isinstance(x.state, Constant | Zero) and len(call.outputs) == 1:
+            return everywhere(call, x.state)
+        if isinstance(x.state, Shard) and x.state.dim in dims and len(call.outputs) == 1:
+            return everywhere(call, SAME if x.state.outer is None else PARTIAL_MAX)
+        return labelled(call, reduced(call, dims, False, False))
+
+    return rule
+
+
+def _read_whole(of: Dims, linear: bool = False) -> Rule:
+    """A reduction that is no sum."""
+    return lambda call: labelled(call, reduced(call, of(call, call.tensor("self").ndim), False, linear))
+
+
+def along(*names: str, linear: Sequence[Sequence[str]] = (), default: int = -1) -> Rule:
+    """Runs along `dim`; all arguments of these names, and all outputs, have the same dims."""
+
+    def rule(call: RuleCall) -> tuple[State, ...]:
+        ndim = call.tensor(names[0]).ndim
+        dim = call.arguments.get("dim")
+        labels = letters(ndim, [(default if dim is None else dim) % max(ndim, 1)])
+        how = Labelled(dict.fromkeys(names, labels), [labels] * len(call.outputs), (), linear)
+        return labelled(call, how)
+
+    return rule
+
+
+def _flipped(call: RuleCall) -> tuple[State, ...]:
+    """`flip`, `roll`: the dims named are read whole; `roll` without dims reads the tensor as one row."""
+    x = call.tensor("self")
+    dims = [d % max(x.ndim, 1) for d in call["dims"]] or range(x.ndim)
+    if isinstance(x.state, Constant | Zero):
+        return everywhere(call, x.state)
+    labels = letters(x.ndim, list(dims))
+    return labelled(call, Labelled({"self": labels}, [labels], (), [["self"]]))
+
+
+def _last_dims(count: int) -> Rule:
+    """The last dims are read whole, and sizes stay: `tril`."""
+
+    def rule(call: RuleCall) -> tuple[State, ...]:
+        ndim = call.tensor("self").ndim
+        labels = letters(ndim, range(ndim - count, ndim))
+        return labelled(call, Labelled({"self": labels}, [labels], (), [["self"]]))
+
+    return rule
+
+
+def _counted(of: Dims) -> Rule:
+    """The number of entries that are not zero: a sum, of what is not linear."""
+
+    return lambda call: labelled(call, reduced(call, of(call, call.tensor("self").ndim), True, False))
+
+
+_WHOLE_GIVEN = """
+    all.dim all.dims prod.dim_int var.dim std.dim var.correction std.correction var_mean.correction
+    std_mean.correction min.dim max.dim median.dim argmax.default argmin.default logsumexp.default
+    linalg_vector_norm.default norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype mode.default
+    nanmedian.dim kthvalue.default
+""".split()
+_WHOLE_ALL = "all.default min.default prod.default median.default norm.Scalar var.default std.default".split()
+_ALONG = """
+    cumprod.default logcumsumexp.default cummax.default cummin.default sort.default sort.stable topk.default
+    argsort.default argsort.stable
+""".split()
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **{f"aten.{name}": _read_whole(given_dims) for name in _WHOLE_GIVEN},
+        **{f"aten.{name}": _read_whole(all_dims) for name in _WHOLE_ALL},
+        **{f"aten.{name}": along("self") for name in _ALONG},
+        "aten.sum.default": _sum(all_dims),
+        "aten.sum.dim_IntList": _sum(given_dims),
+        "aten.mean.default": _mean(all_dims),
+        "aten.mean.dim": _mean(given_dims),
+        "aten.amax.default": _largest(given_dims),
+        "aten.any.dim": _largest(given_dims),
+        "aten.any.dims": _largest(given_dims),
+        "aten.any.default": _largest(all_dims),
+        "aten.nansum.default": _counted(given_dims),
+        "aten.linalg__powsum.default": _counted(given_dims),
+        "aten.amin.default": _read_whole(given_dims),
+        "aten.max.default": _largest(all_dims),
+        "aten.count_nonzero.default": _counted(given_dims),
+        "aten.count_nonzero.dim_IntList": _counted(given_dims),
+        "aten.cumsum.default": along("self", linear=[["self"]]),
+        "aten.flip.default": _flipped,
+        "aten.roll.default": _flipped,
+        "aten.tril.default": _last_dims(2),
+        "aten.triu.default": _last_dims(2),
+        "aten._softmax.default": along("self"),
+        "aten._safe_softmax.default": along("self"),
+        "aten._log_softmax.default": along("self"),
+        "aten._softmax_backward_data.default": along("grad_output", "output", linear=[["grad_output"]]),
+        "aten._log_softmax_backward_data.default": along("grad_output", "output", linear=[["grad_output"]]),
+    }
+)

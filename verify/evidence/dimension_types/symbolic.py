@@ -1,0 +1,205 @@
+"""A call with a symbol for every identifier: fake tensors of symbolic sizes, and size arguments that follow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
+from op_registry.bind_call import size_arguments
+from op_registry.call import Call, DType, TensorArgument
+
+from nnscaler.ir.signature import Signature
+from nnscaler.runtime.autograd_engine import start_autograd
+from verify.evidence.dimension_types.asked import Guards
+from verify.evidence.dimension_types.hooks import resolved
+from verify.evidence.dimension_types.sizes import Size, size_of
+
+# Arguments that list the last sizes of the first tensor.
+_TRAILING: Mapping[str, tuple[int, str]] = MappingProxyType(
+    {
+        "aten.layer_norm.default": (1, "normalized_shape"),
+        "aten.rms_norm.default": (1, "normalized_shape"),
+    }
+)
+
+
+class World:
+    """The symbols of one trace, and the mode under which tensors of their sizes are made."""
+
+    def __init__(self) -> None:
+        start_autograd()
+        self.shape_env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+        self.shape_env.guards = self.guards = Guards()
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # entries for symbolic sizes cost more than they save
+        self.integers: dict[str, torch.SymInt] = {}
+        self.symbols: dict[str, Any] = {}  # of sympy
+
+    def symbol(self, name: str, sample: int) -> torch.SymInt:
+        """Return a new symbol of at least 1, whose value in the sample is given."""
+        source = ConstantSource(name)
+        at_least_one = StrictMinMaxConstraint(vr=ValueRanges(1, int_oo), warn_only=True)
+        symbol = self.shape_env.create_symbol(sample, source, DimDynamic.DYNAMIC, at_least_one)
+        made = self.shape_env.create_symintnode(symbol, hint=sample, source=source)
+        assert isinstance(made, torch.SymInt)
+        self.symbols[name], self.integers[name] = symbol, made
+        return made
+
+    def tensor(self, sizes: Sequence[int | torch.SymInt], dtype: torch.dtype, gradient: bool) -> Tensor:
+        """Return a fake contiguous tensor."""
+        with self.mode:
+            made = torch.empty(list(sizes), dtype=dtype, device="cpu")
+        return made.requires_grad_(gradient)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's log of what fake tensors cannot do: a proof says it."""
+    names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@dataclass(frozen=True)
+class SymbolicCall:
+    """A call with symbols for sizes.
+
+    inputs   the tensors, by index
+    symbols  identifier -> its sympy symbol, where it has one
+    outputs  the sizes that the annotation expects of each output; None where it does not say
+    """
+
+    world: World
+    inputs: tuple[Tensor, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    symbols: Mapping[str, Any]
+    outputs: tuple[tuple[Size, ...] | None, ...]
+
+
+def make_symbolic(
+    signature: Signature,
+    call: Call | None,
+    tensors: Sequence[Tensor],
+    constants: frozenset[int],
+    wanted: frozenset[str],
+) -> SymbolicCall:
+    """Return the call of `signature` on fake tensors; with `call`, that one (with `Follows`) in its stead.
+
+    `wanted`: the identifiers that get symbols; others keep the sample's sizes. `constants`: tensors (by index) without
+    gradient.
+    """
+    bound = signature.bound
+    assert bound is not None
+    world = World()
+    sizes: dict[str, int | torch.SymInt] = dict(bound.sizes)
+    for name, size in bound.sizes.items():
+        if size > 1 and name in wanted:
+            sizes[name] = world.symbol(name, size)
+    inputs = []
+    for index, (tensor, operand) in enumerate(zip(tensors, bound.inputs, strict=True)):
+        shape = tuple(tensor.shape) if operand is None else operand_sizes(operand, sizes)
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        differentiable = (tensor.is_floating_point() or tensor.is_complex()) and index not in constants
+        inputs.append(world.tensor(shape, dtype, differentiable))
+    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
+    sized = with_symbols(signature, sizes, outputs) if call is None else resolved(call, sizes.__getitem__)
+    args, kwargs = with_fakes(sized, inputs)
+    expected = tuple(None if o is None else tuple(map(size_of, o)) for o in outputs)
+    return SymbolicCall(world, tuple(inputs), tuple(args), kwargs, world.symbols, expected)
+
+
+def operand_sizes(operand: BoundOperand, sizes: Mapping[str, int | torch.SymInt]) -> tuple[int | torch.SymInt, ...]:
+    """Return an operand's shape in terms of its identifiers' sizes."""
+    return tuple(_dim_size(dim, sizes) for dim in operand.dims)
+
+
+def _dim_size(dim: BoundDim, sizes: Mapping[str, int | torch.SymInt]) -> int | torch.SymInt:
+    factors = [f.size if f.identifier is None else sizes[f.identifier] for f in dim.factors]
+    return sum(factors) if dim.concat else prod(factors)
+
+
+def with_symbols(
+    signature: Signature,
+    sizes: Mapping[str, int | torch.SymInt],
+    outputs: Sequence[tuple[int | torch.SymInt, ...] | None],
+) -> Call:
+    """Return the call with symbols for its size arguments: those which `op_registry.localize` would make a shard's."""
+    spec, call = signature.spec, signature.call
+    assert spec is not None
+    if spec.shape_argument is not None:
+        position, name, output = spec.shape_argument
+        given, sized = call.get(position, name), outputs[output]
+        if isinstance(given, list | tuple) and sized is not None:
+            call = call.replace(position, name, list(sized))
+        elif given is not None and sized is not None and len(sized) == 1:
+            call = call.replace(position, name, sized[0])
+    if call.operator in _TRAILING:
+        position, name = _TRAILING[call.operator]
+        given = call.get(position, name)
+        operand = signature.bound.inputs[0] if signature.bound is not None else None
+        if operand is not None:
+            call = call.replace(position, name, list(operand_sizes(operand, sizes)[-len(given) :]))
+    positions = {p.name: i for i, p in enumerate(spec.parameters)}
+    for name in size_arguments(spec, call):
+        if name in sizes:
+            call = call.replace(positions.get(name, len(call.args)), name, sizes[name])
+    return call
+
+
+def with_fakes(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments to call with: tensors in their places, and float64 for arguments that are a
+    floating dtype."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return tensors[value.index]
+        if isinstance(value, DType):
+            named: torch.dtype = getattr(torch, value.name)
+            return torch.float64 if named.is_floating_point else named
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return value
+
+    return [convert(a) for a in call.args], {key: convert(value) for key, value in call.kwargs.items()}
+
+
+def resized(signature: Signature, bound: BoundAnnotation, sizes: Mapping[str, int]) -> Call:
+    """Return the call with other sizes of identifiers, and the arguments that the record declares as sizes following
+    them."""
+    outputs = [None if o is None else operand_sizes(o, sizes) for o in bound.outputs]
+    call = with_symbols(signature, sizes, outputs)
+    shapes = [
+        t.shape if o is None else tuple(int(s) for s in operand_sizes(o, sizes))
+        for t, o in zip(signature.call.tensors(), bound.inputs, strict=True)
+    ]
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, TensorArgument):
+            return TensorArgument(value.index, shapes[value.index], value.dtype)
+        if isinstance(value, list | tuple):
+            return type(value)(convert(item) for item in value)
+        return value
+
+    return Call(call.operator, tuple(map(convert, call.args)), {k: convert(v) for k, v in call.kwargs.items()})

@@ -1,0 +1,1 @@
+"""Make calls of an operator: which record, which values, whole and in shards."""

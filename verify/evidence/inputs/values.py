@@ -1,0 +1,89 @@
+"""Values of tensors: chosen so that a wrong result does not look right by coincidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verify.evidence.options import Kind
+
+
+def fill(shape: Sequence[int], kind: Kind, generator: torch.Generator) -> Tensor:
+    """Random float64 values.
+
+    integers: of 1 to 3, signed, on which sums and products are exact and no kink at 0 is hit. normal: real ones.
+    sparse: every second one is 0. positive, negative: away from 0, for operators whose domain is a half-line.
+    bits: 0 or 1, the simplest counter-examples.
+    """
+    if kind in ("integers", "sparse"):
+        values = torch.randint(1, 7, shape, generator=generator)
+        values = torch.where(values > 3, 3 - values, values).double()
+        return values * torch.randint(0, 2, shape, generator=generator) if kind == "sparse" else values
+    if kind in ("positive", "negative"):
+        values = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.7 + 0.2  # also in the unit interval
+        return -values if kind == "negative" else values
+    if kind == "bits":
+        return torch.randint(0, 2, shape, generator=generator).double()
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _in_order(tensor: Tensor) -> bool:
+    """Return integers of one dim that rise: offsets, whose order is their meaning."""
+    return tensor.dim() == 1 and tensor.dtype != torch.bool and bool((tensor[1:] > tensor[:-1]).all())
+
+
+def fill_whole_numbers(
+    shape: Sequence[int], below: int, kind: Kind, generator: torch.Generator, low: int = 0
+) -> Tensor:
+    """Return integers from `low` to `below` - 1, both of which occur (once, in a sparse draw: what depends on the
+    largest id of a shard then shows); booleans where `below` is `low`."""
+    if below == low:
+        return torch.rand(tuple(shape), generator=generator) < 0.4
+    inside = kind == "sparse" and below - low > 2
+    drawn = torch.randint(low + inside, below - inside, tuple(shape), generator=generator)
+    if drawn.numel() > 1:
+        first, last = torch.randperm(drawn.numel(), generator=generator)[:2].tolist()
+        drawn.view(-1)[first], drawn.view(-1)[last] = low, below - 1
+    return drawn
+
+
+def varied(before: Tensor, resized: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
+    """Other values for a tensor whose elements were repeated to make it larger: repeated along a dim they would show
+    nothing of it. Values that may be negative are drawn anew, others change places; rising ones go on rising."""
+    if tuple(before.shape) == tuple(resized.shape) or resized.numel() < 2:
+        return resized
+    rising = before.dim() > 0 and before.shape[-1] > 2 and not before.is_complex() and before.dtype != torch.bool
+    if rising and bool((before[..., 1:] >= before[..., :-1]).all()):
+        return resized.sort(-1).values
+    if kind != "given" and before.is_floating_point() and bool((before < 0).any()):
+        return fill(tuple(resized.shape), kind, generator)
+    order = torch.randperm(resized.numel(), generator=generator)
+    return resized.flatten()[order].reshape(resized.shape)
+
+
+def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
+    """Other values for a tensor that somebody gave.
+
+    Floating and complex ones are drawn anew. Integers and booleans are drawn from the tensor's own values, with its
+    smallest and its largest among them, so that they stay ids, labels or masks of the same range.
+    """
+    if kind == "given":
+        return tensor.double() if tensor.is_floating_point() else tensor
+    shape = tuple(tensor.shape)
+    if tensor.is_floating_point():
+        return fill(shape, kind, generator)
+    if tensor.is_complex():
+        return torch.complex(fill(shape, kind, generator), fill(shape, kind, generator))
+    flat = tensor.flatten()
+    if flat.numel() < 2 or _in_order(tensor):
+        return tensor
+    inner = flat
+    if kind == "sparse" and tensor.dtype != torch.bool:  # the smallest and the largest occur once
+        between = flat[(flat > flat.min()) & (flat < flat.max())]
+        inner = between if between.numel() else flat
+    drawn = inner[torch.randint(0, inner.numel(), (flat.numel(),), generator=generator)]
+    ends = torch.randperm(flat.numel(), generator=generator)[:2]
+    drawn[ends] = torch.stack([flat.min(), flat.max()]) if tensor.dtype != torch.bool else flat[ends]
+    return drawn.reshape(shape)

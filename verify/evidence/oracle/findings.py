@@ -1,0 +1,158 @@
+"""From a counter-example to a finding: what was split, on what, what came out, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import AnnotationError
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from verify.evidence.oracle.claims import Claimed
+from verify.evidence.oracle.enumerate import Unusable
+from verify.evidence.oracle.runner import CaseResult
+from verify.results.finding import Finding
+
+SHOWN = 4  # claims and reasons in a finding
+
+
+def wrong(spec: OperatorSpec, result: CaseResult) -> Finding:
+    """The finding of a counter-example."""
+    choice = result.case.choices[0]
+    if isinstance(choice, RunPartial) and len(result.case.choices) == 1:
+        return wrong_linear(spec, result)
+    return wrong_split(spec, result)
+
+
+def wrong_split(spec: OperatorSpec, result: CaseResult) -> Finding:
+    """A split that the annotation allows, and that is wrong."""
+    bound = result.signature.bound
+    assert bound is not None
+    choices = [c for c in result.case.choices if isinstance(c, Split)]
+    names = " and ".join(dict.fromkeys(f"`{c.identifier}`" for c in choices)) or "operands that hold partial sums"
+    facts = counter_example(result)
+    if result.raised is not None:
+        message = f"`{spec.name}` raises on a shard of {names}, which `{bound.text}` says may be split"
+        return Finding("shard_raises", message, spec.where, facts)
+    assert result.compared is not None
+    what = result.compared.mismatches[0].what
+    message = f"{what} of `{spec.name}` is wrong when {names} is split, as `{bound.text}` allows"
+    if len(result.case.choices) > 1:
+        message = f"{what} of `{spec.name}` is wrong on a mesh of two axes that split {names}"
+    return Finding("annotation_wrong", message, spec.where, facts, _cause(result))
+
+
+def wrong_linear(spec: OperatorSpec, result: CaseResult) -> Finding:
+    """Make the finding on a linear set in which the operator is not linear."""
+    choice = result.case.choices[0]
+    assert isinstance(choice, RunPartial)
+    slots = sorted(choice.slots)
+    message = f"`{spec.name}` is declared linear in inputs {slots}, and is not"
+    return Finding(
+        "linear_set_wrong", message, spec.where, counter_example(result), help="remove the set from `linear`"
+    )
+
+
+def counter_example(result: CaseResult) -> dict[str, str]:
+    """Return the facts of a failure, in the order in which they are shown."""
+    case, bound = result.case, result.signature.bound
+    facts: dict[str, str] = {}
+    if bound is not None and any(isinstance(c, Split) for c in case.choices):
+        facts["annotation"] = bound.text
+    facts["identifier"] = ", ".join(_name(c) for c in case.choices)
+    facts["parts"] = " x ".join(map(str, case.parts))
+    if any(isinstance(c, Split) and c.outer > 1 for c in case.choices):
+        facts["outer"] = ", ".join(str(c.outer) for c in case.choices if isinstance(c, Split))
+    if any(isinstance(c, Split) and c.sections for c in case.choices):
+        facts["sections"] = ", ".join(str(c.sections) for c in case.choices if isinstance(c, Split))
+    if case.uneven:
+        facts["shards"] = "of unequal sizes"
+    facts["shapes"] = ", ".join(str(t.shape) for t in result.signature.call.tensors())
+    facts["dtype"] = case.inputs.dtype
+    facts["values"] = case.inputs.kind
+    if result.raised is not None:
+        shapes = ", ".join(map(str, result.raised.shapes))
+        rank = result.raised.rank[0] if len(result.raised.rank) == 1 else result.raised.rank
+        facts["shard"] = f"{rank} with shapes {shapes}"
+        facts["error"] = (str(result.raised).splitlines() or [""])[0][:200]
+    elif result.compared is not None:
+        mismatch = result.compared.mismatches[0]
+        facts["tensor"] = mismatch.what
+        if mismatch.layout:
+            facts["layout"] = mismatch.layout
+        if mismatch.values is not None:
+            facts["expected"], facts["found"] = mismatch.values
+        if mismatch.difference.problem:
+            facts["difference"] = mismatch.difference.problem
+        else:
+            facts["mismatched"] = f"{mismatch.difference.mismatched} of {mismatch.difference.elements}"
+            facts["greatest difference"] = f"{mismatch.difference.absolute:.6g} ({mismatch.difference})"
+    return facts
+
+
+def _name(choice: Choice) -> str:
+    if isinstance(choice, RunPartial):
+        return f"partial sums in inputs {sorted(choice.slots)}"
+    return choice.identifier if isinstance(choice, Split) else str(choice)
+
+
+def _cause(result: CaseResult) -> str | None:
+    bound, choice = result.signature.bound, result.case.choices[0]
+    if bound is None or not isinstance(choice, Split):
+        return None
+    name = choice.identifier
+    if result.case.inputs.dtype != "float64":
+        return f"float64 agrees, {result.case.inputs.dtype} does not: the operator treats dtypes differently on a shard"
+    if bound.marks.get(name) == "+":
+        return f"`{name}` is marked as a reduction, but shards of it do not add up to the whole"
+    return f"`{name}` has no mark, but what a shard computes depends on the other shards"
+
+
+def refuted_by_proof(spec: OperatorSpec, claim: str, text: str, example: Mapping[str, str]) -> Finding:
+    """Make the finding on values that no draw had hit, found by the attempt at a proof."""
+    message = f"`{spec.name}` is wrong under `{claim}` for some values, as the attempt to prove `{text}` shows"
+    help = "the values are exact: call the operator on them, whole and split"
+    return Finding("annotation_wrong", message, spec.where, example, help=help)
+
+
+def unusable(spec: OperatorSpec, problem: Unusable) -> Finding:
+    """Make the finding on an operator that could not be tested, or does not fit its annotation."""
+    help = None
+    if problem.refuted:
+        help = "the operator runs when all sizes are equal: two identifiers of the annotation should be one"
+    elif problem.code in ("annotation_does_not_fit", "uninformative"):
+        help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs on which the operator runs"
+    return Finding(problem.code, str(problem), spec.where, help=help)
+
+
+def does_not_fit(spec: OperatorSpec, error: AnnotationError) -> Finding:
+    """A call of the operator to which its annotation cannot be bound."""
+    first, _, rest = error.message.partition("\n")
+    return Finding("annotation_does_not_fit", first, spec.where, cause=rest.strip() or None, help=error.help)
+
+
+def not_tested(spec: OperatorSpec, claims: Sequence[Claimed], reasons: Sequence[str]) -> Finding:
+    """Make the finding on claims that no inputs exercise: a split of a dim whose size does not divide shows nothing."""
+    first = claims[0]
+    what = f"`{first.target}`" if isinstance(first.target, str) else f"partial sums in inputs {sorted(first.target)}"
+    message = f"no inputs of `{spec.name}` test all of what `{first.text}` says of {what}"
+    facts: dict[str, list[str]] = {}
+    for claim in claims[:SHOWN]:
+        facts.setdefault(f"not tested under `{claim.text}`", []).append(str(claim))
+    shown = {key: "; ".join(values) for key, values in facts.items()}
+    if len(claims) > SHOWN:
+        shown["and"] = f"{len(claims) - SHOWN} more"
+    help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs that do"
+    if isinstance(first.target, str):
+        help = (
+            f"give a sample in which `{first.target}` is 12 (sample_inputs=): it divides by 2, 3 and 4, and into"
+            f" strided and unequal shards; or freeze it: `{first.target}^`"
+        )
+    return Finding("claim_not_tested", message, spec.where, shown, cause="; ".join(reasons[:SHOWN]) or None, help=help)
+
+
+def survived(spec: OperatorSpec, target: str, variants: list[str]) -> Finding:
+    """Make the finding on wrong variants that nothing tells from the right result."""
+    message = f"on all inputs tried, a wrong result of `{spec.name}` under {target} looks right: {', '.join(variants)}"
+    help = "register_op(..., sample_inputs=lambda: dict(...)) gives inputs whose results differ from shard to shard"
+    return Finding("mutant_survived", message, spec.where, help=help)

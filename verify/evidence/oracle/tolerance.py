@@ -1,0 +1,95 @@
+"""Bound the difference between shards and the whole that rounding can explain.
+
+float64: a bound from the operator itself. It runs once more in float32; how far that is from the float64 run is its
+rounding noise, conditioning included, and float64's is smaller by the ratio of the units of rounding. A multiple of it,
+and no less than 64 units of the largest value, is rounding; a wrong annotation is off by a good part of the value.
+
+float32, bfloat16: a multiple of the noise of a run in that dtype. They test how the operator treats dtypes; float64
+decides whether the annotation is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from verify.evidence.oracle.whole import Whole
+from verify.results.tensor_difference import FAMILY_SHARE, is_finite, largest
+
+UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
+NOISE_FACTOR = 16.0
+LOW_CEILINGS = MappingProxyType({torch.float32: 0.02, torch.bfloat16: 0.25})
+CEILING = 1e-8  # of the largest value: no float64 difference above it is called rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """`relative`: the largest difference that agrees, relative to the larger of the expected tensor's largest value and
+    1e-3 of its family's."""
+
+    relative: float
+
+    def agree(self, a: Tensor, b: Tensor, scale: float, terms: float = 0.0) -> bool:
+        """Return whether two tensors of one shape differ by rounding alone. Integers and booleans must be equal.
+
+        `terms`: the largest value of the terms that were summed to `a`, which may cancel.
+        """
+        if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+            return torch.equal(a, b)
+        gap = (a - b).abs()
+        if bool(torch.isfinite(gap).all()):
+            reference = max(largest(b), FAMILY_SHARE * scale, terms)
+            return bool((gap <= self.relative * reference).all())
+        return _agree_beyond(a, b, self.relative)
+
+
+def _agree_beyond(a: Tensor, b: Tensor, relative: float) -> bool:
+    """Return whether infinities and NaNs stand in the same places, and finite values agree."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    finite = torch.isfinite(b)
+    if not torch.equal(torch.isfinite(a), finite):
+        return False
+    same = (a == b) | (a.isnan() & b.isnan())
+    if not bool((same | finite).all()):
+        return False
+    rest = torch.where(finite, b, torch.zeros_like(b))
+    return bool(torch.where(finite, (a - b).abs() <= relative * largest(rest), True).all())
+
+
+def noise(low: Whole, exact: Whole) -> float:
+    """Measure how far a run in lower precision is from the float64 run, relative to each tensor's largest value."""
+    worst = 0.0
+    pairs = [*zip(low.outputs, exact.outputs, strict=True), *zip(low.gradients, exact.gradients, strict=True)]
+    scale = max((largest(g) for g in exact.gradients if g is not None), default=0.0)
+    for found, right in pairs:
+        if found is None or right is None or not (right.is_floating_point() or right.is_complex()) or not right.numel():
+            continue
+        if found.shape != right.shape or not is_finite(found):
+            return float("inf")
+        reference = max(largest(right), FAMILY_SHARE * scale)
+        if reference > 0:
+            worst = max(worst, float((found.to(right.dtype) - right).abs().max()) / reference)
+    return worst
+
+
+def float64_bound(low: Whole | None, exact: Whole, moved: Whole | None = None) -> Bound:
+    """`low`: the same run in float32; `moved`: the same in float64 with every input moved by one unit of rounding,
+    which shows cancellation that float32 hides (a softmax that is saturated in it). None where there is no such run."""
+    unit = torch.finfo(torch.float64).eps
+    measured = 0.0 if low is None else noise(low, exact) * unit / torch.finfo(torch.float32).eps
+    if moved is not None:
+        measured = max(measured, noise(moved, exact))
+    return Bound(min(max(UNITS * unit, NOISE_FACTOR * measured), CEILING))
+
+
+def low_bound(low: Whole, exact: Whole) -> Bound:
+    """Bound the rounding of shards in the dtype of `low`.
+
+    Limited: an operator that is wrong in this dtype alone is far from its float64 run, and that is no noise.
+    """
+    unit = torch.finfo(low.dtype).eps
+    return Bound(min(NOISE_FACTOR * max(unit, noise(low, exact)), LOW_CEILINGS.get(low.dtype, 0.25)))

@@ -1,0 +1,165 @@
+"""Build the equations that a choice requires in a number of parts: on symbols, to prove them, and on numbers, to
+confirm a counter-example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nnscaler.ir.derive import input_states, output_states
+from nnscaler.ir.layout import Partial, State
+from nnscaler.ir.placement import Choice
+from verify.evidence.smt.algebra import Element, Numbers, kind_of_dtype
+from verify.evidence.smt.calls import Traced, trace_ranks
+from verify.evidence.smt.errors import NoCall, Unmet, Unsupported
+from verify.evidence.smt.interpret import Values, interpret
+from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, gradient_state, spread, zeros
+from verify.evidence.smt.semantics.rule import Array
+from verify.evidence.smt.terms import Terms
+from verify.evidence.smt.trace import Place, Trace
+
+# Operators whose backward is not the derivative of the forward pass: padding_idx and counts of ids; clamped logarithms.
+_OWN_GRADIENT = frozenset({"aten.embedding.default", "aten.binary_cross_entropy.default"})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The whole and every rank, traced, with how each input and output lies."""
+
+    traced: Traced
+    ranks: tuple[Trace, ...]
+    states_in: tuple[State, ...]
+    states_out: tuple[State, ...]
+    depends_on_rank: bool
+
+    @property
+    def has_maxima(self) -> bool:
+        """Partial maxima have no gradient: neither side gets one."""
+        return any(isinstance(s, Partial) and s.reduction != "sum" for s in self.states_out)
+
+
+@dataclass
+class Claims:
+    """The equations of one choice.
+
+    equal      (description, pairs of elements that must be equal)
+    assumed    conditions under which the whole runs
+    required   conditions under which the shards run
+    gradients  "computed", "by theorem" or "none"
+    """
+
+    equal: list[tuple[str, Pairs]] = field(default_factory=list)
+    assumed: list[Element] = field(default_factory=list)
+    required: list[Element] = field(default_factory=list)
+    gradients: str = "none"
+
+
+class ShardRaises(Exception):
+    """On these numbers a shard raises, and the whole does not."""
+
+
+def make_problem(traced: Traced, choice: Choice, parts: int) -> Problem:
+    """Make the problem. Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises on a shard."""
+    states_in = input_states(traced.signature, choice)
+    states_out = output_states(traced.signature, choice, len(traced.call.outputs))
+    ranks, dependent = trace_ranks(traced, choice, parts, states_in, states_out)
+    if any(rank.plain != traced.trace.plain for rank in ranks):
+        raise Unsupported("outputs that are no tensors differ")
+    return Problem(traced, tuple(ranks), states_in, states_out, dependent)
+
+
+def claims(problem: Problem, algebra: Numbers, symbol: Symbol) -> Claims:
+    """Build the equations. Raises Unsupported; on numbers also Unmet where the whole raises, and ShardRaises."""
+    trace, parts = problem.traced.trace, len(problem.ranks)
+    inputs = [
+        spread(algebra, symbol, f"input {i}", kind_of_dtype(p.dtype), p.shape, s, parts)
+        for i, (p, s) in enumerate(zip(trace.inputs, problem.states_in, strict=True))
+    ]
+    cotangents = [
+        None if p is None else spread(algebra, symbol, f"cotangent {i}", "float", p.shape, gradient_state(s), parts)
+        for i, (p, s) in enumerate(zip(trace.cotangents, problem.states_out, strict=True))
+    ]
+    backward = not problem.has_maxima
+    found = Claims()
+    seeds = [None if c is None else c.whole for c in cotangents]
+    try:
+        whole = interpret(trace, algebra, [t.whole for t in inputs], seeds, backward)
+    except (IndexError, AssertionError, TypeError, ValueError) as error:  # fake tensors let more pass than real ones
+        raise NoCall(str(error)) from None
+    found.assumed = _conditions(algebra)
+    ranks = _run_ranks(problem, algebra, inputs, cotangents, backward)
+    found.required = _conditions(algebra)[len(found.assumed) :]
+    for i, (value, state) in enumerate(zip(whole.outputs, problem.states_out, strict=True)):
+        _claim(found, f"output {i}", algebra, value, [r.outputs[i] for r in ranks], state, trace.outputs[i])
+    if not backward or all(p is None for t in (trace, *problem.ranks) for p in t.gradients):
+        return found
+    reason = next((v.unexpressed for v in (whole, *ranks) if v.unexpressed), "")
+    if reason:
+        _refuse_theorem(problem, reason)
+        found.gradients = "by theorem"
+        return found
+    found.gradients = "computed"
+    for i, (value, state) in enumerate(zip(whole.gradients, problem.states_in, strict=True)):
+        states, what = gradient_state(state), f"gradient of input {i}"
+        _claim(
+            found, what, algebra, value, [r.gradients[i] for r in ranks], states, trace.inputs[i], local=problem, at=i
+        )
+    return found
+
+
+def _run_ranks(
+    problem: Problem,
+    algebra: Numbers,
+    inputs: Sequence[Spread],
+    cotangents: Sequence[Spread | None],
+    backward: bool,
+) -> list[Values]:
+    found: list[Values] = []
+    for rank, trace in enumerate(problem.ranks):
+        seeds = [None if c is None else c.ranks[rank] for c in cotangents]
+        if [p is None for p in trace.cotangents] != [s is None for s in seeds] and backward:
+            raise Unsupported("which outputs have gradients differs on a shard")
+        try:
+            found.append(interpret(trace, algebra, [t.ranks[rank] for t in inputs], seeds, backward))
+        except Unmet as condition:
+            raise ShardRaises(f"on rank {rank} it does not hold that {condition}") from None
+    return found
+
+
+def _conditions(algebra: Numbers) -> list[Element]:
+    return [condition for condition, _ in algebra.conditions] if isinstance(algebra, Terms) else []
+
+
+def _claim(
+    found: Claims,
+    what: str,
+    algebra: Numbers,
+    whole: Array | None,
+    ranks: Sequence[Array | None],
+    state: State,
+    place: Place | None,
+    local: Problem | None = None,
+    at: int = 0,
+) -> None:
+    """Add the equations of one tensor. A gradient that is not there is zero."""
+    if whole is None and all(r is None for r in ranks):
+        return
+    if place is None or (local is None and any(r is None for r in ranks)):
+        raise Unsupported(f"{what} is a tensor on some ranks only")
+    expected = zeros(place.shape) if whole is None else whole
+    shapes = [place.shape] * len(ranks) if local is None else [t.inputs[at].shape for t in local.ranks]
+    pieces = [zeros(shape) if r is None else r for r, shape in zip(ranks, shapes, strict=True)]
+    pairs = equations(algebra, expected, pieces, state)
+    if pairs is None:
+        raise Unsupported(f"{what} has the wrong shape on a shard")
+    found.equal.append((what, pairs))
+
+
+def _refuse_theorem(problem: Problem, reason: str) -> None:
+    """Raise Unsupported where equal forward passes need not have equal gradients."""
+    for trace in (problem.traced.trace, *problem.ranks):
+        if trace.untrue:
+            raise Unsupported(f"{trace.untrue}, and in the backward pass {reason}")
+        own = next((s.operator for s in trace.steps[: trace.forward] if s.operator in _OWN_GRADIENT), None)
+        if own is not None:
+            raise Unsupported(f"{own} has a gradient of its own, and in the backward pass {reason}")

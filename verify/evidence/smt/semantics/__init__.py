@@ -1,0 +1,1 @@
+"""Semantics of ATen operators on symbolic elements, one module a family."""

@@ -1,0 +1,1 @@
+"""Verify one operator, or many: is the annotation true?"""

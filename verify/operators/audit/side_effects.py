@@ -1,0 +1,317 @@
+"""Find side effects and hidden inputs of an operator.
+
+Each probe has a code of its own, because each has another remedy:
+
+    input_mutated        a tensor that it is given is changed: its values, its version, its shape or `requires_grad`
+    random_operator      global generators are drawn from, seeded, or used and put back
+    not_repeatable       two runs differ for another reason: a generator of its own, a counter, whether gradients are on
+    output_dtype_wrong   an output's dtype follows torch's default dtype
+    strides_matter       the same values, laid out otherwise in memory, give another result
+
+Outputs that share memory with inputs or with each other are notes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.spec import OperatorSpec
+
+from verify.evidence.inputs import generators as randomness
+from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
+from verify.operators.audit.handwritten import plain
+from verify.operators.audit.probed import Probed, one_line, shapes_of, tensor_names
+from verify.operators.audit.watched import BackwardRaised, Change, Watched, same, strided, watch, watch_forward
+from verify.results.finding import Finding
+from verify.results.report import Check
+from verify.results.tensor_difference import difference, family_scale
+from verify.results.verdict import Verdict
+
+NAME = "audit"
+ROUNDING = 1e-13  # relative; what threads that add in another order can make of float64
+SEEDS = 0x5EED0000  # seeds of global generators start here: an operator that seeds them itself uses another one
+STRIDED = 1e-8  # another kernel may run on other strides
+
+
+@dataclass
+class _Audit:
+    """Collects what the probes find."""
+
+    spec: OperatorSpec
+    concrete: ConcreteCall
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    seed: int
+    compare: bool
+    count: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def find(self, code: str, message: str, facts: dict[str, str], cause: str | None = None, help: str = "") -> None:
+        """Add a finding; one of each code is enough."""
+        if all(f.code != code for f in self.findings):
+            shown = {"shapes": shapes_of(self.concrete.tensors), "dtype": "float64", **facts}
+            self.findings.append(Finding(code, message, self.spec.where, shown, cause, help or None))
+
+    def found(self, *codes: str) -> bool:
+        """Return whether one of these codes was found."""
+        return any(f.code in codes for f in self.findings)
+
+    def run(self, seed: int) -> Watched:
+        """Run forward and backward, with the global generators seeded; always the same cotangents."""
+        randomness.seed_all(SEEDS + seed)
+        return watch(self.function, self.concrete, torch.Generator().manual_seed(self.seed))
+
+
+def audit(
+    spec: OperatorSpec,
+    concrete: ConcreteCall,
+    seed: int,
+    *,
+    compare: bool = True,
+    strides: bool = True,
+    function: Callable[..., Any] | None = None,
+) -> Probed:
+    """Run the operator some six times on the same inputs, with and without gradients.
+
+    `compare`: whether the values of its outputs are defined. `strides`: whether to try non-contiguous inputs.
+    `function`: what to run instead of the operator's own callable. Open where it raises on the inputs as they are.
+    """
+    started = time.perf_counter()
+    run = plain(function or function_of(concrete.call.operator, spec))
+    names = tensor_names(spec, concrete.call, run)
+    subject = _Audit(spec, concrete, run, names, seed, compare and concrete.compare)
+    reason = ""
+    with randomness.kept():
+        try:
+            _probe(subject, strides)
+        except Exception as error:  # noqa: BLE001 - whatever the operator raises is the answer
+            reason = one_line(error.error if isinstance(error, BackwardRaised) else error)
+    seconds = time.perf_counter() - started
+    refuted = len(subject.findings)
+    verdict = Verdict.REFUTED if refuted else Verdict.INCONCLUSIVE if reason else Verdict.TESTED_EXACT
+    detail = f"it raises {reason}" if reason else "side effects, repeatability, dtypes, memory layout"
+    check = Check(NAME, verdict, max(subject.count, refuted), refuted, seconds, detail, supporting=True)
+    return Probed((check,), tuple(subject.findings), tuple(subject.notes))
+
+
+def _probe(subject: _Audit, strides: bool) -> None:
+    randomness.seed_all(SEEDS + subject.seed)
+    unrecorded = _without_gradients(subject)
+    randomness.seed_all(SEEDS + subject.seed)
+    before = randomness.states()
+    first = subject.run(subject.seed)
+    moved = randomness.moved(before, randomness.states())
+    _changed(subject, first.changes)
+    _repeats(subject, first, moved)
+    subject.count += 1
+    if unrecorded is not None and subject.compare and not subject.found("random_operator", "not_repeatable"):
+        subject.count += 1
+        _depends_on_grad_mode(subject, unrecorded, first)
+    _dtypes(subject)
+    if strides and subject.compare and not subject.found("random_operator", "not_repeatable"):
+        _strides(subject, first)
+
+
+def _without_gradients(subject: _Audit) -> Watched | None:
+    try:
+        found = watch_forward(subject.function, subject.concrete)
+    except Exception as error:  # noqa: BLE001 - an operator may need gradients to be recorded
+        subject.notes.append(f"`{subject.spec.name}` raises when no gradients are recorded: {one_line(error)}")
+        return None
+    subject.count += 1
+    _changed(subject, found.changes)
+    if subject.spec.target is not None:
+        subject.notes += _shared_memory(subject, found)
+    return found
+
+
+def _changed(subject: _Audit, changes: Sequence[Change]) -> None:
+    for change in changes:
+        name = subject.names[change.index] if change.what == "input" else f"the cotangent of output {change.index}"
+        if change.what == "input":
+            message = f"`{subject.spec.name}` changes its input `{name}`"
+            help = f"clone it first: `{name} = {name}.clone()`" if name.isidentifier() else "clone it first"
+        else:
+            message = f"the backward of `{subject.spec.name}` changes {name}, which other gradients may need"
+            help = "compute with a new tensor: `g = g * 2`, not `g.mul_(2)`"
+        facts = {"tensor": name, "pass": change.when, "change": change.how}
+        subject.find("input_mutated", message, facts, help=help)
+
+
+def _shared_memory(subject: _Audit, run: Watched) -> list[str]:
+    """Return one note for each output that shares memory with an input, or with an output before it."""
+    held = {_address(t): f"its input `{n}`" for t, n in zip(run.given, subject.names, strict=True) if t.numel()}
+    notes: list[str] = []
+    for number, output in enumerate(run.outputs):
+        if output is None or not output.numel():
+            continue
+        other = held.setdefault(_address(output), f"output {number}")
+        if other != f"output {number}":
+            notes.append(f"output {number} of `{subject.spec.name}` shares memory with {other}")
+    return notes
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _repeats(subject: _Audit, first: Watched, moved: list[str]) -> None:
+    """Compare two runs from different seeds; a third where they differ tells hidden seeds from hidden state."""
+    name = subject.spec.name
+    help = "give it the random numbers as an input"
+    try:
+        other = subject.run(subject.seed + 1)
+    except Exception as error:  # noqa: BLE001 - it ran before
+        subject.find("not_repeatable", f"`{name}` raises when it runs again", {"error": one_line(error)})
+        return
+    apart = _apart(subject, first, other)
+    facts = {"runs": "the same inputs twice, global generators seeded differently", **apart}
+    if moved:
+        source = " and ".join(moved)
+        message = f"`{name}` draws random numbers from {source}, or seeds it"
+        cause = f"the state of {source} is another one after the run"
+        subject.find("random_operator", message, facts if apart else {}, cause, help)
+        return
+    if not apart:
+        return
+    if not _beyond_rounding(subject, first, other):
+        subject.notes.append(f"two runs of `{name}` differ by rounding: {apart['difference']}")
+        return
+    third = subject.run(subject.seed)
+    if _apart(subject, first, third):
+        facts["runs"] = "the same inputs twice, global generators seeded alike"
+        cause = "it keeps something between runs, or draws from elsewhere: a generator of its own, a counter, the time"
+        subject.find("not_repeatable", f"two runs of `{name}` on the same inputs differ", facts, cause)
+        return
+    cause = "its result follows the seed of a global generator, whose state it puts back"
+    subject.find("random_operator", f"`{name}` draws random numbers", facts, cause, help)
+
+
+def _pairs(subject: _Audit, a: Watched, b: Watched) -> list[tuple[str, Tensor | None, Tensor | None]]:
+    found: list[tuple[str, Tensor | None, Tensor | None]] = []
+    if not subject.compare:
+        return found
+    for number, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True)):
+        found.append((f"output {number}", _detached(x), _detached(y)))
+    for name, x, y in zip(subject.names, a.gradients, b.gradients, strict=False):
+        found.append((f"the gradient of `{name}`", x, y))
+    return found
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _apart(subject: _Audit, a: Watched, b: Watched) -> dict[str, str]:
+    """Return the first tensor in which two runs are not bitwise equal, as facts; empty if there is none."""
+    if len(a.outputs) != len(b.outputs):
+        return {"difference": f"{len(b.outputs)} outputs instead of {len(a.outputs)}"}
+    for what, x, y in _pairs(subject, a, b):
+        if not same(x, y):
+            return {"tensor": what, "difference": _describe(x, y)}
+    return {}
+
+
+def _beyond_rounding(subject: _Audit, a: Watched, b: Watched, bound: float = ROUNDING) -> bool:
+    return len(a.outputs) != len(b.outputs) or any(_far(x, y, bound) for _, x, y in _pairs(subject, a, b))
+
+
+def _far(a: Tensor | None, b: Tensor | None, bound: float, scale: float = 0.0) -> bool:
+    if a is None or b is None or a.dtype != b.dtype:
+        return not same(a, b)
+    if a.shape == b.shape and not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
+    return not same(a, b) and difference(b, a, scale).relative > bound
+
+
+def _describe(a: Tensor | None, b: Tensor | None) -> str:
+    if a is None or b is None:
+        return f"{'None' if b is None else 'a tensor'} instead of {'None' if a is None else 'a tensor'}"
+    if a.dtype != b.dtype:
+        return f"{b.dtype} instead of {a.dtype}"
+    return str(difference(b, a))
+
+
+def _depends_on_grad_mode(subject: _Audit, unrecorded: Watched, first: Watched) -> None:
+    for number, (x, y) in enumerate(zip(first.outputs, unrecorded.outputs, strict=False)):
+        if _far(_detached(x), y, ROUNDING):
+            facts = {
+                "runs": "the same inputs, with and without `torch.no_grad()`",
+                "tensor": f"output {number}",
+                "difference": _describe(_detached(x), y),
+            }
+            message = f"`{subject.spec.name}` computes something else when no gradients are recorded"
+            cause = "it asks `torch.is_grad_enabled()` or `requires_grad`"
+            subject.find("not_repeatable", message, facts, cause)
+
+
+def _dtypes(subject: _Audit) -> None:
+    """Check that float32 inputs give the same dtypes under either default dtype, and no float64."""
+    floating = [t for t in subject.concrete.tensors if t.is_floating_point()]
+    if not floating or subject.spec.target is None:
+        return  # what makes tensors of its own, and torch itself, may make them in the default dtype
+    kept = torch.get_default_dtype()
+    found: list[tuple[torch.dtype | None, ...]] = []
+    try:
+        for default in (torch.float32, torch.float64):
+            torch.set_default_dtype(default)
+            outputs = watch_forward(subject.function, subject.concrete, torch.float32).outputs
+            found.append(tuple(None if o is None else o.dtype for o in outputs))
+    except Exception as error:  # noqa: BLE001 - not every operator has float32 kernels for its inputs
+        if len(found) == 1:
+            message = f"`{subject.spec.name}` raises when torch's default dtype is float64"
+            subject.find("output_dtype_wrong", message, {"dtype": "float32", "error": one_line(error)}, help=_DTYPES)
+        return
+    finally:
+        torch.set_default_dtype(kept)
+    subject.count += 1
+    for number, (narrow, wide) in enumerate(zip(*found, strict=True)):
+        facts = {"dtype": "float32", "tensor": f"output {number}", "found": f"{narrow}, {wide} under default float64"}
+        if narrow != wide:
+            message = f"the dtype of output {number} of `{subject.spec.name}` follows torch's default dtype"
+            subject.find("output_dtype_wrong", message, facts, "it makes a tensor without saying its dtype", _DTYPES)
+        elif narrow in (torch.float64, torch.complex128) and not any(t.is_complex() for t in subject.concrete.tensors):
+            facts["found"] = str(narrow)
+            message = f"output {number} of `{subject.spec.name}` is {narrow} on float32 inputs"
+            subject.find("output_dtype_wrong", message, facts, help=_DTYPES)
+
+
+_DTYPES = "make tensors in the dtype of an input: `torch.zeros(n, dtype=x.dtype)`"
+
+
+def _strides(subject: _Audit, first: Watched) -> None:
+    """Compare with a run on the same inputs and cotangents, non-contiguous."""
+    leaves: list[Tensor] = []
+    for index, tensor in enumerate(subject.concrete.tensors):
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if differentiable else tensor
+        laid = strided(wide)
+        leaves.append(laid.requires_grad_() if differentiable and index not in subject.concrete.constants else laid)
+    if all(t.is_contiguous() for t in leaves):
+        return
+    cotangents = [None if c is None else strided(c) for c in first.cotangents]
+    randomness.seed_all(SEEDS + subject.seed)
+    try:
+        other = watch(subject.function, subject.concrete, None, leaves, cotangents)
+    except Exception as error:  # noqa: BLE001 - refusing such inputs is no wrong result
+        where = "in its backward " if isinstance(error, BackwardRaised) else ""
+        shown = one_line(error.error if isinstance(error, BackwardRaised) else error)
+        subject.notes.append(f"`{subject.spec.name}` raises {where}on non-contiguous tensors: {shown}")
+        return
+    subject.count += 1
+    scale = family_scale(first.gradients)
+    for what, x, y in _pairs(subject, first, other):
+        if _far(x, y, STRIDED, scale if what.startswith("the gradient") else 0.0):
+            facts = {"strides": ", ".join(str(t.stride()) for t in leaves), "tensor": what}
+            facts["difference"] = _describe(x, y)
+            message = f"`{subject.spec.name}` gives another result on non-contiguous tensors of the same values"
+            cause = "it takes a tensor's memory for contiguous"
+            subject.find("strides_matter", message, facts, cause, "call `.contiguous()` on inputs and cotangents")
+            return

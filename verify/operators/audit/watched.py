@@ -1,0 +1,151 @@
+"""One run of an operator with somebody watching: what it did to the tensors that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.call import Call
+
+from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
+from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor that was changed: input `index`, or the cotangent of output `index`, in the pass `when`."""
+
+    what: str  # "input" or "cotangent"
+    index: int
+    when: str  # "forward" or "backward"
+    how: str
+
+
+@dataclass(frozen=True)
+class Watched:
+    """`given`: the tensors that the operator had as inputs."""
+
+    given: tuple[Tensor, ...]
+    outputs: tuple[Tensor | None, ...]
+    cotangents: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+    changes: tuple[Change, ...]
+
+
+class BackwardRaised(Exception):
+    """The forward pass ran, the backward pass raised `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def watch_forward(function: Callable[..., Any], concrete: ConcreteCall, dtype: torch.dtype = torch.float64) -> Watched:
+    """Run the operator without gradients on copies of the tensors. Raises what it raises."""
+    tensors = [t.detach() for t in as_leaves(concrete.tensors, dtype)]
+    before = _snapshots(tensors)
+    with torch.no_grad():
+        outputs = _call(function, concrete.call, tensors, dtype)
+    return Watched(tuple(tensors), outputs, (), (), tuple(_changes("input", "forward", before, tensors)))
+
+
+def watch(
+    function: Callable[..., Any],
+    concrete: ConcreteCall,
+    generator: torch.Generator | None,
+    given: Sequence[Tensor] | None = None,
+    cotangents: Sequence[Tensor | None] = (),
+) -> Watched:
+    """Run forward and backward in float64.
+
+    Inputs are results of other operations, as they are in a model, so that the operator may write to them. `given`:
+    leaves to use instead, as they lie in memory, with `cotangents`; else cotangents are drawn. Raises what the operator
+    raises, or BackwardRaised.
+    """
+    leaves = as_leaves(concrete.tensors, torch.float64, concrete.constants) if given is None else given
+    tensors = [t.clone() for t in leaves] if given is None else list(leaves)
+    before = _snapshots(tensors)
+    with torch.enable_grad():
+        outputs = _call(function, concrete.call, tensors, torch.float64)
+    changes = _changes("input", "forward", before, tensors)
+    if generator is not None:
+        cotangents = [None if o is None else draw_cotangent(o, generator) for o in outputs]
+    drawn = [None if c is None else c.clone() for c in cotangents] if given is None else list(cotangents)
+    held = [c if c is not None else torch.empty(0) for c in drawn]
+    before, before_cotangents = _snapshots(tensors), _snapshots(held)
+    try:
+        gradients = gradients_of([outputs], [drawn], [leaves])[0]
+    except Exception as error:
+        raise BackwardRaised(error) from error
+    changes += _changes("cotangent", "backward", before_cotangents, held)
+    changes += _changes("input", "backward", before, tensors)
+    return Watched(tuple(tensors), outputs, tuple(cotangents), gradients, tuple(changes))
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """Return the same values with gaps and in another order in memory.
+
+    Gaps hold NaN, in integers other values of the tensor: whoever takes the memory for contiguous reads them.
+    """
+    values = tensor.detach()
+    if values.numel() < 2:
+        return values.clone()
+    order = list(range(values.dim()))[::-1]
+    flipped = values.permute(order)
+    filler = torch.full_like(flipped, float("nan")) if values.is_floating_point() else flipped.flip(0)
+    wide: Tensor = torch.stack([filler, flipped], -1)
+    return wide.select(-1, 1).permute(order)
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors are bitwise equal, NaNs included; None is zero."""
+    if a is None or b is None:
+        held = a if b is None else b
+        return held is None or not bool(held.any())
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _call(
+    function: Callable[..., Any], call: Call, tensors: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    args, kwargs = with_tensors(call, tensors, {}, dtype)
+    return outputs_of(function(*args, **kwargs))
+
+
+Snapshot = tuple[Tensor, int, bool]
+
+
+def _snapshots(tensors: Sequence[Tensor]) -> list[Snapshot]:
+    return [(t.detach().clone(), t._version, t.requires_grad) for t in tensors]
+
+
+def _changes(what: str, when: str, before: Sequence[Snapshot], after: Sequence[Tensor]) -> list[Change]:
+    found: list[Change] = []
+    for index, ((values, version, wanted), tensor) in enumerate(zip(before, after, strict=True)):
+        how = _how(values, version, wanted, tensor)
+        if how:
+            found.append(Change(what, index, when, how))
+    return found
+
+
+def _how(values: Tensor, version: int, wanted: bool, tensor: Tensor) -> str:
+    if tensor.shape != values.shape or tensor.dtype != values.dtype:
+        return f"{values.dtype} of shape {tuple(values.shape)} became {tensor.dtype} of {tuple(tensor.shape)}"
+    now = tensor.detach()
+    if not same(values, now):
+        differ = ~((values == now) | ((values != values) & (now != now)))
+        place = tuple(int(i) for i in differ.nonzero()[0])
+        at = f" at {place}" if place else ""
+        was, became = values[place].item(), now[place].item()
+        return f"{int(differ.sum())} of {now.numel()} values: {was:.6g} became {became:.6g}{at}"
+    if tensor._version != version:
+        return "written to in place, with the values that it had"
+    if tensor.requires_grad != wanted:
+        return f"requires_grad became {tensor.requires_grad}"
+    return ""

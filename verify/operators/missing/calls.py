@@ -1,0 +1,137 @@
+"""The calls of an operator without annotation, as the model makes them: with the values that they get on the sample
+batch, or, where the model has no data or the tensors are large, with smaller tensors of the same kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.call import DType
+from op_registry.spec import OperatorSpec, SchemaParameter
+
+from nnscaler.ir.operation import Operation, map_slots
+from nnscaler.tracing import Traced
+from nnscaler.tracing.infer import dtype_of
+from nnscaler.tracing.interpret import run_graph
+from verify.evidence.inputs.concrete_call import ConcreteCall, make_call
+from verify.evidence.inputs.find_operator import record_of
+from verify.operators.missing.uses import Missing
+from verify.operators.suggest.shrink import LARGE, shrink
+
+MOST_FORMS = 8  # calls that differ in more than sizes are looked at
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which an operator is called: ranks of its tensors, and its other arguments.
+
+    call  has tensors to run it on
+    own   these have the model's own shapes
+    """
+
+    call: ConcreteCall
+    own: bool
+
+
+def tensors_of(traced: Traced, operations: Sequence[Operation]) -> Mapping[str, Tensor]:
+    """Return the inputs of these operations on the sample batch; on the meta device where the model
+    has no data there."""
+    wanted = {name for op in operations for name in op.inputs}
+    state = {name: tensor.detach() for name, tensor in traced.state.items()}
+    meta = any(t.is_meta for t in state.values()) or any(t.is_meta for t in traced.inputs.values())
+    if not meta:
+        with torch.no_grad():
+            values = run_graph(traced.graph, state, traced.inputs)
+        return {name: values[name] for name in wanted}
+    found = {}
+    for name in wanted:
+        tensor = traced.graph.tensors[name]
+        given = traced.inputs.get(name) if tensor.role == "input" else None
+        empty = torch.empty(tensor.shape, dtype=dtype_of(tensor.dtype), device="meta")
+        found[name] = empty if given is None else given
+    return found
+
+
+def record(missing: Missing) -> OperatorSpec:
+    """Return the operator's record, without annotation, as `verify-op` takes it."""
+    if missing.function is None:
+        spec = record_of(_overload(missing.operator))
+        assert spec is not None
+        return spec
+    spec = record_of(missing.function.function)
+    assert spec is not None
+    names = parameter_names(missing.function.function)
+    call = missing.calls[0].args
+    tensors = [index < len(call) and _holds_slots(call[index]) for index in range(len(names))]
+    return OperatorSpec(
+        missing.operator,
+        "",
+        target=spec.target,
+        where=missing.function.where,
+        qualname=spec.qualname,
+        parameters=tuple(SchemaParameter(n, t) for n, t in zip(names, tensors, strict=True)),
+    )
+
+
+def parameter_names(function: type[torch.autograd.Function]) -> tuple[str, ...]:
+    """Return the parameters of an `autograd.Function`'s forward, without ctx."""
+    code = function.forward.__code__
+    skip = 1 if function.setup_context is torch.autograd.Function.setup_context else 0
+    return tuple(code.co_varnames[skip : code.co_argcount])
+
+
+def forms(missing: Missing, spec: OperatorSpec, values: Mapping[str, Tensor]) -> tuple[Form, ...]:
+    """Return the operator's calls that differ in more than sizes, at most `MOST_FORMS` of them."""
+    found: dict[str, Operation] = {}
+    for operation in missing.calls:
+        found.setdefault(form_key(operation, values), operation)
+    return tuple(_form(op, spec, values) for op in list(found.values())[:MOST_FORMS])
+
+
+def form_key(operation: Operation, values: Mapping[str, Tensor]) -> str:
+    """Return a key that is equal for calls with tensors of the same ranks and dtypes, and the same other arguments."""
+
+    def kind(slot: Any) -> Any:
+        tensor = values[operation.inputs[slot.index]]
+        return f"{tensor.dim()}-d {tensor.dtype}"
+
+    return repr((map_slots(operation.args, kind), [(k, map_slots(v, kind)) for k, v in operation.kwargs]))
+
+
+def _form(operation: Operation, spec: OperatorSpec, values: Mapping[str, Tensor]) -> Form:
+    def tensor(slot: Any) -> Any:
+        return values[operation.inputs[slot.index]]
+
+    def plain(leaf: Any) -> Any:
+        return dtype_of(leaf.name) if isinstance(leaf, DType) else leaf
+
+    args = [_ready(a, tensor, plain) for a in operation.args]
+    kwargs = {k: _ready(v, tensor, plain) for k, v in operation.kwargs}
+    call = make_call(spec.name, args, kwargs)
+    small = not any(t.is_meta for t in call.tensors) and sum(t.numel() for t in call.tensors) <= LARGE
+    return Form(call, own=True) if small else Form(shrink(spec, call), own=False)
+
+
+def _ready(value: Any, tensor: Callable[[Any], Tensor], plain: Callable[[Any], Any]) -> Any:
+    """Return an argument of an operation, with its tensors."""
+    if isinstance(value, list | tuple):
+        return [_ready(v, tensor, plain) for v in value]
+    found = map_slots(value, tensor)
+    return found if isinstance(found, Tensor) else plain(found)
+
+
+def _overload(operator: str) -> Any:
+    found: Any = torch.ops
+    for part in operator.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _holds_slots(value: Any) -> bool:
+    found: list[Any] = []
+    map_slots(value, found.append)
+    return bool(found)

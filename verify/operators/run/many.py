@@ -1,0 +1,179 @@
+"""Many operators: cached passes first, the others in child processes, and every result as it comes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+
+from nnscaler.errors import NnscalerError
+from verify.evidence.options import OpOptions
+from verify.evidence.provers import SPENT
+from verify.operators.run.cache import Cache, key_of
+from verify.operators.run.fingerprint import Opaque
+from verify.operators.run.job import Job
+from verify.operators.run.one import Reproduce, lost, not_run, verify_job
+from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
+from verify.results.report import Report
+
+Verify = Callable[[Job, OpOptions, Reproduce, Note], Report]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one job.
+
+    index    the job's place in the list
+    cached   the report is one from an earlier run
+    remark   why the report cannot be cached; empty if it can
+    """
+
+    index: int
+    job: Job
+    report: Report
+    cached: bool = False
+    remark: str = ""
+
+
+class InternalError(Exception):
+    """Our own code raised in a child; the text is its traceback."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    workers    child processes; None: one for each processor
+    isolate    whether to use child processes at all
+    cache      where passes are kept; None: nowhere
+    modules    what must be imported for addresses to be known in another process
+    verify     what a child does with a job
+    """
+
+    workers: int | None = None
+    isolate: bool = True
+    cache: Cache | None = None
+    modules: tuple[str, ...] = ()
+    verify: Verify = verify_job
+
+
+def run_many(
+    jobs: Sequence[Job], options: OpOptions, settings: Settings | None = None, started: Note | None = None
+) -> Generator[Result, None, None]:
+    """Yield every job's result, in the order in which they come. Closing the iterator ends what still runs.
+
+    One job that cannot be run raises its NnscalerError; among several it is a report that is INCONCLUSIVE. With
+    `options.fail_fast` nothing follows the first report that does not pass. `started` is told what runs. Raises
+    InternalError after all results where our own code has failed.
+    """
+    settings = settings or Settings()
+    keys, remarks = _keys(jobs, options, settings)
+    open_jobs: list[int] = []
+    for index, job in enumerate(jobs):
+        report = settings.cache.load(keys[index]) if settings.cache is not None and index in keys else None
+        if report is None:
+            open_jobs.append(index)
+        else:
+            yield Result(index, job, report, cached=True)
+    broken: list[str] = []
+    events = _events([jobs[i] for i in open_jobs], options, settings, started)
+    try:
+        for event in events:
+            index = open_jobs[event.index]
+            job = jobs[index]
+            report = _report(job, event, options, settings, len(jobs) == 1)
+            if report is None:
+                assert isinstance(event, Raised)
+                broken.append(f"{job.spec.name}: {event.text or event.error}")
+                continue
+            if settings.cache is not None and index in keys and not _cut_short(report):
+                settings.cache.store(keys[index], report)
+            yield Result(index, job, report, remark=remarks.get(index, ""))
+            if options.fail_fast and not report.verdict.passes:
+                break
+    finally:
+        events.close()
+    if settings.cache is not None:
+        settings.cache.prune()
+    if broken:
+        raise InternalError("\n".join(broken))
+
+
+def _cut_short(report: Report) -> bool:
+    """Return whether a proof was cut short by the time limit: another run may have more time."""
+    return any(SPENT in check.detail for check in report.checks)
+
+
+def run_one(job: Job, options: OpOptions, isolate: bool = True) -> Report:
+    """Return the report on one operator, from a child process unless `isolate` is off. Raises as `run_many`."""
+    (result,) = run_many([job], options, Settings(workers=1, isolate=isolate))
+    return result.report
+
+
+def worst(reports: Sequence[Report]) -> int:
+    """Return the exit code of several reports: 1 if one is refuted, else 3 if one is undecided, else 0."""
+    codes = {report.exit_code for report in reports} or {3}
+    return next(code for code in (1, 3, 0) if code in codes)
+
+
+def _keys(jobs: Sequence[Job], options: OpOptions, settings: Settings) -> tuple[dict[int, str], dict[int, str]]:
+    """Return the digests of the jobs by index, and for those without one, why."""
+    keys: dict[int, str] = {}
+    remarks: dict[int, str] = {}
+    if settings.cache is None:
+        return keys, remarks
+    for index, job in enumerate(jobs):
+        if job.error is not None:
+            continue
+        try:
+            keys[index] = key_of(job, options, settings.verify.__name__)
+        except Opaque as opaque:
+            remarks[index] = f"not cached: {opaque} cannot be looked into"
+    return keys, remarks
+
+
+def _events(
+    jobs: Sequence[Job], options: OpOptions, settings: Settings, started: Note | None
+) -> Generator[Event[Report], None, None]:
+    def task(job: Job) -> Task[Report]:
+        reproduce = Reproduce(job, options.seed, settings.modules)
+        return lambda note: settings.verify(job, options, reproduce, note)
+
+    tasks = [task(job) for job in jobs]
+    reason = why_not_fork() if settings.isolate else ""
+    if reason is None:
+        _preload(jobs)
+        workers = max(1, min(settings.workers or os.cpu_count() or 1, len(jobs)))
+        yield from run_forked(
+            tasks, workers, options.timeout, None if started is None else lambda i: started(jobs[int(i)].spec.name)
+        )
+        return
+    for event in run_here(tasks):
+        if isinstance(event, Done) and reason:
+            note = f"ran in this process, unprotected from crashes and hangs: {reason}"
+            event = replace(event, result=replace(event.result, notes=(*event.result.notes, note)))
+        yield event
+
+
+def _preload(jobs: Sequence[Job]) -> None:
+    """Import what torch would import in every child by itself: seconds each time."""
+    if jobs:
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    if any(isinstance(getattr(job.spec.target, "__self__", None), type) for job in jobs):  # autograd.Function
+        importlib.import_module("torch._dynamo")
+
+
+def _report(job: Job, event: Event[Report], options: OpOptions, settings: Settings, alone: bool) -> Report | None:
+    """None where our own code has failed."""
+    reproduce = Reproduce(job, options.seed, settings.modules)
+    if isinstance(event, Done):
+        return event.result
+    if isinstance(event, Died | TimedOut):
+        return lost(job, event, options, reproduce)
+    if isinstance(event.error, NnscalerError):
+        if alone:
+            raise event.error
+        return not_run(job, event.error, options, event.seconds)
+    if alone:
+        raise InternalError(event.text or str(event.error)) from event.error
+    return None

@@ -1,0 +1,93 @@
+"""Find the operators that a command line names: targets, `--all`, `--module`, and the project's settings."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from op_registry.builtin import SPECS
+from op_registry.registry import default_registry
+from op_registry.spec import OperatorSpec
+
+from nnscaler.errors import NnscalerError
+from verify.evidence.inputs.find_operator import matching, near_misses, registered_at, registered_in
+from verify.evidence.inputs.user_code import import_module
+from verify.operators.run.job import Job, make_job
+from verify.operators.run.project import read_project
+
+
+def find_jobs(
+    targets: Sequence[str] = (),
+    *,
+    builtin: bool = False,
+    modules: Sequence[str] = (),
+    annotation: str | None = None,
+    sample_inputs: str | None = None,
+    suggest: bool = False,
+) -> list[Job]:
+    """Return every operator that is named, once, in the order in which it is named; without any, what the project's
+    settings name.
+
+    `targets`: see `verify.evidence.inputs.find_operator.matching`. `builtin`: all operators of `op_registry.builtin`. `modules`:
+    modules and packages; all that they and their submodules register. `annotation`, and `sample_inputs`, the name of a
+    function of the operator's file: for the one operator that is named. `suggest`: operators without annotation are
+    taken too. Raises NnscalerError where something names nothing, or cannot be imported.
+    """
+    files: Sequence[Path] = ()
+    if not targets and not builtin and not modules:
+        project = read_project()
+        modules, files = project.modules, project.files
+        for folder in (project.folder, project.folder / "src"):
+            if modules and folder.is_dir() and str(folder) not in sys.path:
+                sys.path.append(str(folder))
+    for name in modules:  # first, so that targets may name what they register
+        import_module(name)
+    specs: list[OperatorSpec] = builtin_operators() if builtin else []
+    for target in targets:
+        specs += matching(target)
+    for name in modules:
+        specs += registered_by(name)
+    for file in files:
+        specs += registered_in(str(file))
+    specs = list({spec.name if spec.where is None else (spec.name, spec.where): spec for spec in specs}.values())
+    for option, value in (("--annotation", annotation), ("--sample-inputs", sample_inputs)):
+        if value is not None and len(specs) != 1:
+            names = ", ".join(spec.name for spec in specs[:6])
+            message = f"{option} is for one operator, and {len(specs)} are named"
+            raise NnscalerError("several_operators", message, help=f"name one of {names}")
+    if len(specs) > 1 and not suggest:  # overloads without annotation beside one that has one
+        specs = [spec for spec in specs if spec.annotation != ""] or specs
+    return [make_job(spec, annotation, sample_inputs, suggest) for spec in specs]
+
+
+def builtin_operators() -> list[OperatorSpec]:
+    """Every operator that comes with an annotation, by name."""
+    return sorted(SPECS, key=lambda spec: spec.name)
+
+
+def registered_by(name: str) -> list[OperatorSpec]:
+    """Import a module, or a package with its submodules, and return the operators that they register.
+
+    Raises NnscalerError where there are none.
+    """
+    module = import_module(name)
+    loaded = [module, *(import_module(found) for found in _submodules(module))]
+    found = registered_at([file for m in loaded if (file := getattr(m, "__file__", None)) is not None])
+    if not found:
+        registry = default_registry()
+        owners = {spec.target.__module__ for n in registry.names() if (spec := registry.lookup(n)) and spec.target}
+        help = near_misses(name, owners) or "@nnscaler.register_op(...) above a function registers it"
+        raise NnscalerError("unknown_operator", f"the module {name!r} registers no operator", help=help)
+    return found
+
+
+def _submodules(module: ModuleType) -> list[str]:
+    """Return the names of all modules inside a package, but for `__main__`, which is a script."""
+    path = getattr(module, "__path__", None)
+    if path is None:
+        return []
+    walked = pkgutil.walk_packages(path, f"{module.__name__}.", onerror=lambda name: None)
+    return [found.name for found in walked if not found.name.endswith(".__main__")]

@@ -1,0 +1,139 @@
+"""`nns1:...`: one finding as a word, from which `nnscaler reproduce` replays exactly its case.
+
+The word is the base64 of zlib-packed JSON: the operator's address, the annotation that was given, the finding's code,
+the seed, the case, and the versions of nnscaler and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from shlex import quote
+from typing import Any, get_args
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from verify.evidence.cases import Case, Inputs
+from verify.evidence.options import Kind
+from verify.results.environment import environment
+from verify.results.packed_word import Damaged, pack, unpack
+
+PREFIX = "nns1:"
+_LARGEST = 1 << 16  # bytes of JSON: a word that unpacks to more is not ours
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """
+    samples  the name of the function that was given for sample inputs
+    case     None for a finding about the operator itself, which is found again by verifying it
+    modules  what must be imported for the address to be known
+    """
+
+    address: str
+    annotation: str | None
+    samples: str | None
+    code: str
+    seed: int
+    case: Case | None
+    modules: tuple[str, ...]
+    nnscaler: str
+    torch: str
+
+
+def encode(token: Token) -> str:
+    """Return the word."""
+    document = {
+        "tool": "verify-op",
+        "target": token.address,
+        "annotation": token.annotation,
+        "samples": token.samples,
+        "code": token.code,
+        "seed": token.seed,
+        "case": None if token.case is None else _case(token.case),
+        "nnscaler": token.nnscaler,
+        "torch": token.torch,
+        "modules": list(token.modules),
+    }
+    return pack(PREFIX, document)
+
+
+def decode(text: str) -> Token:
+    """Raises NnscalerError `bad_token` for what is no token, or is one of another version of nnscaler."""
+    text = "".join(text.split())
+    if not text.startswith(PREFIX):
+        raise NnscalerError("bad_token", f"{text[:20]!r} is no token: one starts with {PREFIX!r}", help=_HELP)
+    try:
+        document = unpack(PREFIX, text, _LARGEST)
+        found = str(document["nnscaler"])
+        if found == environment()["nnscaler"]:
+            return _token(document)
+    except (Damaged, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise NnscalerError("bad_token", "the token is damaged: it must be copied whole", help=_HELP) from None
+    here = environment()["nnscaler"]
+    message = f"the token is of nnscaler {found}, and this is nnscaler {here}: its cases may mean something else"
+    raise NnscalerError("bad_token", message, help=f"verify the operator again: {_again(document)}")
+
+
+_HELP = "a finding of `nnscaler verify-op` ends with the line `reproduce: nnscaler reproduce nns1:...`"
+
+
+def _again(document: Mapping[str, Any]) -> str:
+    return f"nnscaler verify-op {quote(str(document.get('target')))} --seed {document.get('seed')}"
+
+
+def _token(document: Mapping[str, Any]) -> Token:
+    if document["tool"] != "verify-op":
+        raise ValueError("of another tool")
+    annotation, samples, case = document["annotation"], document["samples"], document["case"]
+    if any(text is not None and not isinstance(text, str) for text in (annotation, samples)):
+        raise TypeError("annotation")
+    return Token(
+        str(document["target"]),
+        annotation,
+        samples,
+        str(document["code"]),
+        int(document["seed"]),
+        None if case is None else _read_case(case),
+        tuple(map(str, document["modules"])),
+        str(document["nnscaler"]),
+        str(document["torch"]),
+    )
+
+
+def _case(case: Case) -> dict[str, Any]:
+    return {
+        "inputs": {name: value for name, value in asdict(case.inputs).items() if value not in ((), None)},
+        "choices": [_choice(choice) for choice in case.choices],
+        "parts": list(case.parts),
+        "uneven": case.uneven,
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    if isinstance(choice, Split):
+        return {"split": choice.identifier, "outer": choice.outer, "sections": list(choice.sections)}
+    if isinstance(choice, RunPartial):
+        return {"partial": sorted(choice.slots)}
+    raise TypeError(f"{choice} is no choice of a case")
+
+
+def _read_case(document: Mapping[str, Any]) -> Case:
+    inputs = Inputs(**{"sample": None, **{name: _tuples(value) for name, value in document["inputs"].items()}})
+    if inputs.kind not in get_args(Kind):
+        raise ValueError("kind")
+    choices = tuple(_read_choice(choice) for choice in document["choices"])
+    parts = tuple(map(int, document["parts"]))
+    if len(choices) != len(parts) or not choices:
+        raise ValueError("parts")
+    return Case(inputs, choices, parts, bool(document["uneven"]))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _read_choice(document: Mapping[str, Any]) -> Choice:
+    if "partial" in document:
+        return RunPartial(frozenset(map(int, document["partial"])))
+    return Split(str(document["split"]), int(document["outer"]), tuple(map(int, document["sections"])))

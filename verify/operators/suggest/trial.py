@@ -1,0 +1,226 @@
+"""A call run whole and in pieces, and how the outputs of the pieces make the output of the whole.
+
+Pieces are cut as a layout says: equal (R), a shard of a dim, or random terms of a sum (P). What comes out is read off:
+the outputs are equal, shards of a dim, terms of a sum, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
+from verify.evidence.inputs.operand_shards import Cut, join, random_terms, take
+from verify.evidence.inputs.values import refill
+from verify.evidence.options import Kind
+from verify.operators.suggest.probe_call import Number, Outputs, Question
+from verify.results.tensor_difference import is_finite, largest
+
+States = tuple[State | None, ...]
+DRAWS: tuple[Kind, ...] = ("normal", "positive", "given")
+_ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9}
+_COARSE = 2e-2  # of outputs in a dtype that the function chose itself
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A question on drawn values: `tensors` are what it is asked on, `outputs` are the whole's."""
+
+    question: Question
+    tensors: tuple[Tensor, ...]
+    outputs: Outputs
+    seed: int
+    kept: dict[tuple[int, State, int], list[Tensor]]
+
+    def pieces(self, index: int, state: State, parts: int) -> list[Tensor]:
+        """Return the piece of one tensor on each rank."""
+        found = self.kept.get((index, state, parts))
+        if found is None:
+            tensor = self.tensors[index]
+            if isinstance(state, Sharded):
+                cut = cut_of(state, parts)
+                found = [take(tensor, cut, rank).contiguous() for rank in range(parts)]
+            elif isinstance(state, Partial):
+                generator = torch.Generator().manual_seed(self.seed + 7 * index + parts)
+                found = real_terms(tensor, parts, generator)
+            else:
+                found = [tensor] * parts
+            self.kept[index, state, parts] = found
+        return found
+
+    def run(self, states: Sequence[State], parts: int, integers: Mapping[str, Number]) -> list[Outputs] | None:
+        """Return the outputs of every rank; None where one raises."""
+        columns = [self.pieces(i, state, parts) for i, state in enumerate(states)]
+        try:
+            return [self.question.run([c[rank] for c in columns], integers) for rank in range(parts)]
+        except Exception:  # noqa: BLE001 - shapes that do not fit are the usual answer
+            return None
+
+    def run_unevenly(self, states: Sequence[State], outputs: States, length: int) -> bool:
+        """Return whether the outputs are in these states for unequal shards too: one of `length` units first, then the
+        rest."""
+        columns: list[list[Tensor]] = []
+        for index, state in enumerate(states):
+            if isinstance(state, Sharded):
+                if self.tensors[index].shape[state.dim] % (state.outer * length):
+                    return False
+                cut = Cut(state.dim, state.outer, length, (1, length))
+                columns.append([take(self.tensors[index], cut, rank).contiguous() for rank in (0, 1)])
+            else:
+                columns.append(self.pieces(index, state, 2))
+        try:
+            ranks = [self.question.run([c[rank] for c in columns], {}) for rank in (0, 1)]
+        except Exception:  # noqa: BLE001 - as above
+            return False
+        for index, (made, whole) in enumerate(zip(outputs, self.outputs, strict=True)):
+            pieces = [r[index] for r in ranks]
+            if whole is not None and not _makes(pieces, made, whole, length):
+                return False
+        return True
+
+    def read(self, ranks: Sequence[Outputs], sections: Sequence[tuple[int, ...]] = ()) -> States | None:
+        """Return the state of every output (None for what is no tensor); None where one is in none."""
+        found: list[State | None] = []
+        for index, whole in enumerate(self.outputs):
+            pieces = [outputs[index] if index < len(outputs) else None for outputs in ranks]
+            if whole is None:
+                found.append(None)
+                continue
+            if any(p is None for p in pieces):
+                return None
+            state = read_state([p for p in pieces if p is not None], whole, sections)
+            if state is None:
+                return None
+            found.append(state)
+        return tuple(found)
+
+
+def real_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
+    """Draw random terms whose sum is the tensor.
+
+    Those of floating tensors are not integers, through which rounding would look linear.
+    """
+    if not tensor.is_floating_point():
+        return random_terms(tensor, parts, generator)
+    terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
+    return [*terms, tensor - sum(terms)]
+
+
+def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> Trial | None:
+    """Return the question on random values on which the outputs are finite and not all zero; None
+    where there are none."""
+    for drawn in DRAWS if kind is None else (kind, *DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = tuple(refill(t, drawn if _real(t) else "given", generator) for t in question.tensors)
+        tensors = tuple(t.to(torch.complex128) if t.is_complex() else t for t in tensors)
+        try:
+            outputs = question.run(tensors, {})
+        except Exception:  # noqa: BLE001 - values were our choice
+            continue
+        present = [o for o in outputs if o is not None]
+        if all(is_finite(o) for o in present) and any(bool(o.any()) for o in present):
+            return Trial(question, tensors, outputs, seed, {})
+    return None
+
+
+def read_state(pieces: Sequence[Tensor], whole: Tensor, sections: Sequence[tuple[int, ...]] = ()) -> State | None:
+    """Return how the pieces make the whole; None if they do not."""
+    shapes = {tuple(p.shape) for p in pieces}
+    if len(shapes) > 1 or any(p.dtype != whole.dtype for p in pieces):
+        return None
+    shape, parts = shapes.pop(), len(pieces)
+    if shape == tuple(whole.shape):
+        return _read_full(pieces, whole)
+    if len(shape) != whole.dim():
+        return None
+    differs = [d for d, (a, b) in enumerate(zip(shape, whole.shape, strict=True)) if a != b]
+    if len(differs) != 1 or shape[differs[0]] * parts != whole.shape[differs[0]]:
+        return None
+    dim = differs[0]
+    for outer in divisors(shape[dim]):
+        if close(join(pieces, cut_of(Sharded(dim, outer), parts)), whole):
+            return Sharded(dim, outer)
+    for sizes in sections:
+        if sum(sizes) == whole.shape[dim] and all(s % parts == 0 for s in sizes):
+            state = Sharded(dim, 1, sizes)
+            if close(join(pieces, cut_of(state, parts)), whole):
+                return state
+    return None
+
+
+def _makes(pieces: Sequence[Tensor | None], state: State | None, whole: Tensor, length: int) -> bool:
+    """Return whether pieces in the given state assemble to the whole."""
+    present = [p for p in pieces if p is not None]
+    if len(present) < len(pieces):
+        return False
+    if not isinstance(state, Sharded):
+        return all(p.shape == whole.shape for p in present) and _read_full(present, whole) == state
+    inner, rest = divmod(whole.shape[state.dim], state.outer * length)
+    if rest or [p.shape[state.dim] for p in present] != [state.outer * inner, state.outer * inner * (length - 1)]:
+        return False
+    others = [[n for d, n in enumerate(t.shape) if d != state.dim] for t in (*present, whole)]
+    if any(o != others[-1] for o in others):
+        return False
+    return close(join(present, Cut(state.dim, state.outer, length, (1, length))), whole)
+
+
+def _read_full(pieces: Sequence[Tensor], whole: Tensor) -> State | None:
+    if all(close(p, whole) for p in pieces):
+        return REPLICATED
+    if whole.dtype == torch.bool:
+        return None
+    total, greatest = pieces[0], pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+        if not whole.is_complex():
+            greatest = torch.maximum(greatest, piece)
+    if close(total, whole):
+        return PARTIAL
+    return Partial("max") if not whole.is_complex() and close(greatest, whole) else None
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors differ by rounding alone, relative to the largest value of the second one."""
+    if a.shape != b.shape:
+        return False
+    if not _real(b):
+        return torch.equal(a, b)
+    relative = _ROUNDING.get(b.dtype, _COARSE)
+    scale = largest(b)
+    if scale == float("inf") or scale != scale:
+        return torch.allclose(a, b, rtol=relative, atol=relative, equal_nan=True)
+    return bool((a - b).abs().max() <= relative * scale) if b.numel() else True
+
+
+def cut_of(state: Sharded, parts: int) -> Cut:
+    """Return the layout of even shards."""
+    return Cut(state.dim, state.outer, parts, tuple(range(1, parts + 1)), state.sections)
+
+
+def divides(state: State, shape: Sequence[int], parts: int) -> bool:
+    """Return whether a tensor of this shape can be cut into that many parts."""
+    if not isinstance(state, Sharded):
+        return True
+    if state.sections:
+        return all(s % parts == 0 for s in state.sections)
+    return shape[state.dim] % (state.outer * parts) == 0
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return every divisor, ascending."""
+    return tuple(_divisors(number))
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for candidate in range(1, number + 1):
+        if number % candidate == 0:
+            yield candidate
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

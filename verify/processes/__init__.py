@@ -1,0 +1,1 @@
+"""Run tasks in child processes, so that one that dies or hangs ends alone."""

@@ -1,0 +1,1 @@
+"""Verify a compiled program against its model."""

@@ -1,0 +1,139 @@
+"""Logical tensors put together from what the ranks hold, by the layouts that the role programs declare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from nnscaler.runtime.layout import Replicated, States
+from nnscaler.runtime.role import Buffer, Parameter, Stage
+from nnscaler.runtime.shards import Difference, assemble, ravel, same_bits, unravel
+from verify.programs.execution.rank_program import Entry, RankResult
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A stored tensor of one stage. `copies` are the ranks of every stage that holds it (tied parameters)."""
+
+    name: str
+    stage: int
+    attribute: str
+    shape: tuple[int, ...]
+    states: States
+    axes: Mapping[str, int]
+    ranks: tuple[int, ...]
+    trainable: bool
+    reduce: tuple[str, ...] = ()
+    copies: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A logical tensor as one stage holds it.
+
+    value    assembled from the pieces, `[*global shape]`; None if no rank has it
+    unequal  (rank, rank, difference) for copies that differ
+    copies   number of copies that were compared bitwise
+    problem  why the pieces could not be assembled; else empty
+    pieces   rank -> local tensor
+    """
+
+    holding: Holding
+    value: Tensor | None
+    unequal: tuple[tuple[int, int, Difference], ...] = ()
+    copies: int = 0  # how many were compared bitwise
+    problem: str = ""
+    pieces: Mapping[int, Tensor] | None = None  # by rank
+
+
+def holdings_of(modules: Iterable[ModuleType]) -> tuple[dict[tuple[int, str], Holding], dict[tuple[int, str], Holding]]:
+    """Return (parameters, buffers) that the stages of these role modules declare, by stage and attribute."""
+    parameters: dict[tuple[int, str], Holding] = {}
+    buffers: dict[tuple[int, str], Holding] = {}
+    for module in modules:
+        for stage in module.STAGES:
+            for trainable, declared in ((True, stage.parameters), (False, stage.frozen)):
+                for attribute, parameter in declared.items():
+                    parameters[stage.index, attribute] = _holding(stage, attribute, parameter, trainable)
+            for attribute, buffer in stage.buffers.items():
+                buffers[stage.index, attribute] = _holding(stage, attribute, buffer, False)
+    return parameters, buffers
+
+
+def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, trainable: bool) -> Holding:
+    reduce = declared.reduce if isinstance(declared, Parameter) else ()
+    copies = declared.copies if isinstance(declared, Parameter) else ()
+    return Holding(
+        declared.fqn,
+        stage.index,
+        attribute,
+        tuple(declared.shape),
+        {axis: state for axis, state in declared.states.items() if not isinstance(state, Replicated)},
+        dict(stage.axes),
+        tuple(stage.ranks),
+        trainable,
+        tuple(reduce),
+        tuple(tuple(ranks) for ranks in copies),
+    )
+
+
+def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> Logical:
+    """Return the logical tensor from the entries of every rank (by rank)."""
+    pieces: dict[int, Tensor] = {}
+    absent: list[int] = []
+    for rank in holding.ranks:
+        piece = _find(entries.get(rank, ()), holding)
+        if piece is None:
+            absent.append(rank)
+        else:
+            pieces[rank] = piece
+    if not pieces:
+        return Logical(holding, None)
+    if absent:
+        problem = f"rank {absent[0]} has none, rank {next(iter(pieces))} has one"
+        return Logical(holding, None, problem=problem, pieces=pieces)
+    at = [(unravel(position, holding.axes), pieces[rank]) for position, rank in enumerate(holding.ranks)]
+    try:
+        assembled = assemble(at, holding.states, holding.axes, holding.shape)
+    except ValueError as error:
+        return Logical(holding, None, problem=str(error), pieces=pieces)
+    unequal = tuple(
+        (
+            holding.ranks[ravel(dict(found.coordinates), holding.axes)],
+            holding.ranks[ravel(dict(found.other), holding.axes)],
+            found,
+        )
+        for found in assembled.differences
+    )
+    shards = 1
+    for axis in holding.states:
+        shards *= holding.axes.get(axis, 1)
+    return Logical(holding, assembled.value, unequal, len(pieces) - shards, pieces=pieces)
+
+
+def _find(entries: Sequence[Entry], holding: Holding) -> Tensor | None:
+    for stage, attribute, _, tensor in entries:
+        if stage == holding.stage and attribute == holding.attribute:
+            return tensor
+    return None
+
+
+def by_rank(results: Iterable[RankResult], kind: str, step: int = 0) -> dict[int, Sequence[Entry]]:
+    """Return the entries of "gradient" (of a step), "parameter" or "buffer" by rank."""
+    found: dict[int, Sequence[Entry]] = {}
+    for result in results:
+        if kind == "gradient":
+            found[result.rank] = result.gradients[step]
+        else:
+            found[result.rank] = result.parameters if kind == "parameter" else result.buffers
+    return found
+
+
+def tied_copies_differ(one: Logical, other: Logical) -> bool:
+    """Return whether two stages hold different bits of a tensor that they should share."""
+    if one.value is None or other.value is None:
+        return (one.value is None) != (other.value is None)
+    return not same_bits(one.value, other.value)

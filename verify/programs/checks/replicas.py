@@ -1,0 +1,87 @@
+"""Copies of one value are equal bitwise on every rank: across the ranks of a stage, and across stages that share a
+tied parameter. Copies that differ in the last bit drift apart over a long training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.logical import Holding, Logical, by_rank, put_together, tied_copies_differ
+from verify.results.finding import Finding
+from verify.results.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    step: int
+    holdings: tuple[Holding, ...]
+
+
+def check(comparison: Comparison) -> Outcome:
+    """Compare gradients of every step, and parameters and buffers after the last."""
+    tally = Tally("replicas bitwise equal", Verdict.TESTED_EXACT)
+    for kind in _kinds(comparison):
+        entries = by_rank(comparison.results, kind.name, kind.step)
+        seen: dict[str, Logical] = {}
+        for holding in kind.holdings:
+            logical = put_together(holding, entries)
+            _within_stage(tally, comparison, kind, logical)
+            key = comparison.names.get(holding.name, (holding.name,))[0]
+            if key in seen:
+                _between_stages(tally, comparison, kind, seen[key], logical)
+            seen.setdefault(key, logical)
+    return tally.outcome()
+
+
+def _kinds(comparison: Comparison) -> Iterable[_Kind]:
+    trainable = tuple(h for h in comparison.parameters.values() if h.trainable)
+    for step in range(comparison.steps):
+        yield _Kind("gradient", step, trainable)
+    yield _Kind("parameter", comparison.steps - 1, tuple(comparison.parameters.values()))
+    yield _Kind("buffer", comparison.steps - 1, tuple(comparison.buffers.values()))
+
+
+def _within_stage(tally: Tally, comparison: Comparison, kind: _Kind, logical: Logical) -> None:
+    for _ in range(logical.copies - len(logical.unequal)):
+        tally.add(Verdict.TESTED_EXACT)
+    for one, other, found in logical.unequal:
+        name = logical.holding.name
+        finding = Finding(
+            "replicas_differ",
+            f"ranks {one} and {other} hold different copies of {_noun(kind, name)} at step {kind.step}",
+            comparison.place(name),
+            {
+                "tensor": name,
+                "step": str(kind.step),
+                "ranks": f"{one}, {other}",
+                "differing elements": str(found.elements),
+                "greatest difference": f"{found.largest:.6g}",
+            },
+        )
+        repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
+        tally.add(Verdict.REFUTED, None if repeated else finding)
+
+
+def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: Logical, other: Logical) -> None:
+    if not tied_copies_differ(one, other):
+        tally.add(Verdict.TESTED_EXACT)
+        return
+    name = one.holding.name
+    stages = f"{one.holding.stage} and {other.holding.stage}"
+    finding = Finding(
+        "replicas_differ",
+        f"stages {stages} hold different copies of {_noun(kind, name)} at step {kind.step}",
+        comparison.place(name),
+        {"tensor": name, "step": str(kind.step), "stages": stages},
+        cause="the gradient of a tied parameter is summed over all stages that use it"
+        if kind.name == "gradient"
+        else None,
+    )
+    repeated = any(f.counter_example["tensor"] == name for f in tally.findings)
+    tally.add(Verdict.REFUTED, None if repeated else finding)
+
+
+def _noun(kind: _Kind, name: str) -> str:
+    return f"the gradient of `{name}`" if kind.name == "gradient" else f"the {kind.name} `{name}`"

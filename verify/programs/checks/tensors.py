@@ -1,0 +1,155 @@
+"""Logical gradients, parameters and buffers against the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from verify.programs.checks.cause import likely_cause
+from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.logical import Holding, Logical, by_rank, put_together
+from verify.programs.checks.norm import cause_of_update
+from verify.results.finding import Finding
+from verify.results.tensor_difference import Difference, difference, family_scale, is_finite
+from verify.results.verdict import Verdict
+
+
+def check_gradients(comparison: Comparison) -> Outcome:
+    """Compare each parameter's gradient at every step.
+
+    A gradient that is missing, or one too many, is refuted: also where the program says that the parameter is not
+    trained.
+    """
+    tally = Tally("gradients", comparison.tolerance.level, comparison.tolerance)
+    before: dict[tuple[int, str], Tensor | None] = {}
+    for step in range(comparison.steps):
+        expected = comparison.reference.gradients[step]
+        scale = family_scale(expected.values())
+        entries = by_rank(comparison.results, "gradient", step)
+        together = [put_together(holding, entries) for holding in comparison.parameters.values()]
+        for logical in together:
+            tied = [other for other in together if other.holding.name == logical.holding.name]
+            last = before.get((logical.holding.stage, logical.holding.name))
+            _compare(tally, comparison, "gradient", step, logical, expected, scale, tied, last)
+        before = {(found.holding.stage, found.holding.name): found.value for found in together}
+    return tally.outcome()
+
+
+def check_parameters(comparison: Comparison) -> Outcome:
+    """Compare every parameter after the last step."""
+    tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
+    expected = comparison.reference.parameters
+    scale = family_scale(expected.values())
+    entries = by_rank(comparison.results, "parameter")
+    for holding in comparison.parameters.values():
+        step = comparison.steps - 1
+        _compare(tally, comparison, "parameter", step, put_together(holding, entries), expected, scale)
+    return tally.outcome()
+
+
+def check_buffers(comparison: Comparison) -> Outcome:
+    """Compare every buffer that the program holds, after the last step."""
+    tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
+    expected = comparison.reference.buffers
+    scale = family_scale(t for t in expected.values() if t.is_floating_point())
+    entries = by_rank(comparison.results, "buffer")
+    for holding in comparison.buffers.values():
+        step = comparison.steps - 1
+        _compare(tally, comparison, "buffer", step, put_together(holding, entries), expected, scale)
+    return tally.outcome()
+
+
+def _compare(
+    tally: Tally,
+    comparison: Comparison,
+    kind: str,
+    step: int,
+    logical: Logical,
+    reference: Mapping[str, Tensor | None],
+    scale: float,
+    tied: Sequence[Logical] = (),
+    before: Tensor | None = None,
+) -> None:
+    name = logical.holding.name
+    if name not in reference:
+        return  # the coverage check reports it
+    expected = reference[name]
+    if logical.problem:
+        message = f"{_noun(kind, name)} cannot be put together from its shards: {logical.problem}"
+        tally.add(Verdict.REFUTED, _finding(comparison, _missing(kind), message, logical.holding, step))
+        return
+    if expected is None or logical.value is None:
+        if expected is None and logical.value is None:
+            tally.add(comparison.tolerance.level)
+            return
+        code = f"{kind}_extra" if expected is None else _missing(kind)
+        verb = "has a" if expected is None else "has no"
+        other = "none" if expected is None else "one"
+        message = f"the program {verb} {kind} of `{name}` at step {step}, and the model has {other}"
+        tally.add(Verdict.REFUTED, _finding(comparison, code, message, logical.holding, step))
+        return
+    found = difference(logical.value, expected, scale)
+    key = (kind, step, name)
+    verdict = comparison.tolerance.judge(key, found.relative)
+    finding = None
+    if not verdict.passes:
+        cause = likely_cause(logical, expected, tied, before) if kind == "gradient" else None
+        if kind == "parameter":
+            cause = cause_of_update(comparison, name, logical.value)
+        finding = _differs(comparison, kind, step, logical, found, verdict, cause)
+    tally.add(verdict, finding, found.relative, key)
+
+
+def _differs(
+    comparison: Comparison,
+    kind: str,
+    step: int,
+    logical: Logical,
+    found: Difference,
+    verdict: Verdict,
+    cause: str | None,
+) -> Finding:
+    name = logical.holding.name
+    assert logical.value is not None
+    code = f"{kind}_differs" if is_finite(logical.value) else "not_finite"
+    when = f"at step {step}" if kind == "gradient" else f"after {_steps(comparison)}"
+    return _finding(
+        comparison,
+        code if verdict is Verdict.REFUTED else "near_threshold",
+        f"{_noun(kind, name)} differs {when}: {found}",
+        logical.holding,
+        step,
+        {
+            "mismatched": f"{found.mismatched} of {found.elements}",
+            "greatest absolute difference": f"{found.absolute:.6g} at {found.index}",
+            "relative difference": f"{found.relative:.3g}",
+            "allowed": f"{comparison.tolerance.allowed((kind, step, name)):.3g}",
+        },
+        cause,
+    )
+
+
+def _finding(
+    comparison: Comparison,
+    code: str,
+    message: str,
+    holding: Holding,
+    step: int,
+    facts: Mapping[str, str] | None = None,
+    cause: str | None = None,
+) -> Finding:
+    held = {"tensor": holding.name, "step": str(step), "stage": str(holding.stage), "ranks": str(holding.ranks)}
+    return Finding(code, message, comparison.place(holding.name), {**held, **(facts or {})}, cause)
+
+
+def _noun(kind: str, name: str) -> str:
+    return f"the gradient of `{name}`" if kind == "gradient" else f"the {kind} `{name}`"
+
+
+def _missing(kind: str) -> str:
+    return "gradient_missing" if kind == "gradient" else f"{kind}_differs"
+
+
+def _steps(comparison: Comparison) -> str:
+    return "1 step" if comparison.steps == 1 else f"{comparison.steps} steps"

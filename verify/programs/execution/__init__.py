@@ -1,0 +1,1 @@
+"""Run a program on ranks, and record what its variables hold."""

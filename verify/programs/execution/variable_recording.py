@@ -1,0 +1,205 @@
+"""Observed variables of a program, put together and compared with logical tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.ir.layout import parse_state
+from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
+from nnscaler.runtime.role import MICRO, Stage
+from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
+from verify.evidence.oracle.random_calls import runtime_state
+from verify.results.tensor_difference import FAMILY_SHARE, difference, largest
+
+Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
+Observed = dict[tuple[int, str, str], Pieces]  # (stage, phase, variable)
+CLOSE = 1e-6
+_ENTRY = re.compile(r"(\w+): (\w+(?:\((?:[^()]|\([^()]*\))*\))?)")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a stage: the logical tensor that it is, and how it lies on the axes and on micro-batches."""
+
+    name: str
+    tensor: str
+    layout: str
+    states: Mapping[str, State]
+    stage: type[Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """How a variable differs, on which ranks (those of the worst micro-batch), empty where no rank can be blamed."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+    micro: int | None = None
+    cause: str | None = None
+
+
+def variables_of(manifest: Mapping[str, Any], stages: Mapping[int, type[Stage]]) -> dict[tuple[int, str], Variable]:
+    """Return (stage, variable) -> the manifest's entry for it."""
+    found: dict[tuple[int, str], Variable] = {}
+    for index, variables in manifest["tensors"].items():
+        stage = stages.get(int(index))
+        if stage is None:
+            continue
+        for name, (tensor, layout) in variables.items():
+            found[int(index), name] = Variable(name, tensor, layout, parse_layout(layout), stage)
+    return found
+
+
+def parse_layout(text: str) -> dict[str, State]:
+    """Parse a layout into states of the runtime: the inverse of `nnscaler.ir.layout.format_layout`."""
+    return {axis: runtime_state(parse_state(state)) for axis, state in _ENTRY.findall(text)}
+
+
+def compare_variable(
+    variable: Variable, pieces: Pieces, expected: Tensor, bound: float, *, is_gradient: bool, scale: float = 0.0
+) -> Unequal | None:
+    """Return how the variable (or its gradient) differs from the logical tensor; None if it agrees."""
+    states = gradient_states(variable.states) if is_gradient else dict(variable.states)
+    prepared = all(micro < 0 for _, micro in pieces)
+    sizes = dict(variable.stage.axes)
+    if not prepared:
+        sizes[MICRO] = variable.stage.micro_batches
+    states = {axis: state for axis, state in states.items() if axis in sizes}
+    if len(pieces) != prod(sizes.values()):
+        return None  # the run ended before every rank had it
+    at = [
+        (_coordinates(variable, rank, micro, prepared), _exact(piece))
+        for (rank, micro), piece in sorted(pieces.items())
+    ]
+    blamed = _blame(variable, pieces, expected, bound, states, sizes, scale)
+    if blamed is not None:
+        cause = _likely_cause(at, expected, states, sizes, is_gradient) or _misplaced(
+            variable, at, expected, states, sizes
+        )
+        return replace(blamed, cause=cause)
+    try:
+        assembled = assemble(at, states, sizes, tuple(expected.shape))
+    except ValueError as error:
+        return Unequal(str(error))
+    found = difference(assembled.value, expected, scale)
+    if found.relative <= bound:
+        return _unequal_copies(variable, assembled, expected, bound, scale)
+    return Unequal(str(found), cause=_likely_cause(at, expected, states, sizes, is_gradient))
+
+
+def _exact(piece: Tensor) -> Tensor:
+    return piece.to(torch.complex128 if piece.is_complex() else torch.float64)
+
+
+def _unequal_copies(
+    variable: Variable, assembled: Assembled, expected: Tensor, bound: float, scale: float
+) -> Unequal | None:
+    """Find partial sums whose copies on another axis differ: the first copy alone is right."""
+    allowed = bound * max(largest(expected), FAMILY_SHARE * scale)
+    unequal = [found for found in assembled.differences if found.largest > allowed]
+    if not unequal:
+        return None
+    at = dict(unequal[0].other)
+    axes = ", ".join(axis for axis, index in unequal[0].coordinates if at[axis] != index)
+    rank = variable.stage.ranks[ravel(at, variable.stage.axes)]
+    return Unequal(str(unequal[0]), (rank,), cause=f"only the first rank of {axes} is right, and its copies differ")
+
+
+def _likely_cause(
+    at: Sequence[tuple[Coordinates, Tensor]],
+    expected: Tensor,
+    states: Mapping[str, State],
+    sizes: Mapping[str, int],
+    is_gradient: bool,
+) -> str | None:
+    """Try simple repairs, a sum over an axis or one sum less, and describe the first that gives the right result."""
+    what = "gradient is" if is_gradient else "values are"
+    with contextlib.suppress(ValueError):
+        value = assemble(at, states, sizes, tuple(expected.shape)).value
+        for size in sorted({size for size in sizes.values() if size > 1}):
+            axes = " or ".join(axis for axis, other in sizes.items() if other == size)
+            if difference(value, expected * size).relative < CLOSE:
+                return f"the {what} {size} times the model's, the size of {axes}: summed once too often"
+            if difference(value * size, expected).relative < CLOSE:
+                return f"the {what} 1/{size} of the model's, the size of {axes}: averaged, or not summed"
+    for axis, size in sizes.items():
+        if axis == MICRO or size == 1 or isinstance(states.get(axis), Sharded | Partial):
+            continue
+        with contextlib.suppress(ValueError):
+            summed = assemble(at, {**states, axis: Partial()}, sizes, tuple(expected.shape)).value
+            if difference(summed, expected).relative < CLOSE:
+                return f"the {what} right once summed over {axis}: an all_reduce over {axis} is missing"
+    return None
+
+
+def _misplaced(
+    variable: Variable,
+    at: Sequence[tuple[Coordinates, Tensor]],
+    expected: Tensor,
+    states: Mapping[str, State],
+    sizes: Mapping[str, int],
+) -> str | None:
+    """Test: every wrong piece belongs to another rank or micro-batch."""
+    rights = [(coordinates, shard(expected.double(), states, sizes, coordinates)) for coordinates, _ in at]
+    first = None
+    for (coordinates, piece), (_, right) in zip(at, rights, strict=True):
+        if difference(piece, right).relative < CLOSE:
+            continue
+        owner = next((other for other, theirs in rights if difference(piece, theirs).relative < CLOSE), None)
+        if owner is None:
+            return None
+        first = first or (coordinates, owner)
+    if first is None:
+        return None
+    here, there = (_describe(variable, coordinates, sizes) for coordinates in first)
+    return f"the right pieces at wrong places: {here} has the piece of {there}"
+
+
+def _describe(variable: Variable, coordinates: Coordinates, sizes: Mapping[str, int]) -> str:
+    stage = variable.stage
+    rank = stage.ranks[ravel(coordinates, stage.axes)]
+    return f"rank {rank}" + (f" in micro-batch {coordinates[MICRO]}" if sizes.get(MICRO, 1) > 1 else "")
+
+
+def _blame(
+    variable: Variable,
+    pieces: Pieces,
+    expected: Tensor,
+    bound: float,
+    states: Mapping[str, State],
+    sizes: Mapping[str, int],
+    scale: float,
+) -> Unequal | None:
+    """Return the ranks whose piece is not what the layout says; partial sums blame nobody."""
+    if any(isinstance(state, Partial) for state in states.values()):
+        return None
+    wrong: dict[int, list[int]] = {}
+    worst, text = 0.0, ""
+    for (rank, micro), piece in sorted(pieces.items()):
+        coordinates = _coordinates(variable, rank, micro, micro < 0)
+        try:
+            right = shard(expected.double(), states, sizes, coordinates)
+        except ValueError as error:
+            return Unequal(str(error), (rank,))
+        found = difference(piece, right, scale)
+        if found.relative > bound:
+            wrong.setdefault(micro, []).append(rank)
+            if found.relative > worst or found.relative == inf:
+                worst, text = found.relative, f"{found} on rank {rank}"
+    if not wrong:
+        return None
+    micro = min(wrong)
+    return Unequal(text, tuple(wrong[micro]), micro if micro >= 0 and variable.stage.micro_batches > 1 else None)
+
+
+def _coordinates(variable: Variable, rank: int, micro: int, prepared: bool) -> dict[str, int]:
+    coordinates = unravel(variable.stage.ranks.index(rank), variable.stage.axes)
+    return coordinates if prepared else {**coordinates, MICRO: micro}

@@ -1,0 +1,251 @@
+"""Test, then prove, the claims about one call.
+
+A test is exact: small whole numbers in float64, outputs and gradients under random cotangents, deliberately wrong
+variants told apart. A proof only ever strengthens what has passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from op_registry.errors import AnnotationError
+from op_registry.spec import Refusal
+
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from verify.evidence.cases import Case, Inputs
+from verify.evidence.dimension_types.hook_forms import composes, left_alone
+from verify.evidence.options import DRAWS, Kind
+from verify.evidence.oracle.check import as_check, run_cases
+from verify.evidence.oracle.enumerate import Base, Target
+from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
+from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.runner import CaseResult, WholeRaised
+from verify.evidence.provers import prove_base
+from verify.evidence.strength import Strength
+from verify.programs.lemmas.representative import FREE, Representative, represent
+from verify.programs.lemmas.stand_in import Unrepresented
+from verify.programs.lemmas.statement import Claim, Passes, Splits, Together
+from verify.results.finding import Finding
+from verify.results.verdict import Verdict
+
+KINDS: tuple[Kind, ...] = ("integers", "normal", "sparse", "positive", "integers", "normal", "given")
+AGAIN, NEXT = 3, 101  # representative calls that are tried, and how far their seeds are apart
+PARTS = (2, 3, 4)
+MESH = (3, 2)  # of a case with two axes
+
+# What a proof takes for granted and the compiler refuses otherwise: a partial maximum of a tensor with a gradient.
+_GRANTED = frozenset({"no gradient flows through a partial maximum"})
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The verdict on one claim.
+
+    blocker  why the verdict is not a stronger one
+    count    tensors that were compared
+    open     not everything has been tried yet (a proof, at least); another run can continue
+    """
+
+    verdict: Verdict
+    blocker: str = ""
+    count: int = 0
+    finding: Finding | None = None
+    open: bool = False
+
+
+@dataclass
+class Subject:
+    """One representative call and what is claimed of it. `strided`: identifiers that plans split so."""
+
+    small: Representative
+    claims: dict[Claim, None] = field(default_factory=dict)
+    strided: set[str] = field(default_factory=set)
+
+
+def test(subject: Subject, claim: Claim) -> Evidence:
+    """Run cases of the claim. TESTED at best, and then open."""
+    small = subject.small
+    started = time.perf_counter()
+    outcome = Outcome()
+    try:
+        for small, inputs in _inputs(subject, claim):
+            assert small.signature.spec is not None
+            run_cases(small.runner, _cases(claim, inputs, subject.strided), outcome)
+            if outcome.failures or (outcome.count and not outcome.survived(DRAWS)):
+                break
+    except (AnnotationError, Refusal) as error:
+        return Evidence(Verdict.INCONCLUSIVE, str(error).splitlines()[0])
+    check = as_check(str(claim), outcome, time.perf_counter() - started)
+    if outcome.failures:
+        return Evidence(Verdict.REFUTED, "", outcome.count, _finding(small, outcome.failures[0]))
+    reason = "" if check.verdict.passes else check.detail or "its results are not finite, or zeros only"
+    return Evidence(check.verdict, reason, outcome.count, open=check.verdict.passes)
+
+
+def _inputs(subject: Subject, claim: Claim) -> Iterator[tuple[Representative, Inputs]]:
+    """Yield inputs of one representative call, and then of others: what no kind of input draws anew, such as the places
+    of labels, may make a wrong variant look right."""
+    small = _sized(subject.small, claim)
+    for number in range(AGAIN):
+        if number:
+            try:
+                small = _sized(represent(subject.small.signature, small.inputs.seed + NEXT), claim)
+            except Unrepresented:
+                return
+        for inputs in _draws(small):
+            yield small, inputs
+
+
+def _sized(small: Representative, claim: Claim) -> Representative:
+    """Return a representative in which what is split divides by 6."""
+    bound = small.signature.bound
+    names = [claim.identifier] if isinstance(claim, Splits) else []
+    names = list(dict.fromkeys(claim.identifiers)) if isinstance(claim, Together) else names
+    twice = isinstance(claim, Together) and len(names) == 1
+    if bound is None or small.samples:
+        return small
+    if all(bound.sizes.get(n, 0) % (FREE[0] if twice else FREE[1]) == 0 for n in names):
+        return small
+    try:
+        return represent(small.signature, small.inputs.seed, tuple(names))
+    except Unrepresented:
+        return small
+
+
+def _draws(small: Representative) -> Iterator[Inputs]:
+    """Yield inputs on which the whole operator shows something; what is always zero is meant so, of a built-in
+    operator."""
+    zeros: list[Inputs] = []
+    found = 0
+    for number, kind in enumerate(KINDS):
+        inputs = replace(small.inputs, kind=kind, seed=small.inputs.seed * 1000 + number)
+        try:
+            whole = small.runner.prepare(inputs).whole
+        except WholeRaised:
+            continue
+        if whole.finite and whole.shows_something:
+            found += 1
+            yield inputs
+        elif whole.finite:
+            zeros.append(inputs)
+        if found == DRAWS:
+            return
+    if not found and small.runner.spec.target is None:
+        yield from zeros[:DRAWS]
+
+
+def _cases(claim: Claim, inputs: Inputs, strided: set[str]) -> Iterator[Case]:
+    if isinstance(claim, Together):
+        first, second = claim.identifiers
+        yield Case(inputs, (Split(first, 2 if first == second else 1), Split(second)), MESH)
+        return
+    if isinstance(claim, Splits) and claim.uneven:
+        for parts in PARTS:
+            yield Case(inputs, (Split(claim.identifier),), (parts,), uneven=True)
+        return
+    for choice in _choices(claim, strided):
+        for parts in PARTS if isinstance(claim, Splits) else PARTS[:2]:
+            yield Case(inputs, (choice,), (parts,))
+
+
+def _choices(claim: Claim, strided: set[str]) -> tuple[Choice, ...]:
+    match claim:
+        case Splits(identifier):
+            outers = (1, 2) if identifier in strided else (1,)
+            return tuple(Split(identifier, outer) for outer in outers)
+        case Passes(slots):
+            return (RunPartial(slots),)
+    return (RunInvariant(), RunReplicated())
+
+
+def _finding(small: Representative, failed: CaseResult) -> Finding:
+    spec = small.runner.spec
+    if any(isinstance(c, RunPartial) for c in failed.case.choices):
+        return wrong_linear(spec, failed)
+    if all(isinstance(c, Split) for c in failed.case.choices):
+        return wrong_split(spec, failed)
+    message = f"`{spec.name}`, run whole on every rank, does not give every rank what the whole gives"
+    cause = "its backward is not linear in the gradient that it is given, or copies of it do not agree"
+    facts = {"shapes": ", ".join(str(t.shape) for t in failed.signature.call.tensors())}
+    return Finding("annotation_wrong", message, spec.where, facts, cause)
+
+
+def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+    """Return the evidence after the proofs that are open.
+
+    All claims about one call share its trace. `deadline`: of `time.thread_time`; what is not proved by then stays open.
+    """
+    small = subject.small
+    undecided = [c for c in subject.claims if tested[c].verdict.passes and tested[c].open]
+    wanted = {_target(c): c for c in undecided if isinstance(c, Passes) or (isinstance(c, Splits) and not c.uneven)}
+    leaders = tuple(t for t in wanted if isinstance(t, str))
+    linear = tuple(t for t in wanted if isinstance(t, frozenset))
+    base = Base(small.inputs, small.signature, leaders, linear)
+    found = {c: replace(e, open=e.open and not e.verdict.passes) for c, e in tested.items()}
+    if small.runner.spec.random:
+        found = {c: replace(e, blocker=e.blocker or "it draws random numbers") for c, e in found.items()}
+    elif wanted:
+        for target, strength in prove_base(small.runner, base, deadline).items():
+            claimed = wanted[target]
+            found[claimed] = replace(_strengthened(small, claimed, tested[claimed], strength), open=strength.open)
+    for claim in undecided:
+        if isinstance(claim, Splits) and claim.uneven:
+            found[claim] = _unevenly(small, claim, found)
+        elif isinstance(claim, Together):
+            found[claim] = _composed(small, claim, found)
+        else:
+            continue
+        names = claim.identifiers if isinstance(claim, Together) else (claim.identifier,)
+        leant_on = [found[Splits(name)] for name in names if Splits(name) in found]
+        found[claim] = replace(found[claim], open=any(e.open for e in leant_on))
+    return found
+
+
+def _target(claim: Splits | Passes) -> Target:
+    return claim.identifier if isinstance(claim, Splits) else claim.slots
+
+
+def _strengthened(small: Representative, claim: Claim, tested: Evidence, strength: Strength) -> Evidence:
+    if strength.verdict is Verdict.REFUTED:
+        assert strength.counter_example is not None and small.signature.bound is not None
+        text = small.signature.bound.text
+        finding = refuted_by_proof(small.runner.spec, str(claim), text, strength.counter_example)
+        return replace(tested, verdict=Verdict.REFUTED, finding=finding)
+    if small.other_numbers and strength.verdict is not Verdict.TESTED_EXACT:
+        bounded = Verdict.TESTED_EXACT if small.samples else Verdict.PROVED_BOUNDED
+        return replace(tested, verdict=bounded, blocker="it was looked at with other numbers among its arguments")
+    conditions = strength.blocker.split("; ") if strength.blocker else []
+    if strength.verdict is Verdict.PROVED_BOUNDED and conditions and set(conditions) <= _GRANTED:
+        return replace(tested, verdict=Verdict.PROVED_ALL_SIZES)
+    blocker = strength.blocker
+    if strength.verdict is Verdict.PROVED_BOUNDED and len(conditions) > 1:
+        blocker = f"it takes for granted that {conditions[0]}, and {len(conditions) - 1} more relations of sizes"
+    return replace(tested, verdict=strength.verdict, blocker=blocker)
+
+
+def _unevenly(small: Representative, claim: Splits, found: Mapping[Claim, Evidence]) -> Evidence:
+    """Derive the evidence for unequal shards from the proof for equal ones.
+
+    A proof for all sizes holds for unequal shards too, unless a hook rewrites the call.
+    """
+    equal = found.get(Splits(claim.identifier))
+    if not left_alone(small.signature, claim.identifier):
+        return replace(found[claim], blocker="its call is rewritten for shards, and unequal ones are tested only")
+    if equal is None or equal.verdict is not Verdict.PROVED_ALL_SIZES:
+        return replace(found[claim], blocker="it is not proved of equal shards of all sizes")
+    return replace(found[claim], verdict=equal.verdict, blocker=equal.blocker)
+
+
+def _composed(small: Representative, claim: Together, found: Mapping[Claim, Evidence]) -> Evidence:
+    """Derive the evidence for two splits at once from that for each alone, where a shard's call is
+    made axis by axis."""
+    first, second = claim.identifiers
+    alone = [found[Splits(name)] for name in dict.fromkeys(claim.identifiers)]
+    weakest = max(alone, key=lambda e: list(Verdict).index(e.verdict))
+    if small.runner.spec.random:
+        return found[claim]
+    if not composes(small.signature, first, second):
+        return replace(found[claim], blocker="its call is rewritten for both axes at once")
+    return replace(found[claim], verdict=weakest.verdict, blocker=weakest.blocker)

@@ -1,0 +1,188 @@
+"""L1: the statements about operators that a proof of a program relies on, each looked at once.
+
+Obligations that differ in sizes, ranks, layers, names or axes become the same lemmas. A plan of hundreds of layers on
+thousands of ranks relies on some tens of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from op_registry.call import DType, TensorArgument
+from op_registry.spec import OperatorSpec
+
+from verify.programs.lemmas import evidence, whole
+from verify.programs.lemmas.evidence import Evidence, Subject
+from verify.programs.lemmas.memo import Memo
+from verify.programs.lemmas.obligation import Obligation
+from verify.programs.lemmas.representative import Representative, represent
+from verify.programs.lemmas.result import Lemma, LemmaResult
+from verify.programs.lemmas.stand_in import Unrepresented
+from verify.programs.lemmas.statement import Claim, RunsWhole, claims_of, strided
+from verify.results.verdict import Verdict
+
+
+@dataclass
+class _Form:
+    """Calls of one form. `small` is None where the claims need no call (`reason` empty) or there is none."""
+
+    operator: str
+    text: str
+    spec: OperatorSpec | None
+    small: Representative | None
+    reason: str = ""
+    uses: dict[Claim, int] = field(default_factory=dict)
+    strided: set[str] = field(default_factory=set)
+    examples: dict[Claim, str] = field(default_factory=dict)
+
+    def add(self, claim: Claim, obligation: Obligation) -> None:
+        self.uses[claim] = self.uses.get(claim, 0) + obligation.uses
+        self.examples.setdefault(claim, obligation.example)
+        self.strided |= strided(obligation)
+
+
+def prove_obligations(
+    obligations: Sequence[Obligation],
+    *,
+    seconds: float,
+    progress: Callable[[str], None] | None = None,
+    memo: Memo | None = None,
+    seed: int = 0,
+) -> LemmaResult:
+    """Test every lemma that the obligations rely on, and prove what can be proved.
+
+    `seconds`: of this thread's processor time, so that other work on the machine changes no verdict. What is not tested
+    by then is INCONCLUSIVE, what is not proved is TESTED. `memo`: evidence of earlier calls; it is given each piece of
+    new evidence at once, so that a call after one that was cut short goes on from there. Does not raise for what is
+    wrong with an operator.
+    """
+    started = time.perf_counter()
+    forms = _forms(obligations, seed)
+    subjects = [Subject(form.small, dict.fromkeys(form.uses), form.strided) for form in forms if form.small]
+    found = _gather(subjects, seconds, progress or (lambda text: None), memo or Memo())
+    lemmas: list[Lemma] = []
+    for form in forms:
+        known = found[id(form.small)] if form.small is not None else {}
+        lemmas += [_lemma(form, claim, known) for claim in form.uses]
+    return LemmaResult(tuple(lemmas), len(obligations), time.perf_counter() - started)
+
+
+def _gather(
+    subjects: Sequence[Subject], seconds: float, progress: Callable[[str], None], memo: Memo
+) -> dict[int, Mapping[Claim, Evidence]]:
+    """Gather the evidence by the representative's id: all tests first, then proofs while there is time."""
+    deadline = time.thread_time() + seconds
+    found: dict[int, Mapping[Claim, Evidence]] = {}
+    open_: list[tuple[Subject, dict[Claim, Evidence]]] = []
+    for subject in subjects:
+        known = dict(memo.known(subject))
+        found[id(subject.small)] = known
+        missing = [claim for claim in subject.claims if claim not in known]
+        if missing:
+            progress(f"lemmas of {subject.small.runner.spec.name}")
+            for claim in missing:
+                known[claim] = _tested(subject, claim, deadline, seconds)
+            memo.keep(subject, known)
+        if any(e.open for e in known.values()):
+            open_.append((subject, known))
+    for subject, tested in open_:
+        progress(f"the proof of {subject.small.runner.spec.name}")
+        found[id(subject.small)] = memo.keep(subject, evidence.prove(subject, tested, deadline))
+    return found
+
+
+def _tested(subject: Subject, claim: Claim, deadline: float, seconds: float) -> Evidence:
+    if time.thread_time() > deadline:
+        reason = f"the limit of {seconds:g} s of processor time was reached before it was tested"
+        return Evidence(Verdict.INCONCLUSIVE, reason, open=True)
+    return whole.look_at(subject) if isinstance(claim, RunsWhole) else evidence.test(subject, claim)
+
+
+def _forms(obligations: Sequence[Obligation], seed: int) -> list[_Form]:
+    """Return the obligations by the form of their call: small representatives that are equal are one form."""
+    by_call: dict[object, _Form] = {}
+    by_form: dict[object, _Form] = {}
+    for obligation in obligations:
+        signature = obligation.signature
+        call, spec = signature.call, signature.spec
+        claims = list(claims_of(obligation))
+        if _is_users(spec) or (spec is not None and spec.random):
+            claims.append(RunsWhole())  # a function of its inputs is what every claim is about
+        for claim in dict.fromkeys(claims):
+            constructed = isinstance(claim, RunsWhole) and _by_construction(obligation) is not None
+            key = call.operator if constructed else repr((call, id(spec), signature.bound and signature.bound.text))
+            if key not in by_call:
+                made = _Form(call.operator, "", spec, None) if constructed else _form(obligation, seed)
+                by_call[key] = by_form.setdefault(_key(made), made)
+            by_call[key].add(claim, obligation)
+    return list(by_form.values())
+
+
+def _is_users(spec: OperatorSpec | None) -> bool:
+    return spec is not None and spec.target is not None
+
+
+def _by_construction(obligation: Obligation) -> Evidence | None:
+    spec = obligation.signature.spec
+    if _is_users(spec) or (spec is not None and spec.random):
+        return None
+    return whole.by_construction(obligation.signature.call.operator)
+
+
+def _form(obligation: Obligation, seed: int) -> _Form:
+    signature = obligation.signature
+    text = signature.bound.text if signature.bound is not None else ""
+    try:
+        small = represent(signature, seed)
+    except Unrepresented as error:
+        return _Form(signature.call.operator, text, signature.spec, None, f"no small call of it runs: {error}")
+    return _Form(signature.call.operator, text, signature.spec, small)
+
+
+def _key(form: _Form) -> object:
+    if form.small is None:
+        return form.operator, form.text, id(form.spec), form.reason
+    return form.small.form, form.text, id(form.spec)
+
+
+def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
+    found = known.get(claim)
+    if found is None and form.reason:
+        found = Evidence(Verdict.INCONCLUSIVE, form.reason)
+    elif found is None:
+        found = whole.by_construction(form.operator) or Evidence(Verdict.INCONCLUSIVE, "nothing is known of it")
+    annotated = f" (`{form.text}`)" if form.text else ""
+    return Lemma(
+        f"`{form.operator}`{annotated} {claim}",
+        form.operator,
+        _called(form),
+        found.verdict,
+        found.blocker,
+        form.uses[claim],
+        form.examples[claim],
+        found.count,
+        found.finding,
+        form.spec.where if form.spec is not None else None,
+        found.open,
+    )
+
+
+def _called(form: _Form) -> str:
+    """Describe the operator's call, at small sizes."""
+    if form.small is None:
+        return form.operator
+
+    def shown(value: object) -> str:
+        if isinstance(value, TensorArgument):
+            return str(list(value.shape))
+        if isinstance(value, DType):
+            return value.name
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(shown, value)) + "]"
+        return repr(value)
+
+    call = form.small.signature.call
+    given = [*map(shown, call.args), *(f"{key}={shown(value)}" for key, value in call.kwargs.items())]
+    return f"{call.operator}({', '.join(given)})"

@@ -1,0 +1,111 @@
+"""Turn obligations into lemmas: statements about one operator that mention no sizes, ranks, layers or axes.
+
+A lemma speaks of one choice on one axis. That an operation run under a choice on each of several axes makes shards of
+shards follows by induction over the axes: the shard of one axis is a call of the same operator at other sizes, to which
+the next axis' lemma applies, outermost digit first where axes share a dim. The induction takes a lemma for all sizes,
+and that the call which a rank makes for several axes together is the call made axis by axis; the first is the lemmas'
+strength, the second is looked at where the operator's record rewrites calls (`Together`).
+
+A strided split (`outer`) or one by sections follows from contiguous ones in all numbers of parts: with as many parts
+as elements, the operator works element by element (or adds up what single elements give), and any set of elements is
+then right. The tests run them all the same. Unequal shards follow likewise where no hook rewrites calls; they are a
+claim of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TypeGuard
+
+from nnscaler.ir.placement import Choice, RunPartial, Split
+from nnscaler.ir.signature import Signature
+from verify.programs.lemmas.obligation import Obligation
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The identifier (the first of those split together) may be split. `uneven`: into shards of unequal sizes."""
+
+    identifier: str
+    uneven: bool = False
+
+    def __str__(self) -> str:
+        return f"splits `{self.identifier}`" + (" into unequal shards" if self.uneven else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Partial sums in these input slots become partial sums of the outputs."""
+
+    slots: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"passes on partial sums in inputs {sorted(self.slots)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Two identifiers, or one of them twice, are split by two axes at once."""
+
+    identifiers: tuple[str, str]
+
+    def __str__(self) -> str:
+        first, second = self.identifiers
+        return f"splits `{first}` by two axes" if first == second else f"splits `{first}` and `{second}` by two axes"
+
+
+@dataclass(frozen=True, slots=True)
+class RunsWhole:
+    """Every rank runs all of it, on equal inputs, with equal gradients or with partial sums of gradients."""
+
+    def __str__(self) -> str:
+        return "runs whole"
+
+
+Claim = Splits | Passes | Together | RunsWhole
+
+
+def claims_of(obligation: Obligation) -> tuple[Claim, ...]:
+    """Return the distinct claims that an obligation makes. An axis of size 1 makes none."""
+    signature = obligation.signature
+    choices = [c for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True) if size > 1]
+    found = dict.fromkeys(_of_choice(signature, c) for c in choices)
+    found |= dict.fromkeys(Splits(_leader(signature, c.identifier), True) for c in choices if _is_uneven(c))
+    splits = [_leader(signature, c.identifier) for c in choices if isinstance(c, Split)]
+    found |= dict.fromkeys(Together(pair) for pair in _pairs(splits))
+    if not splits and not any(isinstance(c, RunPartial) for c in choices):
+        found[RunsWhole()] = None
+    return tuple(found)
+
+
+def _is_uneven(choice: Choice) -> TypeGuard[Split]:
+    return isinstance(choice, Split) and bool(choice.sizes)
+
+
+def _of_choice(signature: Signature, choice: Choice) -> Claim:
+    if isinstance(choice, Split):
+        return Splits(_leader(signature, choice.identifier))
+    return Passes(choice.slots) if isinstance(choice, RunPartial) else RunsWhole()
+
+
+def _leader(signature: Signature, identifier: str) -> str:
+    """Return the identifier that stands for those split together with it."""
+    if signature.bound is None:
+        return identifier
+    return signature.bound.tied.get(identifier, (identifier,))[0]
+
+
+def _pairs(splits: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for first, second in combinations(splits, 2):
+        yield (first, second) if first <= second else (second, first)
+
+
+def strided(obligation: Obligation) -> frozenset[str]:
+    """Return the identifiers that some axis of the obligation splits into strided shards, or by sections."""
+    return frozenset(
+        _leader(obligation.signature, c.identifier)
+        for c, (_, size) in zip(obligation.choices, obligation.axes, strict=True)
+        if size > 1 and isinstance(c, Split) and (c.outer > 1 or c.sections)
+    )

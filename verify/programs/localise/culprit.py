@@ -1,0 +1,71 @@
+"""One place of a program that is wrong by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from op_registry.spec import SourceLocation
+
+from verify.programs.localise.statements import Statement
+from verify.programs.role_text import ModelLine
+from verify.programs.source_map import Places
+from verify.results.finding import Finding
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a role file."""
+
+    file: str
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """`tensor`: of the graph, or a parameter's name; `others`: how many more are wrong in the same way."""
+
+    code: str
+    message: str
+    tensor: str
+    line: Line | None = None
+    model: ModelLine | None = None
+    cause: str | None = None
+    help: str | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    def finding(self, places: Places, tensors: Mapping[str, str]) -> Finding:
+        """Turn the culprit into a finding. `tensors`: parameter's name -> tensor of the graph."""
+        tensor = tensors.get(self.tensor, self.tensor)
+        where = places.of_tensor(tensor) or places.of_stored().get(tensor) or places.of_line(self.model)
+        related: tuple[tuple[str, SourceLocation], ...] = ()
+        if self.line is not None:
+            related = (("generated program", SourceLocation(self.line.file, self.line.number, self.line.text)),)
+        message = self.message
+        if self.others:
+            named = ", ".join(f"`{name}`" for name in self.others[:2])
+            more = f" and {len(self.others) - 2} more" if len(self.others) > 2 else ""
+            message += f" (as are those of {named}{more})"
+        facts = {"tensor": self.tensor, **self.facts}
+        return Finding(self.code, message, where, facts, self.cause, self.help, related=related)
+
+
+def line_of(statement: Statement) -> Line:
+    return Line(statement.file, statement.line, statement.text)
+
+
+def findings_of(culprits: list[Culprit], places: Places, tensors: Mapping[str, str]) -> tuple[Finding, ...]:
+    """Return one finding per culprit, at most five; the first says how many there are."""
+    found = [culprit.finding(places, tensors) for culprit in culprits[:SHOWN]]
+    if len(culprits) > 1:
+        shown = f", the first {SHOWN} are shown" if len(culprits) > SHOWN else ""
+        facts = {**found[0].counter_example, "places": f"{len(culprits)} lines are wrong by themselves{shown}"}
+        first = found[0]
+        found[0] = Finding(
+            first.code, first.message, first.where, facts, first.cause, first.help, first.reproduce, first.related
+        )
+    return tuple(found)

@@ -1,0 +1,276 @@
+"""Gradients of parameters after a taught step: every part was right, so what is wrong is how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nnscaler.ir.graph import Graph
+from nnscaler.runtime.role import MICRO, Parameter, Stage
+from nnscaler.runtime.shards import shard, unravel
+from verify.programs.localise.culprit import SHOWN, Culprit, Line
+from verify.programs.localise.declarations import Key
+from verify.programs.localise.statements import Foreign
+from verify.programs.localise.teacher_forcing import Teacher
+from verify.results.tensor_difference import difference
+
+CLOSE = 1e-6
+Summed = Mapping[tuple[int, str], frozenset[str]]
+Finals = Mapping[tuple[int, str], Mapping[int, Tensor | None]]
+Column = tuple[str, int, int]  # stage (as text, "before" for the last step), rank, micro-batch
+
+
+def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, Line]) -> list[Culprit]:
+    """Find parameters whose `reduce` is not the axes on which their readers leave parts."""
+    found: list[Culprit] = []
+    for stage, attribute in _in_order(teacher, summed):
+        axes = summed[stage, attribute]
+        declared = teacher.stages[stage].parameters.get(attribute)
+        if declared is None or not declared.used:
+            continue
+        sizes = teacher.stages[stage].axes
+        missing = [a for a in sizes if a in axes and a not in declared.reduce]
+        extra = [a for a in declared.reduce if a not in axes and sizes.get(a, 1) > 1]
+        if not missing and not extra:
+            continue
+        if missing:
+            over = " and ".join(missing)
+            cause = (
+                f"the ranks of axis {over} hold parts of a sum: summing over {over} repairs it, an all_reduce over "
+                f"{over} is missing, and its reduce={declared.reduce} does not name {over}"
+            )
+        else:
+            times = 1
+            for axis in extra:
+                times *= sizes[axis]
+            over = " and ".join(extra)
+            cause = (
+                f"it is {times} times the model's (the size of {over}); 1/{times} repairs it: summed once too often, "
+                f"for its reduce={declared.reduce} names {over}, on which it is whole"
+            )
+        found.append(_culprit("gradient_differs", stage, attribute, declared, lines, cause))
+    return _merged(found) if len(found) > SHOWN else found
+
+
+def _in_order(teacher: Teacher, keys: Collection[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return (stage, attribute) in the order of the declarations."""
+    order = [(index, name) for index, stage in sorted(teacher.stages.items()) for name in stage.parameters]
+    return [key for key in order if key in keys]
+
+
+def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, Line]) -> list[Culprit]:
+    """Find trained tensors that the program declares frozen, or unused although the model uses them."""
+    found: list[Culprit] = []
+    for index, stage in teacher.stages.items():
+        for attribute, declared in {**stage.frozen, **stage.parameters}.items():
+            tensor = teacher.tensor_of(index, f"self.{attribute}")
+            trained = tensor in teacher.logical.cotangents and bool(graph.consumers.get(tensor or ""))
+            if not trained or (attribute in stage.parameters and declared.used):
+                continue
+            where = "frozen" if attribute in stage.frozen else "parameters"
+            cause = "it is declared frozen" if where == "frozen" else "it is declared used=False: nothing is summed"
+            found.append(_culprit("gradient_missing", index, attribute, declared, lines, cause, where))
+    return found
+
+
+def wrongly_accumulated(
+    teacher: Teacher, before: Finals, lines: Mapping[Key, Line], foreign: Sequence[Foreign]
+) -> list[Culprit]:
+    """Find parameters whose gradient is not the sum of the right parts. `before`: what the last step left."""
+    found: list[Culprit] = []
+    for stage, attribute in _in_order(teacher, teacher.seen.gradients):
+        pieces = teacher.seen.gradients[stage, attribute]
+        declared = teacher.stages[stage].parameters.get(attribute)
+        right = (
+            None
+            if declared is None
+            else teacher.logical.cotangents.get(teacher.tensor_of(stage, f"self.{attribute}") or "")
+        )
+        if declared is None or right is None or not declared.used:
+            continue
+        wrong = [rank for rank, piece in pieces.items() if not _is_right(teacher, stage, declared, rank, piece, right)]
+        if not wrong:
+            continue
+        cause = _cause(teacher, stage, attribute, declared, wrong[0], pieces[wrong[0]], before, right)
+        culprit = _culprit("gradient_differs", stage, attribute, declared, lines, cause)
+        facts = {**culprit.facts, "step": str(teacher.logical.step), "ranks": _named(wrong)}
+        culprit = replace(culprit, facts=facts)
+        found.append(_at_foreign(culprit, foreign, stage, attribute))
+    return _merged(found)
+
+
+def changed(teacher: Teacher, lines: Mapping[Key, Line], foreign: Sequence[Foreign]) -> list[Culprit]:
+    """Find parameters that the program itself writes to during a step."""
+    found: list[Culprit] = []
+    for (stage, attribute), ranks in sorted(teacher.seen.changed.items()):
+        declared = teacher.stages[stage].parameters.get(attribute) or teacher.stages[stage].frozen.get(attribute)
+        if declared is None:
+            continue
+        some = len(ranks) < len(teacher.stages[stage].ranks)
+        message = f"the program writes to the parameter `{declared.fqn}` during the step, on rank {_named(ranks)}"
+        cause = "only the optimizer may change a parameter" + (": its copies on other ranks stay as they were" * some)
+        code = "replicas_differ" if some else "parameter_differs"
+        line = lines.get((stage, "parameters", attribute))
+        facts = {"stage": str(stage), "step": str(teacher.logical.step)}
+        culprit = Culprit(code, message, declared.fqn, line, None, cause, None, facts)
+        found.append(_at_foreign(culprit, foreign, stage, attribute))
+    return found
+
+
+def _at_foreign(culprit: Culprit, foreign: Sequence[Foreign], stage: int, attribute: str) -> Culprit:
+    """Return the statement that no generated program has, where one names the parameter."""
+    line = next((f for f in foreign if f"self.{attribute}." in f.text and f.stage == stage), None)
+    return culprit if line is None else replace(culprit, line=Line(line.file, line.line, line.text))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _culprit(
+    code: str,
+    stage: int,
+    attribute: str,
+    declared: Parameter,
+    lines: Mapping[Key, Line],
+    cause: str | None,
+    group: str = "parameters",
+) -> Culprit:
+    if code == "gradient_missing":
+        message = f"the program has no gradient of `{declared.fqn}`, and the model has one"
+    else:
+        message = f"the gradient of `{declared.fqn}` is put together wrongly from parts that are right"
+    line = lines.get((stage, group, attribute))
+    return Culprit(code, message, declared.fqn, line, None, cause, None, {"stage": str(stage), "step": "0"})
+
+
+def _merged(culprits: list[Culprit]) -> list[Culprit]:
+    """Merge the culprits that have one cause into one, which names the other tensors."""
+    by_cause: dict[str, list[Culprit]] = {}
+    for culprit in culprits:
+        by_cause.setdefault(culprit.cause or culprit.tensor, []).append(culprit)
+    merged: list[Culprit] = []
+    for same in by_cause.values():
+        names = [name for name in dict.fromkeys(c.tensor for c in same) if name != same[0].tensor]
+        merged.append(replace(same[0], others=tuple(names)))
+    return merged
+
+
+def _is_right(
+    teacher: Teacher, stage: int, declared: Parameter, rank: int, piece: Tensor | None, right: Tensor
+) -> bool:
+    if piece is None:
+        return False
+    expected = _own(teacher.stages[stage], declared, rank, right)
+    return difference(piece, expected, float(right.abs().max()) if right.numel() else 0.0).relative < CLOSE
+
+
+def _own(stage: type[Stage], declared: Parameter, rank: int, tensor: Tensor) -> Tensor:
+    here = unravel(stage.ranks.index(rank), stage.axes)
+    return shard(tensor, declared.states, stage.axes, here)
+
+
+# -- why: the gradient as a combination of the parts that were dealt --------------------------------------------------
+
+
+def _cause(
+    teacher: Teacher,
+    stage: int,
+    attribute: str,
+    declared: Parameter,
+    rank: int,
+    piece: Tensor | None,
+    before: Finals,
+    right: Tensor,
+) -> str | None:
+    if piece is None:
+        return "the gradient is None: nothing was added to it"
+    if not bool((piece != 0).any()):
+        return "the gradient is zero everywhere: nothing was added to it"
+    whole = _own(teacher.stages[stage], declared, rank, right)
+    factor = float((piece * whole).sum() / (whole * whole).sum())
+    if difference(piece, factor * whole).relative < CLOSE:
+        return _factor(factor, teacher.stages[stage])
+    last = before.get((stage, attribute), {}).get(rank)
+    if last is not None and difference(piece, whole + last).relative < CLOSE:
+        return "the gradient of the step before is added: nobody cleared it"
+    columns = _parts(teacher, stage, declared, rank)
+    weights = _solve(columns, piece)
+    return None if weights is None else _words(weights, rank)
+
+
+def _factor(factor: float, stage: type[Stage]) -> str:
+    sizes = {**stage.axes, MICRO: stage.micro_batches}
+    for n in range(2, 65):
+        axes = " or ".join(axis for axis, size in sizes.items() if size == n)
+        over = f" (the size of {axes})" if axes else ""
+        if abs(factor - n) < CLOSE * n:
+            return f"it is {n} times the model's{over}; 1/{n} repairs it: summed once too often"
+        if abs(factor * n - 1) < CLOSE:
+            return f"it is 1/{n} of the model's{over}: averaged where it should be summed"
+    return f"it is {factor:.6g} times the model's"
+
+
+def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict[Column, Tensor]:
+    """Return each rank's contribution in each micro-batch, from every stage that holds the parameter."""
+    found: dict[Column, Tensor] = {}
+    here = unravel(teacher.stages[stage].ranks.index(rank), teacher.stages[stage].axes)
+    for index, other in teacher.stages.items():
+        for theirs in other.parameters.values():
+            if theirs.fqn != declared.fqn or not theirs.used or dict(theirs.states) != dict(declared.states):
+                continue
+            for position, owner in enumerate(other.ranks):
+                there = unravel(position, other.axes)
+                if any(there.get(a, i) != i for a, i in here.items() if a not in theirs.reduce):
+                    continue
+                for micro in range(other.micro_batches):
+                    part = teacher.part_of(index, theirs, (owner, micro))
+                    if part is not None:
+                        found[str(index), owner, micro] = part
+    return found
+
+
+def _solve(columns: Mapping[Column, Tensor], piece: Tensor) -> dict[Column, float] | None:
+    """Return the weights with which the parts make the gradient; None where they do not, or too little is known."""
+    if not columns or piece.numel() < len(columns) + 2:
+        return None
+    matrix = torch.stack([c.double().reshape(-1) for c in columns.values()], 1)
+    wanted = piece.double().reshape(-1)
+    weights = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0]
+    if difference(matrix @ weights, wanted).relative > CLOSE:
+        return None
+    return {key: round(float(w), 6) for key, w in zip(columns, weights, strict=True)}
+
+
+def _words(weights: Mapping[Column, float], rank: int) -> str | None:
+    """Return which parts are missing, or counted otherwise than once."""
+    used = {key for key, weight in weights.items() if weight}
+    missing = [key for key in weights if key not in used]
+    if not missing:
+        odd = {key: weight for key, weight in weights.items() if weight != 1}
+        shown = ", ".join(f"{w:g} times that of rank {k[1]}, micro-batch {k[2]}" for k, w in list(odd.items())[:3])
+        return f"its parts are counted otherwise than once: {shown}"
+    stages, gone = {key[0] for key in weights}, {key[0] for key in missing}
+    if len(stages) > 1 and not any(key[0] in gone for key in used):
+        named = " and ".join(sorted(stages))
+        return f"stages {named} share it, and each has only its own part: the sum over its copies is missing"
+    micros = sorted({key[2] for key in missing})
+    last = max(key[2] for key in weights)
+    if not any(key[2] in micros for key in used):  # of these micro-batches there is nothing
+        if {key[2] for key in used} == {last}:
+            return f"it has micro-batch {last} alone: each replaces what the ones before left"
+        early = ": the sum over ranks does not wait for the last backward" if micros == [last] else ""
+        return f"it misses micro-batch {', '.join(map(str, micros))}{early}"
+    ranks = sorted({key[1] for key in missing} - {key[1] for key in used})
+    if {key[1] for key in used} == {rank} and len(missing) == sum(key[1] != rank for key in weights):
+        everyone = sorted({key[1] for key in weights})
+        return f"rank {rank} has only its own part: the sum over ranks {everyone} is missing, or nobody waits for it"
+    if ranks:
+        return f"the parts of rank {', '.join(map(str, ranks))} are missing"
+    shown = ", ".join(f"micro-batch {key[2]} of rank {key[1]}" for key in missing[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    early = ": the sum over ranks does not wait for every backward" if last in micros else ""
+    return f"it misses {shown}{more}{early}"

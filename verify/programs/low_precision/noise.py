@@ -1,0 +1,213 @@
+"""The noise of a dtype on this very model: how far runs of the model itself are from the exact result.
+
+The truth is the untraced model in float64, from parameters, buffers and inputs that are values of the dtype. A draw is
+a run of the same model in the dtype, with one of the disturbances that a right program may have as well:
+
+    plain        the model as it is: its distance from float64
+    reassociated its sums in another order and in parts (`verify.programs.low_precision.reassociate`)
+    moved        parameters and inputs moved at random by -1, 0 or +1 unit in the last place; and where the first draws
+                 have not explained an error, what is chosen among nearly equal values chosen otherwise
+                 (`verify.programs.low_precision.near_ties`)
+
+The recipe of a draw is the program's. A program of a float32 model that runs in another precision has every floating
+dtype replaced, so a float32 island (the norm of a Llama) is none, neither there nor in a draw; in float16 some models
+overflow without. A model whose parameters are in the dtype already keeps its islands on both sides. In one thing the
+program is better: it adds the gradients of micro-batches and ranks in float32 and rounds the sum, where a draw adds
+its parts in the dtype. So noise is measured a little too large there, never too small; with two parts both round to
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.tracing.precision import exact
+from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.programs.low_precision.measures import Statistics, floors, size, statistics
+from verify.programs.low_precision.near_ties import NearTies
+from verify.programs.low_precision.perturb import moved_model, moved_sample, rounded_model, rounded_sample
+from verify.programs.low_precision.reassociate import Reassociated
+from verify.programs.reference.eager import Trajectory, run_reference
+from verify.results.tensor_difference import family_scale, is_finite
+from verify.results.tolerance import Key
+
+LOSS_SCALES = (1024.0, 32.0)
+SCALE_MARGIN = 8.0  # what a program adds up before it divides may be larger than what the model does
+KINDS = ("plain", "reassociated", "moved", "reassociated", "moved", "reassociated")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model and batch, with values of `dtype`, from which noise is drawn.
+
+    truth       their exact result
+    parts       numbers of parts in which the program computes its sums
+    seed        of the draws
+    replaced    all floating dtypes of the model's code become `dtype`
+    loss_scale  of the program's run, and so of every draw
+    """
+
+    model: nn.Module
+    sample: SampleInputs
+    dtype: torch.dtype
+    truth: Trajectory
+    parts: tuple[int, ...]
+    seed: int
+    replaced: bool
+    loss_scale: float = 1.0
+
+    @property
+    def unit(self) -> float:
+        """The largest relative error of one rounding."""
+        return torch.finfo(self.dtype).eps / 2
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor of the exact result. `family`: the largest value among its kind. `size`: see `measures.size`."""
+
+    value: Tensor
+    family: float
+    size: float
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The rounding noise of the reference.
+
+    draws       number of draws
+    largest     the largest statistics over all draws, at least those of rounding the right result once
+    overflowed  a tensor that is not finite in some draw although it is in float64
+    """
+
+    draws: int
+    largest: Mapping[Key, Statistics]
+    overflowed: Key | None = None
+
+    def joined(self, other: Noise) -> Noise:
+        """Join the noise of two sets of draws."""
+        largest = {
+            key: _larger(self.largest.get(key, (0.0, 0.0, 0.0)), other.largest.get(key, (0.0, 0.0, 0.0)))
+            for key in {**self.largest, **other.largest}
+        }
+        return Noise(self.draws + other.draws, largest, self.overflowed or other.overflowed)
+
+
+def subject_of(
+    model: nn.Module,
+    sample: SampleInputs,
+    dtype: torch.dtype,
+    reference: Trajectory,
+    parts: Sequence[int],
+    seed: int,
+) -> Subject:
+    """Round the model and run it exactly, as long and as fast as `reference` did."""
+    low, batch = rounded_model(model, dtype), rounded_sample(sample, dtype)
+    truth = run_reference(
+        low,
+        batch,
+        steps=len(reference.losses),
+        learning_rate=reference.learning_rate,
+        settings=reference.settings,
+    )
+    replaced = any(p.dtype != dtype for p in model.parameters() if p.is_floating_point())
+    return Subject(low, batch, dtype, truth, tuple(parts), seed, replaced)
+
+
+def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
+    """Return every tensor of the exact result by (kind, step, name)."""
+    found: dict[Key, Target] = {}
+    for (kind, step), tensors in _families(trajectory).items():
+        family = family_scale(t for t in tensors.values() if t is not None and t.is_floating_point())
+        for name, value in tensors.items():
+            if value is not None:
+                found[kind, step, name] = Target(value, family, size(value, family))
+    return found
+
+
+def draw_noise(subject: Subject, targets: Mapping[Key, Target], first: int, count: int) -> Noise:
+    """Return the noise over draws number `first` and the next ones, `count` in all."""
+    noise = Noise(0, {key: floors(target.value, subject.unit) for key, target in targets.items()})
+    for number in range(first, first + count):
+        run = draw(subject, number)
+        noise = noise.joined(_noise_of(run, targets))
+        if noise.overflowed is not None:
+            break
+    return noise
+
+
+def draw(subject: Subject, number: int) -> Trajectory:
+    """Run number `number`, counted from 0; the same number gives the same run."""
+    kind = KINDS[number % len(KINDS)] if number < len(KINDS) else KINDS[1 + (number - 1) % (len(KINDS) - 1)]
+    generator = torch.Generator().manual_seed(1_000_003 * subject.seed + number)
+    model, sample = subject.model, subject.sample
+    if kind == "moved":
+        model = moved_model(model, subject.dtype, generator)
+        sample = moved_sample(sample, subject.dtype, generator)
+    else:
+        model = rounded_model(model, subject.dtype)  # a copy: `exact` converts what it is given
+    settings = replace(subject.truth.settings, loss_scale=subject.loss_scale)
+    with ExitStack() as stack:
+        if subject.replaced:  # random numbers are `run_reference`'s matter: only dtypes are replaced here
+            name = str(subject.dtype).removeprefix("torch.")
+            stack.enter_context(exact(model, dtype=name, dropout=settings.draws is not None))
+        if kind == "reassociated":
+            stack.enter_context(Reassociated(generator, subject.parts))
+        if kind == "moved" and number >= len(KINDS):
+            stack.enter_context(NearTies(generator))
+        steps, rate = len(subject.truth.losses), subject.truth.learning_rate
+        return run_reference(model, sample, steps=steps, dtype=subject.dtype, learning_rate=rate, settings=settings)
+
+
+def choose_loss_scale(subject: Subject, targets: Mapping[Key, Target]) -> float:
+    """Choose the scale of the loss that keeps small gradients above the least number of the dtype: 1 where the dtype
+    reaches as far down as float32 does; else the largest of a few at which nothing overflows, with a margin."""
+    if torch.finfo(subject.dtype).tiny <= torch.finfo(torch.float32).tiny:
+        return 1.0
+    for scale in LOSS_SCALES:
+        run = draw(replace(subject, loss_scale=scale * SCALE_MARGIN), 0)
+        if _noise_of(run, targets).overflowed is None:
+            return scale
+    return 1.0
+
+
+def _noise_of(run: Trajectory, targets: Mapping[Key, Target]) -> Noise:
+    largest: dict[Key, Statistics] = {}
+    for (kind, step), tensors in _families(run).items():
+        for name, value in tensors.items():
+            target = targets.get((kind, step, name))
+            if value is None or target is None or not value.is_floating_point():
+                continue
+            if not is_finite(value) and is_finite(target.value):
+                return Noise(1, largest, (kind, step, name))
+            largest[kind, step, name] = statistics(value, target.value, target.family)
+    return Noise(1, largest)
+
+
+def _families(run: Trajectory) -> dict[tuple[str, int], Mapping[str, Tensor | None]]:
+    last = len(run.losses) - 1
+    families: dict[tuple[str, int], Mapping[str, Tensor | None]] = {
+        ("loss", step): {"": loss} for step, loss in enumerate(run.losses)
+    }
+    families |= {("gradient", step): gradients for step, gradients in enumerate(run.gradients)}
+    return {**families, ("parameter", last): run.parameters, ("buffer", last): run.buffers}
+
+
+def _larger(one: Statistics, other: Statistics) -> Statistics:
+    a, b, c = (max(pair) for pair in zip(one, other, strict=True))
+    return (a, b, c)
+
+
+def parts_of(axes: Mapping[str, int], micro_batches: int) -> tuple[int, ...]:
+    """Return the numbers of parts in which sums may be computed under these axes.
+
+    Each axis alone, the micro-batches, and both together; (2,) where nothing is divided.
+    """
+    sizes = {size for name, size in axes.items() if name != "pp" and size > 1}
+    found = sizes | {size * micro_batches for size in sizes} | {micro_batches}
+    return tuple(sorted(n for n in found if n > 1)) or (2,)

@@ -1,0 +1,132 @@
+"""Delta debugging over a plan: first axes, micro-batches and stages, then the operations that are split.
+
+The algorithm is Zeller and Hildebrandt's ddmin ("Simplifying and isolating failure-inducing input", 2002), over the
+pairs (operation, axis) that do not run whole. It makes sense only for a program that was generated from the plan.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.transform.plan import Plan
+from verify.programs.minimise.shrink import Unit, keeping, smaller, units_of
+
+SECONDS = 30.0  # of processor time
+NAMED = 6  # operations that the text names
+
+
+@dataclass(frozen=True)
+class Minimal:
+    """`plan` still fails, and `kept` is all that it splits. `finished`: nothing smaller was left to try."""
+
+    plan: Plan
+    kept: tuple[Unit, ...]
+    trials: int
+    finished: bool
+    text: str
+
+
+def minimise_plan(plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS) -> Plan:
+    """Return the plan of `minimise`; the given one where that does not fail again."""
+    found = minimise(plan, graph, still_fails, seconds=seconds)
+    return plan if found is None else found.plan
+
+
+def minimise(
+    plan: Plan, graph: Graph, still_fails: Callable[[Plan], bool], *, seconds: float = SECONDS
+) -> Minimal | None:
+    """Return the smallest plan found in `seconds` of processor time, of this process and of the children that it has
+    waited for, for which `still_fails` holds; None if it does not hold for `plan`.
+
+    `still_fails` may raise NnscalerError for a plan that is not legal, which then counts as one that does not fail.
+    """
+    search = _Search(still_fails, _worked() + seconds)
+    if not search.fails(plan):
+        return None
+    smallest = _fewer_axes(plan, search)
+    units = units_of(smallest, graph)
+    kept = _ddmin(units, lambda chosen: search.fails(keeping(smallest, units, chosen)), search)
+    final = keeping(smallest, units, kept) if len(kept) < len(units) else smallest
+    final = _fewer_axes(final, search)
+    left = {(unit.operation, unit.axis) for unit in units_of(final, graph)}
+    kept = tuple(unit for unit in kept if (unit.operation, unit.axis) in left)
+    return Minimal(final, kept, search.trials, not search.over, _text(final, kept, graph))
+
+
+@dataclass
+class _Search:
+    """Asks each plan once, until the time is up."""
+
+    still_fails: Callable[[Plan], bool]
+    deadline: float
+    trials: int = 0
+    over: bool = False
+    known: dict[Plan, bool] = field(default_factory=dict)
+
+    def fails(self, plan: Plan) -> bool:
+        if plan not in self.known:
+            if self.trials and _worked() > self.deadline:
+                self.over = True
+                return False
+            self.trials += 1
+            try:
+                self.known[plan] = self.still_fails(plan)
+            except NnscalerError:  # not legal
+                self.known[plan] = False
+        return self.known[plan]
+
+
+def _worked() -> float:
+    children = os.times()
+    return time.process_time() + children.children_user + children.children_system
+
+
+def _fewer_axes(plan: Plan, search: _Search) -> Plan:
+    """Shrink the plan axis by axis as long as it still fails."""
+    while True:
+        found = next((other for other in smaller(plan) if search.fails(other)), None)
+        if found is None:
+            return plan
+        plan = found
+
+
+def _ddmin(units: Sequence[Unit], fails: Callable[[Sequence[Unit]], bool], search: _Search) -> tuple[Unit, ...]:
+    """Return a failing subset of which no smaller one that was tried fails (ddmin)."""
+    if fails(()):
+        return ()
+    kept, parts = tuple(units), 2
+    while len(kept) > 1 and not search.over:
+        size = max(1, len(kept) // parts)
+        chunks = [kept[i : i + size] for i in range(0, len(kept), size)]
+        rests = [tuple(u for u in kept if u not in chunk) for chunk in chunks]
+        smaller_set = next((chosen for chosen in (*chunks, *rests) if len(chosen) < len(kept) and fails(chosen)), None)
+        if smaller_set is not None:
+            parts = 2 if smaller_set in chunks else max(parts - 1, 2)
+            kept = smaller_set
+        elif size == 1:
+            break
+        else:
+            parts = min(2 * parts, len(kept))
+    return kept
+
+
+def _text(plan: Plan, kept: Sequence[Unit], graph: Graph) -> str:
+    micro = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks != 1)}"
+    on = f"on {ranks}" + (f" ({plan.describe()}{micro})" if plan.ranks > 1 or micro else "")
+    if not kept:
+        return f"still fails {on} with every operation run whole"
+    named = [f"`{u.operation}`{_module(graph, u.operation)} over {u.axis} ({u.choice})" for u in kept[:NAMED]]
+    more = f" and {len(kept) - NAMED} more" if len(kept) > NAMED else ""
+    count = "this operation" if len(kept) == 1 else f"these {len(kept)} operations"
+    return f"still fails {on} with only {count} split: {', '.join(named)}{more}"
+
+
+def _module(graph: Graph, operation: str) -> str:
+    found = graph.by_name.get(operation)
+    return f" of `{found.module}`" if found is not None and found.module else ""

@@ -1,0 +1,183 @@
+"""Prepare a verification: the model with random parameters, its trace, the program, and the random numbers of both."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import nnscaler
+from nnscaler.compile import PlanSource, compile_traced, make, searched
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from nnscaler.tracing import Traced, trace
+from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
+from nnscaler.transform.plan import Plan
+from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.reference.eager import record_draws
+from verify.programs.reference.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
+from verify.programs.reference.randomised_state import randomise_parameters
+from verify.programs.request import PlanRequest
+from verify.programs.subject import PlanSubject, RunContext
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The model with its random parameters, and the program. `found`: the plan where one was searched; `name`: of the
+    model, for the report; `context`: who is told of the run.
+
+    draws      the graph's operation for each random call of the model, in order; None where there are none or they do
+               not match
+    unmatched  why they do not match; else None
+    traced     None where only the program is known
+    runs       the model has data, so that the program can be run and compared
+    found      the plan, where one was searched
+    built      the model's buffers as built, where the program existed before
+    """
+
+    model: nn.Module
+    sample: SampleInputs
+    program: ProgramDirectory
+    graph: Graph
+    notes: tuple[str, ...]
+    draws: tuple[Draw | None, ...] | None = None
+    unmatched: str | None = None
+    traced: Traced | None = None
+    runs: bool = True
+    found: Plan | None = None
+    built: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    name: str = ""
+    context: RunContext = field(default_factory=RunContext)
+
+
+def prepare(request: PlanRequest, subject: PlanSubject, folder: Path, context: RunContext | None = None) -> Prepared:
+    """Build, trace and compile; a new program is written to `folder`. Raises NnscalerError."""
+    context = context or RunContext()
+    given = subject.module_or_factory
+    model = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+    if not isinstance(model, nn.Module):
+        raise NnscalerError("not_a_module", f"the factory returned {type(model).__name__}, not an nn.Module")
+    runs = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if not runs and request.level == "run":
+        message = "the model has parameters without data, so it cannot be run and compared"
+        raise NnscalerError("meta_model", message, help="--level static proves what can be proved without data")
+    sample = flatten_inputs(model, subject.sample_inputs)
+    # a program that exists was compiled from the model as it is built
+    buffers = () if request.program is None else model.named_buffers(remove_duplicate=False)
+    built = {name: buffer.clone() for name, buffer in buffers}
+    if runs:
+        randomise_parameters(model, request.seed)
+    if runs and not request.exact:
+        _round_parameters(model, request.torch_dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced, program, found, why = _compile(request, subject, model, folder, context)
+    notes = tuple(dict.fromkeys((*traced.notes, *why, *(str(w.message) for w in caught if _is_note(w)))))
+    _check_inputs(program, sample)
+    for line in program.details:
+        context.detail(line)
+    if not runs:
+        notes = (*notes, "the model has no data: the program was not run, and the trace not compared with the model")
+    draws, unmatched = (None, None)
+    if runs and request.level != "static":
+        draws, unmatched = matched_draws(model, sample, traced.graph)
+    return Prepared(
+        model,
+        sample,
+        program,
+        traced.graph,
+        notes,
+        draws,
+        unmatched,
+        traced,
+        runs=runs,
+        found=found,
+        built=built,
+        name=subject.description.get("name") or type(model).__name__,
+        context=context,
+    )
+
+
+def matched_draws(
+    model: nn.Module, sample: SampleInputs, graph: Graph
+) -> tuple[tuple[Draw | None, ...] | None, str | None]:
+    """Return the operation of each random call of the model (None: it makes none), or why that is not known."""
+    wanted = draws_of(graph)
+    if not wanted:
+        return None, None
+    try:
+        return match_draws(record_draws(model, sample).calls, wanted), None
+    except UnmatchedDraws as error:
+        return None, str(error)
+
+
+def _is_note(warning: warnings.WarningMessage) -> bool:
+    """Return whether the warning comes from the compiler, not from torch or the interpreter."""
+    ours = str(Path(nnscaler.__file__).parent)
+    return issubclass(warning.category, UserWarning) and warning.filename.startswith(ours)
+
+
+def _compile(
+    request: PlanRequest, subject: PlanSubject, model: nn.Module, folder: Path, context: RunContext
+) -> tuple[Traced, ProgramDirectory, Plan | None, tuple[str, ...]]:
+    """Return the trace, the program, and, where a plan was searched, this plan with a note on it."""
+    opened = None
+    if request.program is not None:
+        opened = open_program(Path(request.program)).for_ranks(request.rank_count)
+    started = time.perf_counter()
+    traced = trace(model, subject.sample_inputs, specialise=request.specialise)
+    context.progress("trace", time.perf_counter() - started, f"{len(traced.graph.operations)} operations")
+    if opened is not None:
+        return traced, opened, None, ()
+    plan = subject.plan
+    found: Plan | None = None
+    notes: tuple[str, ...] = ()
+    if searched(plan) is not None:
+        found, notes = _search(request, subject.plan, traced, context)
+        plan = found
+    compiled = compile_traced(
+        traced,
+        ranks=request.rank_count,
+        plan=plan,
+        schedule=request.schedule,
+        micro_batches=request.micro_batches,
+        replicate=request.replicate,
+        model=subject.description or {"name": type(model).__name__},
+        progress=context.progress,
+    )
+    return traced, open_program(compiled.save(folder)), found, notes
+
+
+def _search(
+    request: PlanRequest, wanted: PlanSource, traced: Traced, context: RunContext
+) -> tuple[Plan, tuple[str, ...]]:
+    started = time.perf_counter()
+    planned = make(traced.graph, request.rank_count, wanted, request.schedule, request.micro_batches, request.replicate)
+    context.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
+    return planned.plan, (f"the plan was {planned.why}",)
+
+
+def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters: both sides start from the same values, so they must be values of the dtype."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.copy_(parameter.to(dtype))
+
+
+def _check_inputs(program: ProgramDirectory, sample: SampleInputs) -> None:
+    for name, shape in program.inputs.items():
+        given = sample.tensors.get(name)
+        if given is None or tuple(given.shape) != shape:
+            found = "missing" if given is None else f"of shape {tuple(given.shape)}"
+            raise NnscalerError(
+                "inputs_differ",
+                f"the program was compiled for an input `{name}` of shape {shape}, which is {found} in the sample",
+                help="compile the model again",
+            )

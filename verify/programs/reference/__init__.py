@@ -1,0 +1,1 @@
+"""The reference: the untraced eager model on the whole batch."""

@@ -1,0 +1,213 @@
+"""The reference: the untraced eager model on the whole batch.
+
+Nothing of the compiler is used to run it, so a mistake of the tracer cannot be on both sides. Only the sample batch
+is taken apart and put together again by shared code, and random numbers are those that the program draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.loss_module import loss_of
+from nnscaler.tracing.precision import exact, run_backward, with_draws, without_dropout
+from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
+
+UPDATE_SHARE = 0.02  # a step of SGD moves the parameters by about this share of their size
+CLIP_SHARE = 0.5  # of the norm of the gradients: clipping is active
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How both sides train, besides the number of steps and the learning rate.
+
+    clip        the gradients of the last step are clipped
+    max_norm    to which; None: chosen so that clipping is active
+    loss_scale  backward starts from it, and it is divided out of the gradients
+    draws       the operation of each call of a random operator of torch, in order; None: nothing is dropped, and draws
+                depend on their place alone
+    seed        of the draws
+    """
+
+    clip: bool = False
+    max_norm: float | None = None
+    loss_scale: float = 1.0
+    draws: tuple[Draw | None, ...] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A few steps of training. Tensors are on the CPU, under every name that they have in the model.
+
+    losses      one per step, before its update
+    gradients   one map per step, before clipping; None for a parameter that the loss does not depend on
+    parameters  after the last step
+    buffers     after the last step
+    seconds     of wall time
+    norm        of all gradients in the last step, where they were clipped
+    settings    what another run needs to be comparable (`run_reference(..., settings=...)`)
+    """
+
+    losses: tuple[Tensor, ...]
+    gradients: tuple[Mapping[str, Tensor | None], ...]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    learning_rate: float
+    seconds: float
+    norm: Tensor | None = None
+    settings: Settings = field(default_factory=Settings)
+
+
+def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, by name of a parameter or buffer, all names of the same tensor, the canonical one first."""
+    by_object: dict[int, list[str]] = {}
+    for name, tensor in _all_tensors(module):
+        by_object.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in by_object.values() for name in names}
+
+
+def run_reference(
+    module: nn.Module,
+    sample: SampleInputs,
+    *,
+    steps: int,
+    dtype: torch.dtype = torch.float64,
+    learning_rate: float | None = None,
+    settings: Settings | None = None,
+) -> Trajectory:
+    """Train a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
+
+    In float64 everything is: also what the model's code casts to float32. `learning_rate` None: chosen from the first
+    gradient. Raises NnscalerError `model_raised` with the user's own line if the model raises, UnmatchedDraws where it
+    draws other random numbers than `settings` says.
+    """
+    started = time.perf_counter()
+    how = settings or Settings()
+    model = copy.deepcopy(module)
+    draws = None if how.draws is None else ProgramDraws(how.draws, how.seed)
+    losses: list[Tensor] = []
+    gradients: list[dict[str, Tensor | None]] = []
+    norm = None
+    with _running_in(model, dtype, draws):
+        inputs = {name: _cast(t, dtype) for name, t in sample.tensors.items()}
+        for step in range(steps):
+            if draws is not None:
+                draws.begin(step)
+            model.zero_grad(set_to_none=True)
+            losses.append(_loss(model, sample, inputs, how.loss_scale))
+            if draws is not None:
+                draws.end()
+            gradients.append(_gradients(model))
+            if learning_rate is None:
+                learning_rate = choose_learning_rate(model)
+            if how.clip and step == steps - 1:
+                how, norm = _clip(model, how)
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate).step()
+    parameters = {n: p.detach().cpu() for n, p in model.named_parameters(remove_duplicate=False)}
+    buffers = {n: b.detach().cpu() for n, b in model.named_buffers(remove_duplicate=False)}
+    assert learning_rate is not None, "at least one step"
+    seconds = time.perf_counter() - started
+    return Trajectory(tuple(losses), tuple(gradients), parameters, buffers, learning_rate, seconds, norm, how)
+
+
+def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
+    """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
+    model = copy.deepcopy(module)
+    draws = ProgramDraws()
+    with _running_in(model, torch.float64, draws):
+        _forward(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
+    return draws
+
+
+def choose_learning_rate(model: nn.Module) -> float:
+    """Return a rate, of two digits, at which a step moves the parameters by a small share of their size: enough for a
+    wrong update to show, too little for the model to leave the range in which it is smooth."""
+    size = sum(float(p.detach().double().square().sum()) for p in model.parameters() if p.requires_grad)
+    slope = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    if not slope > 0 or not size > 0 or not slope < float("inf"):
+        return 0.01
+    return float(f"{UPDATE_SHARE * (size / slope) ** 0.5:.1e}")
+
+
+def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
+    """Clip the gradients by torch's own function, and return their norm before."""
+    trained = [p for p in model.parameters() if p.grad is not None]
+    limit = how.max_norm
+    if limit is None:
+        size = float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None]))
+        if not 0 < size < float("inf"):
+            return replace(how, clip=False), None
+        limit = float(f"{CLIP_SHARE * size:.2g}")
+    norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+    return replace(how, max_norm=limit), norm.detach().cpu()
+
+
+def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Return the loss, after a backward pass that starts from `scale`, which is divided out of the gradients."""
+    loss = _forward(model, sample, inputs)
+    if not loss.requires_grad:
+        raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
+    with _told():
+        run_backward(loss, torch.full_like(loss, scale))
+    if scale != 1.0:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / scale
+    return loss.detach().cpu().clone()
+
+
+def _forward(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Tensor:
+    args, kwargs = sample.rebuild({name: t.clone() for name, t in inputs.items()})
+    with _told():
+        return loss_of(model(*args, **kwargs))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Report an exception of the model's code as the model's, at its line. Our own errors pass through."""
+    try:
+        yield
+    except (NnscalerError, UnmatchedDraws):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        message = f"the model itself raises on the sample batch: {type(error).__name__}: {first[:300]}"
+        raise NnscalerError("model_raised", message, location_of_exception(error)) from error
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if p.grad is None else p.grad.detach().cpu().clone()
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # drawing moves torch's generator
+        if dtype == torch.float64:
+            stack.enter_context(exact(model, draws=draws))
+        else:
+            model.to(dtype)
+            stack.enter_context(without_dropout(model) if draws is None else with_draws(draws, model))
+        yield

@@ -1,0 +1,98 @@
+"""What is to be verified, and how much of it, as plain values.
+
+The command line, the gate's settings, a `reproduce` token and Python each make a `PlanRequest` and hand it to
+`verify.programs.verify_request.verify_request`. What its paths lead to is a `PlanSubject`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from nnscaler.compile_request import CompileRequest
+from nnscaler.errors import NnscalerError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+BACKENDS = ("simulator", "gloo", "nccl")
+PROCESS_LIMIT = 16  # more ranks than this run as threads: processes would only swap
+Depth = Literal["quick", "default", "deep"]
+Level = Literal["all", "static", "run"]
+
+
+@dataclass(frozen=True)
+class PlanRequest(CompileRequest):
+    """Name a program and what is verified of it, by paths and values; `dataclasses.asdict` gives what JSON can hold.
+
+    program      the folder of a program that exists, instead of compiling one
+    own_weights  the program's weights were replaced on purpose, and need not be those that it was compiled with
+    backend      simulator (threads), gloo or nccl (processes); None: nccl where each rank has a GPU, else gloo up to
+                 `PROCESS_LIMIT` ranks, else the simulator
+    steps        of SGD, at least 1
+    dtype        of the run: float64 compares up to rounding, the others up to the model's own noise in them
+    timeout      seconds of the run, and of processor time of the proof
+    depth        quick: training alone; default: also other loss scales, unequal labels, the loss without backward and a
+                 checkpoint; deep: also the checkpoint under another plan, and a run in bfloat16
+    level        static: prove, run nothing; run: the other way round. A model without data is never run
+    """
+
+    program: str | None = None
+    own_weights: bool = False
+    backend: str | None = None
+    steps: int = 2
+    dtype: str = "float64"
+    timeout: float = 300.0
+    depth: Depth = "default"
+    level: Level = "all"
+
+    @property
+    def rank_count(self) -> int:
+        """The ranks, where they are set."""
+        assert self.ranks is not None, "`verify_request` sets them"
+        return self.ranks
+
+    @property
+    def runs_on(self) -> str:
+        """The backend, where it is set."""
+        assert self.backend is not None, "`verify_request` sets it"
+        return self.backend
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is compared up to rounding."""
+        return self.dtype == "float64"
+
+    def with_plan(self, document: str) -> PlanRequest:
+        """Return the same for a plan that was searched, which another machine might not find again."""
+        return replace(
+            self, plan=None, plan_document=document, cluster=None, memory=None, constraints=None, profile=None
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the run."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+def check_values(request: PlanRequest) -> None:
+    """Check what no type says of a request whose ranks and backend are set.
+
+    Raises NnscalerError `usage` for what cannot be run.
+    """
+    if request.backend not in BACKENDS:
+        raise NnscalerError("usage", f"backend {request.backend!r} is none of {', '.join(BACKENDS)}")
+    if request.backend == "nccl":
+        import torch
+
+        if (gpus := torch.cuda.device_count()) < request.rank_count:
+            message = f"backend nccl needs a GPU for each rank: there are {gpus}, and {request.ranks} ranks"
+            raise NnscalerError("usage", message, help="--backend gloo runs the ranks on what there is")
+    if request.dtype not in DTYPES:
+        raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(DTYPES)}")
+    if request.steps < 1:
+        raise NnscalerError("usage", "at least one step is needed")

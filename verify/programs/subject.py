@@ -1,0 +1,72 @@
+"""What a request's paths lead to, and who is told of the run: the objects beside a `PlanRequest`, which holds none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nnscaler.model_file import load_model_file
+from nnscaler.plan_source import plan_source
+from verify.programs.program_directory import open_program
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nnscaler.compile import PlanSource, Progress
+    from nnscaler.runtime.jobs.launcher import ForkServer
+    from verify.programs.request import PlanRequest
+
+
+@dataclass(frozen=True)
+class PlanSubject:
+    """The model, its batch and its plan as objects: loaded from a request's files, or handed over by Python.
+
+    plan         None where the request has a program; what is to be searched is a plan as well
+    description  of the model, for the program's manifest
+    """
+
+    module_or_factory: nn.Module | Callable[[], nn.Module]
+    sample_inputs: Mapping[str, Any] | Sequence[Any]
+    plan: PlanSource = None
+    description: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Who is told how the run goes, and what it runs in. None of it changes what is verified.
+
+    progress  the phase, its seconds, and what came out
+    detail    lines that only a verbose run shows
+    say       other lines on how it goes
+    command   the words of the command line, shown where a token would be too long for one; None: findings have no line
+              that reproduces them
+    server    to start ranks from
+    """
+
+    progress: Progress = lambda phase, seconds, text: None
+    detail: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None] = lambda text: None
+    command: tuple[str, ...] | None = None
+    server: ForkServer | None = None
+
+
+def load_subject(request: PlanRequest, say: Callable[[str], None]) -> PlanSubject:
+    """Import the files that a request names. Raises NnscalerError as `plan_source` and `load_model_file`."""
+    plan = None if request.program is not None else plan_source(request)
+    model = load_model_file(str(request.model), request.seed, _loss(request))
+    say(f"load         {model.name}")
+    return PlanSubject(model.build, model.inputs, plan, model.description())
+
+
+def _loss(request: PlanRequest) -> str | None:
+    """Return the loss function outside of the model: the one that is named, else the one that the program has."""
+    if request.loss_fn is not None or request.program is None:
+        return request.loss_fn
+    from nnscaler.tracing.user_loss import recorded_loss
+
+    recorded = open_program(Path(request.program)).loss
+    if recorded is not None:
+        recorded_loss(recorded)  # says what is missing
+    return recorded

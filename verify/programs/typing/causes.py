@@ -1,0 +1,110 @@
+"""Explain two layout states that disagree, by the communication that is missing or too much.
+
+The states are pairs of value and gradient, so each pair of them means one mechanism.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from op_registry.call import DType
+from op_registry.registry import facts_of
+
+from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
+from nnscaler.ir.tensor import LogicalTensor
+from verify.programs.typing.lines.forms import operator_of
+from verify.programs.typing.roles.text import Line
+from verify.programs.typing.typed_value import Mistake
+
+
+def disagreement(have: State, need: State, axis: str, parts: int) -> str:
+    """Explain why a value in state `have` cannot stand where `need` is wanted, over an axis of `parts` ranks."""
+    match have, need:
+        case Invariant(), Replicated():
+            return (
+                f"a backward all_reduce over {axis} is missing: each rank has only its own part of the gradient there, "
+                "and nothing sums the parts (comm.replicate does)"
+            )
+        case Replicated(), Invariant():
+            return (
+                f"the gradient would be summed over {axis} although every rank has all of it: {parts} times too large"
+            )
+        case Partial(), Invariant() | Replicated():
+            return f"an all_reduce over {axis} is missing: each rank holds only its own term of the sum"
+        case Partial(), Sharded():
+            return f"a reduce_scatter over {axis} is missing: each rank holds only its own term of the sum"
+        case Invariant() | Replicated(), Partial():
+            return (
+                f"every rank of {axis} contributes the whole where each should contribute a term of the sum: it is "
+                f"counted {parts} times (comm.keep_first leaves it on one rank)"
+            )
+        case Sharded(), Partial():
+            return f"a shard over {axis} stands where a term of a sum is needed"
+        case Invariant() | Replicated(), Sharded():
+            return f"the whole tensor stands where this rank's shard over {axis} is needed ({need})"
+        case Sharded(), Invariant() | Replicated():
+            return f"an all_gather over {axis} is missing: each rank holds only its shard ({have})"
+        case Sharded(), Sharded():
+            return _shards(have, need, axis)
+        case Partial(), Partial():
+            return f"terms of a {have.reduction} over {axis} stand where terms of a {need.reduction} are needed"
+    return f"{have} over {axis} stands where {need} is needed"
+
+
+def _shards(have: Sharded, need: Sharded, axis: str) -> str:
+    if have.dim == need.dim:
+        return (
+            f"the shards over {axis} are cut otherwise: {have} and {need} are different elements of dim {need.dim} "
+            "(contiguous against strided): a permutation of the shards"
+        )
+    return (
+        f"the tensor is cut along dim {have.dim} over {axis} where dim {need.dim} is needed: an all_to_all is missing"
+    )
+
+
+def converted(have: State, expected: str, function: str, axis: str, parts: int) -> str:
+    """Explain why a conversion whose row starts from `expected` is given `have`."""
+    match have, function:
+        case Invariant() | Replicated(), "all_reduce" | "all_reduce_replicated" | "reduce_scatter":
+            return f"every rank of {axis} already has the whole sum: summing again makes it {parts} times too large"
+        case Sharded(), "all_reduce" | "all_reduce_replicated" | "reduce_scatter":
+            return f"{function} over {axis} adds shards, which are different elements: an all_gather joins them"
+        case Partial(), "all_gather" | "all_gather_replicated":
+            return f"{function} over {axis} joins terms of a sum, which have to be added: an all_reduce adds them"
+        case Invariant() | Replicated(), "all_gather" | "all_gather_replicated":
+            return f"every rank of {axis} already has the whole: joining {parts} copies makes it {parts} times as long"
+        case Invariant(), "invariant" | "shard_replicated" | "keep_first_replicated":
+            return (
+                f"the gradient over {axis} is full on every rank, and this row takes it for a partial sum: wrong group"
+            )
+        case Replicated(), "replicate" | "shard" | "keep_first":
+            return f"the gradient over {axis} is a partial sum, and this row takes it for the full one: summed twice"
+        case Partial(), _:
+            return f"an all_reduce over {axis} is missing before it: each rank holds only its own term of the sum"
+        case Sharded(), _:
+            return f"each rank of {axis} holds only its shard ({have}) there"
+    return f"the value is {have} over {axis}, and this row starts from {expected}"
+
+
+def rounding(line: Line, tensor: LogicalTensor) -> Mistake | None:
+    """Return the mistake of a line that casts a tensor with a gradient to a narrower dtype; None for any other line.
+
+    In a run whose numbers all have one dtype, such a cast does nothing.
+    """
+    dtype = line.kwargs.get("dtype")
+    operator = operator_of(line.function, {})
+    if operator is None or facts_of(operator).moves != "cast":
+        return None
+    if not isinstance(dtype, DType) or not tensor.needs_grad:
+        return None
+    have, made = getattr(torch, tensor.dtype), getattr(torch, dtype.name, None)
+    if not isinstance(made, torch.dtype) or not made.is_floating_point or not have.is_floating_point:
+        return None
+    if torch.finfo(made).eps <= torch.finfo(have).eps and torch.finfo(made).max >= torch.finfo(have).max:
+        return None
+    message = f"`{line.text}` rounds `{tensor.name}` from {tensor.dtype} to {dtype.name}, and the model does not"
+    cause = (
+        f"a cast to {dtype.name} that the model does not have; only the text shows it: a run in float64 has one dtype "
+        "for all numbers, and casts do nothing in it"
+    )
+    return Mistake("precision_lost", message, cause, tensor.name)

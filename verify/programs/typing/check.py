@@ -1,0 +1,276 @@
+"""L0: check that the text of the role programs computes the traced graph, for all values.
+
+Nothing is run. L0 is a type checker: the types are layouts, the typing rules are the operators' annotations and the
+rows of the conversion table, and a program that types computes the model.
+
+The idea
+--------
+The type of a variable is a logical tensor of the graph together with a layout: one state per mesh axis (`Invariant`,
+`Replicated`, `Sharded`, `Partial`; docs/architecture.md, "Layouts"). A state speaks of the value and of its gradient,
+so that one pass over the forward text types the backward pass as well. The text is straight-line code, so each line is
+visited once, in order:
+
+* A line that computes has to be an operation of the graph. It is found by the logical tensors that the line reads,
+  never by names. The states of the operands have to follow from some legal choice (split this identifier, run on
+  partial sums, ...), and the line's arguments have to be those of one shard's call. The choice then gives the results'
+  layouts, and is noted as an obligation: "this operator, under this choice, makes shards of its whole result".
+* A line that converts (`comm.*`) has to start from the state that its row of the table starts from. It keeps the
+  logical tensor and changes its layout.
+* The returned loss has to be the graph's loss, in the declared layout. The sum that is declared for each parameter's
+  gradient has to be taken over exactly the axes on which the ranks hold terms of it.
+
+Comments of the generated text are never trusted. They are only tried first where several typings are legal.
+
+A worked example
+----------------
+`down(relu(up(x))).square().sum()` with x (4, 4), hidden size 8, under tp=2:
+
+    linear = aten.linear(x, self.up_weight)                          linear    Sharded(1)   choice: split n
+    relu = aten.relu(linear)                                         relu      Sharded(1)   choice: split *1
+    linear_1 = aten.linear(relu, self.down_weight)                   linear_1  Partial()    choice: split k
+    linear_1_v1 = comm.reduce_scatter(linear_1, self.tp, dim=1)      linear_1  Sharded(1)   row: reduce_scatter
+    square = aten.square(linear_1_v1)                                square    Sharded(1)   choice: split *1
+    sum_1 = aten.sum.default(square)                                 sum_1     Partial()    choice: split b
+
+The loss is declared as `Loss({"tp": Partial()})`, so the program types: 6 lines, 5 obligations, 1 row. Now delete the
+`reduce_scatter` and let `square` read `linear_1`. Each rank would square its own term of the sum. `square` is split
+only along a dim, and no choice starts from Partial:
+
+    layouts_disagree  `aten.square.default` that makes `square` needs `linear_1` Sharded(0) over tp (split *0), and it
+                      is Partial() there (in `down`)
+    cause: a reduce_scatter over tp is missing: each rank holds only its own term of the sum
+
+With `aten.gelu` in place of `aten.relu`, the layouts agree but no operation of the graph is such a call:
+
+    operation_differs  `relu = aten.gelu(linear)` is not the model's `aten.relu.default` on these shards: `aten.gelu` is
+                       called where one shard's call is `aten.relu.default`
+
+The invariant
+-------------
+After each typed line, for all values of inputs and parameters: the ranks hold the logical tensor of the target, laid
+out as its type says; and if the gradient of the target arrives as its type says, then the line sends its operands
+gradients that are laid out as their types say. By induction along the text the loss is the model's, and backwards from
+the loss, each parameter's gradient is a sum that is taken exactly once. Where a line cannot be typed, the variables
+that depend on it have no type either: their lines are skipped, so that one mistake gives one finding.
+
+It rests on: the graph (compared with the eager model when it is traced); the obligations (`verify.programs.lemmas` proves or
+tests them, one lemma for all lines of a class); and the runtime, i.e. the rows of the table and the executor, which are
+tested. The ranks of a role run one text without branches, so they call the same collectives in the same order.
+
+Why not otherwise
+-----------------
+* Only run the program (L2): that shows one batch on one machine, float64 hides casts, and a model of 405B parameters
+  does not fit. L0 reads its program in seconds.
+* Prove the whole program equal to the model with Z3 or an e-graph: the cost grows with the number of operators. Here
+  the knowledge of operators is in lemmas, one for each class, and the induction needs no solver.
+* Take the layouts from the plan: a bug of the compiler would be believed. The plan is not read here.
+* Insert missing conversions, as sharding propagation does: that would repair the very mistakes that are looked for.
+
+The method is incomplete: a line that computes the same in another way than the model is refuted as
+`operation_differs`. Where a run then finds no difference, the verdict is INCONCLUSIVE (`verify.programs.proof.combine`).
+
+Sources: abstract interpretation (Cousot and Cousot 1977); layouts as in GSPMD (Xu et al. 2021) and DTensor, to which
+the gradient's half is added.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.placement import Choice
+from nnscaler.ir.signature import Signature, signatures
+from verify.programs.checks.context import Outcome
+from verify.programs.typing.findings import Finder
+from verify.programs.typing.lines.operations import Typer
+from verify.programs.typing.lines.uniform import uniform_dims
+from verify.programs.typing.lines.walk import Noted, Reading
+from verify.programs.typing.messages import arrivals, check_sends
+from verify.programs.typing.ranks import check_ranks, with_order
+from verify.programs.typing.results import check_ends
+from verify.programs.typing.roles.reader import read_role
+from verify.programs.typing.roles.record import MANIFEST, check_manifest
+from verify.programs.typing.roles.text import RoleText
+from verify.programs.typing.roles.values import Unreadable
+from verify.programs.typing.schedule import check_schedule
+from verify.programs.typing.stage import read_stage
+from verify.programs.typing.stored import check_stored, stored_tensors
+from verify.programs.typing.typed_value import Held, Mistake
+from verify.results.report import Check
+from verify.results.verdict import Verdict
+
+PROVED = Verdict.PROVED_BOUNDED  # for every value, at the sizes of the text
+
+
+@dataclass(frozen=True)
+class Obligation:
+    """A lemma that the proof needs: this call, run under these choices, makes shards of its whole result.
+
+    choices  one per axis
+    axes     (name, size) of each axis, micro-batches last
+    uses     lines that rely on it
+    example  name of one operation of the graph
+    """
+
+    signature: Signature
+    choices: tuple[Choice, ...]
+    axes: tuple[tuple[str, int], ...]
+    uses: int
+    example: str
+
+
+@dataclass(frozen=True)
+class StaticResult:
+    """The result of L0.
+
+    outcomes     one per check
+    obligations  the distinct classes of calls
+    statements   lines that were typed
+    order        a total order of all instructions, which certifies that the schedule has no deadlock; empty if none
+    held         stage -> variable -> its type
+    rows         functions of the conversion table that are called
+    seconds      of wall time
+    """
+
+    outcomes: tuple[Outcome, ...]
+    obligations: tuple[Obligation, ...]
+    statements: int
+    order: tuple[str, ...]
+    held: Mapping[int, Mapping[str, Held]]
+    rows: frozenset[str]
+    seconds: float
+
+    @property
+    def proved(self) -> bool:
+        return all(outcome.check.verdict.passes for outcome in self.outcomes)
+
+
+def check_program(
+    sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Mapping[str, Any] | None = None
+) -> StaticResult:
+    """Check the roles' texts (file name -> text) against the graph, and what the runtime reads of the manifest against
+    both. `folder`: where the files lie, for findings."""
+    started = time.perf_counter()
+    finder = Finder(graph, folder, sources)
+    roles: list[RoleText] = []
+    for file, text in sources.items():
+        try:
+            roles.append(_read(file, text))
+        except Unreadable as error:
+            finder.add(file, error.line, Mistake("program_unreadable", f"{file}: {error}"))
+    for role in roles:
+        for problem in role.problems:
+            finder.add(role.file, problem.line, Mistake("program_unreadable", problem.why))
+    if not sources:
+        finder.add("", 0, Mistake("program_unreadable", "there is no role program"))
+    read = Outcome(_check("text of the role programs", len(sources), finder), finder.take())
+    if len(roles) < len(sources) or not roles:  # what the others lack may be there: nothing more can be said
+        return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
+    outcomes = [read]
+    try:
+        if manifest is not None:
+            count, wrong = check_manifest(manifest, roles, graph, folder)
+            for mistake in wrong:
+                finder.add(MANIFEST, 0, mistake)
+            outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))
+        result = _interpret(roles, graph, finder, outcomes)
+    except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
+        message = f"the program cannot be read: {type(error).__name__}: {error}"
+        finder.add(roles[0].file, 0, Mistake("program_unreadable", message))
+        last = Outcome(_check("program", len(roles), finder), finder.take())
+        result = StaticResult((*outcomes, last), (), 0, (), {}, frozenset(), 0.0)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def _read(file: str, text: str) -> RoleText:
+    try:
+        return read_role(file, text)
+    except Unreadable:
+        raise
+    except Exception as error:  # a declaration with odd arguments
+        why = f"a declaration cannot be read: {type(error).__name__}: {error}"
+        raise Unreadable(ast.Module([], []), why) from error
+
+
+def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: Sequence[Outcome]) -> StaticResult:
+    stages = {stage.index: stage for role in roles for stage in role.stages}
+    outcomes = [*before]
+
+    def conclude(name: str, count: int, noted: Sequence[Noted]) -> None:
+        for entry in with_order(noted, stages):
+            finder.add(entry.stage.file, entry.number, entry.mistake)
+        outcomes.append(Outcome(_check(name, count, finder), finder.take()))
+
+    count, noted = check_ranks(roles)
+    conclude("ranks and axes", count, noted)
+    order = check_schedule(roles, stages)
+    for role, mistake in order.wrong:
+        finder.add(role.file, role.schedule_line, mistake)
+    instructions = sum(len(role.schedule) for role in roles)
+    outcomes.append(Outcome(_check("schedule has a total order", instructions, finder), finder.take()))
+
+    known = stored_tensors(graph)
+    _check_operators(roles, finder)
+    signed = signatures(graph)
+    uniform = uniform_dims(graph, signed)
+    typer = Typer(graph, signed, uniform, {k: v for role in roles for k, v in role.user.items()})
+    readings: dict[int, Reading] = {}
+    crossing: list[Noted] = []
+    for index in sorted(stages):
+        arrived, wrong = arrivals(stages[index], readings, stages, graph, uniform)
+        crossing += wrong
+        readings[index] = read_stage(stages[index], graph, known, arrived, typer)
+    done = [readings[i] for i in sorted(readings)]
+    lines = sum(r.computed for r in done)
+    conclude("operations on shards", lines, [n for r in done for n in r.mistakes])
+    sent, unmatched = check_sends(stages)
+    conclude("messages between stages", sent, crossing + unmatched)
+    conclude("stored tensors and gradient sums", *check_stored(done, graph))
+    conclude("loss and buffers", *check_ends(done, graph))
+    drawn, shared = _draws(done)
+    conclude("random numbers", drawn, shared)
+    obligations = tuple(
+        Obligation(typed.signature, typed.typing.choices, axes.pairs, uses, typed.operation.name)
+        for typed, axes, uses in typer.classes.values()
+    )
+    held: dict[int, Mapping[str, Held]] = {r.stage.index: r.made for r in done}
+    total = tuple(f"{kind}{stage}.{micro}" for kind, stage, micro in order.total)
+    kept = tuple(o for o in outcomes if o.check.count or o.findings)
+    rows = frozenset(row for r in done for row in r.rows)
+    return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, rows, 0.0)
+
+
+def _check_operators(roles: Sequence[RoleText], finder: Finder) -> None:
+    """Check that operators of the user have one name in all files."""
+    names: dict[str, str] = {}
+    for role in roles:
+        for attribute, operator in role.user.items():
+            if names.setdefault(attribute, operator) != operator:
+                message = f"`user.{attribute}` is `{operator}` in {role.file}, and `{names[attribute]}` in another"
+                finder.add(role.file, 0, Mistake("program_unreadable", message))
+
+
+def _draws(readings: Sequence[Reading]) -> tuple[int, list[Noted]]:
+    """Check that each operation draws under one name, wherever it is repeated, and no two under the same."""
+    names: dict[str, str] = {}
+    of: dict[str, str] = {}
+    noted: list[Noted] = []
+    for reading in readings:
+        for operation, used in reading.drawn.items():
+            for name in used:
+                first, other = of.setdefault(operation, name), names.setdefault(name, operation)
+                if first != name or other != operation:
+                    message = f"`{operation}` draws numbers as `{name}`, and `{other}` as `{first}`"
+                    cause = "the same numbers stand for different tensors, or different ones for the same"
+                    mistake = Mistake("random_numbers_differ", message, cause)
+                    noted.append(Noted(reading.stage, reading.stage.forward.number, mistake))
+    return len(of), noted
+
+
+def _check(name: str, count: int, finder: Finder) -> Check:
+    refuted = finder.count
+    return Check(name, Verdict.REFUTED if refuted else PROVED, max(count, refuted), refuted)

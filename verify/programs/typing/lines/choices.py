@@ -1,0 +1,139 @@
+"""Enumerate the choices that could explain the states of a line's operands, on one axis.
+
+Nothing here says what a choice means: the states that it gives, and whether it is legal, are those of
+`nnscaler.ir.derive`. A choice that is missing here makes a right line untypable, and never types a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+from typing import Any
+
+from op_registry.annotation.splits import balanced
+from op_registry.expression import Expression
+
+from nnscaler.ir.derive import is_legal, resolve
+from nnscaler.ir.layout import Invariant, Replicated, Sharded, State
+from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
+from nnscaler.ir.signature import Signature
+from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
+from verify.programs.typing.roles.text import Line
+
+
+@dataclass(frozen=True)
+class Told:
+    """How an identifier that no input has may be split.
+
+    outers  outers that the other axes may put above it
+    tables  numbers by rank that the line states
+    """
+
+    outers: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...] = ()
+
+
+def told_by(line: Line, axis: str, outers: tuple[int, ...]) -> Told:
+    """Collect the sizes of shards along an axis that a line states.
+
+    They are not trusted: a choice has to give the line.
+    """
+    return Told(outers, tuple(dict.fromkeys(_tables((line.args, dict(line.kwargs)), axis))))
+
+
+def _tables(value: Any, axis: str) -> Iterator[tuple[int, ...]]:
+    match value:
+        case Expression(terms=terms):
+            yield from (table for name, table in terms if name == axis and isinstance(table, tuple))
+        case Sharded(sizes=sizes):
+            yield sizes
+        case list() | tuple():
+            for item in value:
+                yield from _tables(item, axis)
+        case Mapping():
+            for item in value.values():
+                yield from _tables(item, axis)
+
+
+def legal_choices(signature: Signature, states: Sequence[State], parts: int, told: Told) -> list[Choice]:
+    """Return the legal choices that operands in these states, or the line, suggest."""
+    wanted = (*whole_choices(signature), *_resolved(signature, states, parts), *_output_only(signature, parts, told))
+    return [c for c in dict.fromkeys(wanted) if is_legal(signature, c, parts)]
+
+
+def whole_choices(signature: Signature) -> Iterator[Choice]:
+    yield RunInvariant()
+    yield RunReplicated()
+    for slots in signature.linear:
+        yield RunPartial(slots)
+
+
+def every_split(signature: Signature, outers: Sequence[int]) -> Iterator[Choice]:
+    """Yield all splits with these outers: for naming what an operation was probably meant to do."""
+    if signature.bound is not None:
+        for identifier in signature.identifiers:
+            for outer in outers:
+                yield Split(identifier, outer)
+
+
+def _resolved(signature: Signature, states: Sequence[State], parts: int) -> Iterator[Choice]:
+    """Yield the splits that shard some operand as it is sharded."""
+    if signature.bound is not None:
+        for operand, state in zip(signature.bound.inputs, states, strict=True):
+            split = resolve(operand, state, parts)
+            if split is not None:
+                yield split
+
+
+def _output_only(signature: Signature, parts: int, told: Told) -> Iterator[Choice]:
+    if signature.bound is None:
+        return
+    given = {i for operand in signature.bound.inputs if operand is not None for i in operand.identifiers()}
+    for identifier in signature.identifiers:
+        if identifier not in given:
+            for outer in told.outers:
+                yield Split(identifier, outer)
+            yield from _unevenly(identifier, signature.bound.sizes[identifier], parts, told.tables)
+
+
+def _unevenly(identifier: str, size: int, parts: int, tables: Sequence[tuple[int, ...]]) -> Iterator[Split]:
+    """Yield unequal splits of an identifier of `size`: into balanced sizes, and those that numbers by rank suggest.
+
+    These may be sizes, or where shards begin, in any unit.
+    """
+    sizes = balanced(size, parts)
+    if sizes:
+        yield Split(identifier, sizes=sizes)
+    for table in (t for t in tables if len(t) == parts):
+        for parts_of_block in _multiples(table, size):
+            block = sum(parts_of_block)
+            if block > 0 and size % block == 0:
+                yield Split(identifier, size // block, (), parts_of_block)
+        for first in _multiples([b - a for a, b in pairwise(table)], size):
+            for sign in (1, -1):
+                steps = tuple(sign * step for step in first)
+                yield Split(identifier, sizes=(*steps, size - sum(steps)))
+
+
+def _multiples(numbers: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers in every whole unit in which none is larger than `most`, which the model says: the text may
+    have any numbers. The smallest unit comes first."""
+    common = gcd(*numbers)
+    if common:
+        smallest = [number // common for number in numbers]
+        for times in range(min(common, most // max(map(abs, smallest))), 0, -1):
+            if common % times == 0:
+                yield tuple(number * times for number in smallest)
+
+
+def matches(need: State, have: State, needs_grad: bool, uniform: Dims = NO_DIMS) -> bool:
+    """Return whether an operand in state `have` may stand where `need` is wanted.
+
+    Without gradient, `Invariant` and `Replicated` are one, and so are all cuts of a `uniform` dim into pieces of the
+    same lengths.
+    """
+    if not needs_grad and isinstance(need, Invariant | Replicated):
+        return isinstance(have, Invariant | Replicated)
+    return same_piece(need, have, uniform)

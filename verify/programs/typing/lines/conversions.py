@@ -1,0 +1,223 @@
+"""The rows of the communication table on what variables hold: from one layout to another, or a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from nnscaler.ir.conversion import ROWS, Row
+from nnscaler.ir.layout import (
+    INVARIANT,
+    REPLICATED,
+    Invariant,
+    Layout,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    explain_illegal,
+    full_along,
+    intervals_nest,
+    local_outer,
+)
+from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.tensor import LogicalTensor
+from verify.programs.typing.causes import converted, disagreement
+from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
+from verify.programs.typing.roles.text import Line, Variable
+from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
+
+_BY_FUNCTION: Mapping[str, tuple[type, type, Row]] = {
+    row.function: (before, after, row) for (before, after), row in ROWS.items()
+}
+_TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
+
+
+def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
+    """Type a conversion: return the layout of the line's target. Raises Mistake.
+
+    `uniform`: dims along which the tensor is constant, so that all cuts into equal lengths are the same.
+    """
+    name = line.function.removeprefix("comm.")
+    if name not in _BY_FUNCTION:
+        raise Mistake("program_unreadable", f"`{line.function}` is no row of the communication table")
+    before, after, row = _BY_FUNCTION[name]
+    axis = _axis(line, axes)
+    parts, have = axes.sizes[axis], held.layout[axis]
+    given = _given(line)
+    _check_direction(line, row, axes.names[axis], parts, tensor)
+    if parts == 1:
+        _check_alone(line, given, tensor)
+        return held
+    if not _starts_from(have, before, tensor.needs_grad):
+        raise Mistake(
+            "layouts_disagree",
+            f"`{line.function}` of `{tensor.name}` over {axes.names[axis]} starts from {before.__name__}, and it is "
+            f"{_word(have)} there",
+            converted(have, before.__name__, name, axes.names[axis], parts),
+            tensor.name,
+        )
+    _check_source(line, held, axis, axes, given, tensor, uniform)
+    state = _target(line, held, axis, axes, given, after, tensor)
+    layout = (*held.layout[:axis], state, *held.layout[axis + 1 :])
+    reason = explain_illegal(layout, axes.sizes, tensor.shape)
+    if reason:
+        raise Mistake("layouts_disagree", f"`{line.text}` leads to no layout of `{tensor.name}`: {reason}")
+    return Held(held.tensor, normal(layout, axes.sizes, tensor.needs_grad))
+
+
+def _axis(line: Line, axes: Axes) -> int:
+    axis = line.kwargs.get("axis")
+    if not isinstance(axis, Variable) or not axis.stored:
+        raise Mistake("program_unreadable", f"`{line.text}` names no axis")
+    if axis.name not in axes.names:
+        message = f"`{line.text}` communicates over {axis.name!r}, and the axes are {list(axes.names)}"
+        raise Mistake("communication_mismatch", message)
+    return axes.names.index(axis.name)
+
+
+def _given(line: Line) -> dict[str, Any]:
+    """Return the arguments after the axis, by name, with their defaults."""
+    defaults = {"outer": 1, "from_outer": 1, "to_outer": 1, "reduction": "sum", **dict.fromkeys(_TUPLES, ())}
+    given = {**defaults, **{name: value for name, value in line.kwargs.items() if name not in ("x", "axis")}}
+    for name in _TUPLES:
+        if not isinstance(given[name], tuple) or not all(type(size) is int for size in given[name]):
+            raise Mistake("layouts_disagree", f"`{line.text}`: `{name}` is no tuple of whole numbers")
+    return given
+
+
+def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: LogicalTensor) -> None:
+    """Check that gradients are recorded where needed, and that micro-batches exchange nothing: they run in turn."""
+    if tensor.needs_grad and not line.region.grad_enabled:
+        message = f"`{line.text}` runs without recording gradients, and `{tensor.name}` needs one"
+        raise Mistake("layouts_disagree", message, "the gradient is cut off at this line", tensor.name)
+    if axis == MICRO and parts == 1:
+        raise Mistake("communication_mismatch", f"`{line.text}`: there are no micro-batches to tell apart here")
+    if axis == MICRO and (row.forward or (row.backward and tensor.needs_grad)):
+        message = f"`{line.text}` would communicate between micro-batches, which run one after another"
+        raise Mistake("communication_mismatch", message, tensor=tensor.name)
+
+
+def _check_alone(line: Line, given: Mapping[str, Any], tensor: LogicalTensor) -> None:
+    """Check that a conversion on an axis of one rank, which does nothing, can run."""
+    dims = [given[name] for name in ("dim", "from_dim", "to_dim") if name in given]
+    wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
+    plain = given["reduction"] == "sum" and not any(given[name] for name in _TUPLES)
+    outers = (given["outer"], given["from_outer"], given["to_outer"])
+    known = all(type(d) is int and 0 <= d < len(tensor.shape) for d in dims) and len(set(dims)) == len(dims) == wanted
+    if not plain or outers != (1, 1, 1) or not known:
+        message = f"`{line.text}` communicates over an axis of one rank with arguments that nothing calls for"
+        raise Mistake("layouts_disagree", message, tensor=tensor.name)
+
+
+def _starts_from(have: State, before: type, needs_grad: bool) -> bool:
+    if not needs_grad and isinstance(have, Invariant | Replicated):
+        return before in (Invariant, Replicated)
+    return isinstance(have, before)
+
+
+def _check_source(
+    line: Line,
+    held: Held,
+    axis: int,
+    axes: Axes,
+    given: Mapping[str, Any],
+    tensor: LogicalTensor,
+    uniform: Dims,
+) -> None:
+    have = held.layout[axis]
+    if isinstance(have, Partial):
+        wanted = given.get("reduction", "sum")
+        if have.reduction != wanted:
+            cause = disagreement(have, Partial(wanted), axes.names[axis], axes.sizes[axis])
+            message = f"`{line.text}` takes a {wanted} of `{tensor.name}`, whose parts are those of a {have.reduction}"
+            raise Mistake("layouts_disagree", message, cause, tensor.name)
+        if wanted == "max" and tensor.needs_grad:
+            raise Mistake("layouts_disagree", f"a maximum of `{tensor.name}` has no gradient", tensor=tensor.name)
+    if not isinstance(have, Sharded):
+        return
+    exchange = line.function == "comm.all_to_all"
+    dim, outer = (given.get("from_dim"), given["from_outer"]) if exchange else (given.get("dim"), given["outer"])
+    sections, sizes = ((), given["from_sizes"]) if exchange else (given["sections"], given["sizes"])
+    right = local_outer(held.layout, axes.sizes, axis)
+    lies = Sharded(have.dim, right, have.sections, have.sizes)  # in what one rank has of the other axes
+    cut = Sharded(dim, outer, sections, sizes) if type(dim) is type(outer) is int and outer >= 1 else None
+    local = full_along(held.layout, axes.sizes, tensor.shape, axis)
+    if cut != lies and (
+        cut is None or explain_illegal((cut,), axes.sizes[axis : axis + 1], local) or not same_piece(cut, lies, uniform)
+    ):
+        told = _cut_text(dim, outer, sections, sizes)
+        raise Mistake(
+            "layouts_disagree",
+            f"`{line.function}` of `{tensor.name}` over {axes.names[axis]} is told {told}, and it lies "
+            f"{_cut_text(have.dim, right, have.sections, have.sizes)} (of what one rank has)",
+            "the pieces are joined in the wrong order or along the wrong dim: a permutation of the elements",
+            tensor.name,
+        )
+
+
+def _target(
+    line: Line,
+    held: Held,
+    axis: int,
+    axes: Axes,
+    given: Mapping[str, Any],
+    after: type,
+    tensor: LogicalTensor,
+) -> State:
+    if after is Invariant:
+        return INVARIANT
+    if after is Replicated:
+        return REPLICATED
+    if after is Partial:
+        return Partial()
+    exchange = line.function == "comm.all_to_all"
+    dim, outer = (given.get("to_dim"), given["to_outer"]) if exchange else (given.get("dim"), given["outer"])
+    sections, sizes = ((), given["to_sizes"]) if exchange else (given["sections"], given["sizes"])
+    if type(dim) is not int or type(outer) is not int or not 0 <= dim < len(tensor.shape) or outer < 1:
+        raise Mistake("layouts_disagree", f"`{line.text}`: `{tensor.name}` has {len(tensor.shape)} dims")
+    if sections:
+        if outer != 1 or sizes:
+            raise Mistake("layouts_disagree", f"`{line.text}` cuts by sections and by an outer size, or sizes")
+        return Sharded(dim, 1, sections)
+    found = logical_outer(held.layout, axes.sizes, axis, dim, outer)
+    if found is None:
+        raise Mistake(
+            "layouts_disagree",
+            f"`{line.text}` cuts dim {dim} of `{tensor.name}` where other axes already cut it ({outer=})",
+            tensor=tensor.name,
+        )
+    if exchange and dim == given["from_dim"]:
+        parts, from_outer = axes.sizes[axis], given["from_outer"]
+        digits = not (sizes or given["from_sizes"])
+        if not digits or (outer % (from_outer * parts) and from_outer % (outer * parts)):
+            message = f"`{line.text}` exchanges two digits of dim {dim} that overlap"
+            raise Mistake("layouts_disagree", message, tensor=tensor.name)
+    return Sharded(dim, found, (), sizes)
+
+
+def logical_outer(layout: Layout, sizes: tuple[int, ...], axis: int, dim: int, outer: int) -> int | None:
+    """Return the `outer` in the logical dim of a cut whose outer in the local dim is `outer`: what the other axes own
+    of the dim above it is taken away there. None where no digit of the dim is meant."""
+    others = sorted(
+        (state.outer, parts)
+        for other, (state, parts) in enumerate(zip(layout, sizes, strict=True))
+        if other != axis and isinstance(state, Sharded) and state.dim == dim
+    )
+    for above in range(len(others) + 1):
+        found = outer * prod(parts for _, parts in others[:above])
+        outside = all(other < found for other, _ in others[:above]) and all(o >= found for o, _ in others[above:])
+        nests = all(intervals_nest(other, parts, found, sizes[axis]) for other, parts in others)
+        if outside and nests:
+            return found
+    return None
+
+
+def _cut_text(dim: Any, outer: Any, sections: Any, sizes: Any) -> str:
+    cut = f"dim={dim}" + (f", sections={sections}" if sections else f", outer={outer}")
+    return cut + (f", sizes={sizes}" if sizes else "")
+
+
+def _word(state: State) -> str:
+    return str(state)

@@ -1,0 +1,299 @@
+"""Type the lines of a function of a stage, one after another.
+
+A line that is no operation of the model may still be harmless: one that only moves elements back to where they were
+makes the tensor that it started from, and one that nothing reads changes nothing, if it cannot fail and has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.layout import Layout
+from verify.programs.typing.lines.arguments import variables
+from verify.programs.typing.lines.conversions import convert
+from verify.programs.typing.lines.forms import NoCall, canonical
+from verify.programs.typing.lines.idle import Locals, Move, as_before, idle_result, moves
+from verify.programs.typing.lines.operations import Typed, Typer
+from verify.programs.typing.lines.random_numbers import draws_numbers
+from verify.programs.typing.lines.uniform import NO_DIMS, equal_layouts
+from verify.programs.typing.roles.text import ALIAS, ITEM, Line, Problem, Recomputed, StageText, Statement, Variable
+from verify.programs.typing.roles.values import cannot_be_read
+from verify.programs.typing.typed_value import Axes, Held, Mistake
+
+_MANY = 64  # layouts of uniform operands, taken together, that are looked through
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A mistake, and the line of the text where it is."""
+
+    stage: StageText
+    number: int
+    mistake: Mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A result that the model does not have, or never uses."""
+
+    operator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The result of a line that is no operation of the model, has no effect and cannot fail.
+
+    It is wrong as soon as anything else reads it; `noted` is what is wrong then. `local`: tensors of the ranks' shapes,
+    without values.
+    """
+
+    noted: Noted
+    local: Locals
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A sequence of results that is not taken apart yet."""
+
+    items: tuple[Held | Absent | None, ...]
+
+
+Known = Held | Absent | Idle | Parts | None  # None: something was wrong before, so that nothing can be said
+Scope = dict[Variable, Known]
+
+
+@dataclass
+class Reading:
+    """The results of typing one stage."""
+
+    stage: StageText
+    axes: Axes
+    mistakes: list[Noted] = field(default_factory=list)
+    computed: int = 0
+    converted: int = 0
+    drawn: dict[str, set[str]] = field(default_factory=dict)  # operation -> names it draws numbers under
+    read: set[str] = field(default_factory=set)  # stored variables that some line reads
+    rows: set[str] = field(default_factory=set)  # functions of the conversion table
+    returned: dict[str, Held | None] = field(default_factory=dict)
+    made: dict[str, Held] = field(default_factory=dict)
+
+    def note(self, number: int, mistake: Mistake) -> None:
+        self.mistakes.append(Noted(self.stage, number, mistake))
+
+
+@dataclass
+class Walk:
+    """One function, or one that is recomputed, read from top to bottom.
+
+    `moved`: how variables were made that are other views of a tensor.
+    """
+
+    reading: Reading
+    graph: Graph
+    typer: Typer
+    scope: Scope
+    moved: dict[Variable, Move] = field(default_factory=dict)
+
+    def statements(self, statements: Sequence[Statement]) -> None:
+        for statement in statements:
+            match statement:
+                case Problem():
+                    self.reading.note(statement.line, Mistake("program_unreadable", statement.why))
+                    self.scope.update({Variable(name): None for name in statement.targets})
+                case Line():
+                    try:
+                        self._line(statement)
+                    except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
+                        why = cannot_be_read(self.reading.stage.source, statement.number, error)
+                        self._wrong(statement, Mistake("program_unreadable", why))
+                case Recomputed():
+                    self._recomputed(statement)
+
+    def read(self, number: int, variable: Variable) -> Held | None:
+        """Return the type of a tensor that is used, and note what is wrong with it."""
+        known = self._known(number, variable)
+        match known:
+            case Absent():
+                message = f"`{variable.name}` is read, and the model uses no such result of `{known.operator}`"
+                self.reading.note(number, Mistake("operation_differs", message, "the wrong result is used"))
+            case Parts():
+                message = f"`{variable.name}` is a sequence of tensors, and is read as one tensor"
+                self.reading.note(number, Mistake("program_unreadable", message))
+            case Idle():
+                self.reading.mistakes.append(known.noted)
+                self.scope.update(
+                    {v: None for v, k in self.scope.items() if isinstance(k, Idle) and k.noted is known.noted}
+                )
+        return known if isinstance(known, Held) else None
+
+    def _known(self, number: int, variable: Variable) -> Known:
+        if variable not in self.scope:
+            self.reading.note(number, Mistake("program_unreadable", f"`{variable.name}` is read before it is made"))
+            self.scope[variable] = None  # said once
+        if variable.stored:
+            self.reading.read.add(variable.name)
+        return self.scope[variable]
+
+    def _recomputed(self, statement: Recomputed) -> None:
+        inner = Walk(self.reading, self.graph, self.typer, {v: k for v, k in self.scope.items() if v.stored})
+        for name, given in statement.bound:
+            inner.scope[Variable(name)] = self.read(statement.number, given)
+        inner.statements(statement.lines)
+        for target, result in zip(statement.targets, statement.results, strict=True):
+            self._assign(target, inner.read(statement.number, result))
+
+    def _assign(self, target: str, known: Known, move: Move | None = None) -> None:
+        variable = Variable(target)
+        self.moved.pop(variable, None)
+        self.scope[variable] = known
+        if move is not None:
+            self.moved[variable] = move
+        if isinstance(known, Held):
+            self.reading.made[target] = known
+
+    def _line(self, line: Line) -> None:
+        if line.function in (ALIAS, ITEM):
+            self._renamed(line)
+            return
+        try:
+            line = canonical(line, self.typer.user)
+        except NoCall as error:
+            message = f"`{line.function}` cannot be called as in `{line.text}`: {error}"
+            self._wrong(line, Mistake("operation_differs", message))
+            return
+        if line.is_conversion and not isinstance(line.kwargs.get("x"), Variable):
+            self._wrong(line, Mistake("program_unreadable", f"`{line.text}` converts something else than one tensor"))
+            return
+        used = [line.kwargs["x"]] if line.is_conversion else list(variables(line.kwargs))
+        knowns = {v: self._known(line.number, v) for v in used}
+        if line.is_conversion or not any(isinstance(k, Idle) for k in knowns.values()):
+            knowns = {v: self.read(line.number, v) for v in used}
+            if None in knowns.values():
+                for target in line.targets:
+                    self._assign(target, None)
+                return
+        held = {v: k for v, k in knowns.items() if isinstance(k, Held)}
+        try:
+            if len(held) == len(knowns):
+                self._computed_on_pieces(line, held)
+            else:
+                idle = next(k for k in knowns.values() if isinstance(k, Idle))
+                self._untyped(line, knowns, idle.noted)
+        except Mistake as mistake:
+            self._untyped(line, knowns, Noted(self.reading.stage, line.number, mistake))
+
+    def _wrong(self, line: Line, mistake: Mistake) -> None:
+        self.reading.note(line.number, mistake)
+        for target in line.targets:
+            self._assign(target, None)
+
+    def _renamed(self, line: Line) -> None:
+        """`y = x`, `y = parts[1]` and `a, b = parts`."""
+        variable = line.args[0]
+        known, move = self._known(line.number, variable), self.moved.get(variable)
+        if line.function == ALIAS and not line.sequence:
+            self._assign(line.targets[0], known, move)
+            return
+        items = known.items if isinstance(known, Parts) else ()
+        if line.function == ITEM and known is not None:
+            place = line.args[1]
+            items = (items[place],) if -len(items) <= place < len(items) else ()
+        if known is not None and (len(items) != len(line.targets) or (line.function == ITEM and line.sequence)):
+            message = f"`{line.text}` takes apart what is no sequence of that many tensors"
+            self._wrong(line, Mistake("program_unreadable", message))
+            return
+        taken: tuple[Known, ...] = items or (None,) * len(line.targets)
+        for target, item in zip(line.targets, taken, strict=True):
+            self._assign(target, item)
+
+    def _computed_on_pieces(self, line: Line, held: dict[Variable, Held]) -> None:
+        """Type the line under all layouts that the operands may have. Raises the Mistake under the first ones."""
+        first: Mistake | None = None
+        for layouts in islice(product(*map(self._layouts, held.values())), _MANY):
+            same = {v: replace(h, layout=layout) for (v, h), layout in zip(held.items(), layouts, strict=True)}
+            try:
+                self._computed(line, same)
+            except Mistake as mistake:
+                first = first or mistake
+            else:
+                return
+        assert first is not None
+        raise first
+
+    def _layouts(self, held: Held) -> Iterator[Layout]:
+        uniform = self.typer.uniform.get(held.tensor, NO_DIMS)
+        return equal_layouts(held.layout, uniform, self.reading.axes.sizes)
+
+    def _computed(self, line: Line, held: dict[Variable, Held]) -> None:
+        """Type a conversion, or an operation of the model. Raises Mistake."""
+        if line.is_conversion:
+            if not held or len(line.targets) != 1 or line.sequence:
+                raise Mistake("program_unreadable", f"`{line.text}` converts nothing into one variable")
+            operand = next(iter(held.values()))
+            tensor = self.graph.tensors[operand.tensor]
+            uniform = self.typer.uniform.get(tensor.name, NO_DIMS)
+            result = convert(line, operand, self.reading.axes, tensor, uniform)
+            self.reading.converted += 1
+            self.reading.rows.add(line.function.removeprefix("comm."))
+            self._assign(line.targets[0], result)
+            return
+        typed = self.typer.type_line(line, held, self.reading.axes)
+        self.reading.computed += 1
+        if draws_numbers(line.function):
+            self.reading.drawn.setdefault(typed.operation.name, set()).add(line.kwargs["name"])
+        results = _results(typed)
+        if len(results) == len(line.targets) and not (line.sequence is False and typed.sequence):
+            move = self._move(line, results[0]) if len(results) == 1 else None
+            for target, made in zip(line.targets, results, strict=True):
+                self._assign(target, made, move)
+        else:
+            self._assign(line.targets[0], Parts(results))
+
+    def _move(self, line: Line, result: Held | Absent) -> Move | None:
+        if not moves(line) or not isinstance(result, Held):
+            return None
+        source = line.kwargs["self"]
+        known = self.scope[source]
+        return Move(result, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
+
+    def _untyped(self, line: Line, knowns: dict[Variable, Known], noted: Noted) -> None:
+        """Handle a line that is no operation of the model."""
+        if line.is_conversion or len(line.targets) != 1 or line.sequence:
+            self.reading.mistakes.append(noted)
+            for target in line.targets:
+                self._assign(target, None)
+            return
+        axes = self.reading.axes
+        source = line.kwargs.get("self")
+        if moves(line) and isinstance(source, Variable):
+            known = knowns[source]
+            move = Move(None, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
+            before = as_before(move, self.graph, axes)
+            if before is not None:
+                self._assign(line.targets[0], before.held, replace(move, held=before.held))
+                return
+        else:
+            move = None
+        local = {v: k.local if isinstance(k, Idle) else k for v, k in knowns.items() if isinstance(k, Idle | Held)}
+        result = idle_result(line, local, self.graph, axes)
+        if not result:
+            self._wrong(line, noted.mistake) if noted.number == line.number else self._wrong_before(line, noted)
+            return
+        self._assign(line.targets[0], Idle(noted, result), move)
+
+    def _wrong_before(self, line: Line, noted: Noted) -> None:
+        """Note that a line reads the result of an idle line."""
+        for variable in variables(line.kwargs):
+            self.read(line.number, variable)
+        for target in line.targets:
+            self._assign(target, None)
+
+
+def _results(typed: Typed) -> tuple[Held | Absent, ...]:
+    made = zip(typed.operation.outputs, typed.typing.outputs, strict=True)
+    return tuple(
+        Absent(typed.operation.operator) if n is None or layout is None else Held(n, layout) for n, layout in made
+    )

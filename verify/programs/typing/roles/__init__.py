@@ -1,0 +1,1 @@
+"""Read the text of role programs into data; nothing of it runs."""

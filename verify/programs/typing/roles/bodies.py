@@ -1,0 +1,270 @@
+"""Read `prepare` and `forward` of a stage: assignments, regions, recomputed functions, and returned values.
+
+An expression inside of another becomes a line of its own, whose target has a name that no program can write.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nnscaler.ir.operation import Region
+from verify.programs.typing.lines.forms import python_operator
+from verify.programs.typing.roles.shadowing import RESERVED
+from verify.programs.typing.roles.text import ALIAS, ITEM, Body, Line, Problem, Recomputed, Statement, Variable
+from verify.programs.typing.roles.values import Unreadable, cannot_be_read, read_value
+
+_NO_GRAD = "torch.no_grad()"
+_AUTOCAST = "torch.autocast"
+_CALLED = ("aten.", "comm.", "ops.", "user.")
+
+
+def read_body(function: ast.FunctionDef, source: Sequence[str]) -> Body:
+    """A body. What cannot be read becomes a Problem in its place; raises Unreadable where it returns no dict."""
+    reader = _Reader(source)
+    first, *arguments = (*_arguments(function), "")
+    if first != "self":
+        raise Unreadable(function, f"the first argument of `{function.name}` is not `self`")
+    _check_nested(function)
+    *body, last = function.body
+    if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
+        raise Unreadable(last, f"`{function.name}` does not end with `return {{...}}`")
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]  # the docstring
+    statements = [*reader.statements(body, Region())]
+    returned: dict[str, Variable] = {}
+    for key, value in zip(last.value.keys, last.value.values, strict=True):
+        before, variable = reader.value(value, last, Region())
+        statements += before
+        name = None if key is None else read_value(key)
+        if not isinstance(name, str) or not isinstance(variable, Variable):
+            raise Unreadable(last, f"`{ast.unparse(last)}` returns something else than variables by name")
+        if name in returned:
+            raise Unreadable(last, f"{name!r} is returned twice")
+        returned[name] = variable
+    return Body(function.lineno, tuple(arguments[:-1]), tuple(statements), returned)
+
+
+def _arguments(function: ast.FunctionDef) -> list[str]:
+    """Return the arguments' names.
+
+    Raises Unreadable for anything else in the head: it runs where the function is defined.
+    """
+    given = function.args
+    more = (given.posonlyargs, given.vararg, given.kwonlyargs, given.kwarg, given.defaults, given.kw_defaults)
+    noted = (function.decorator_list, function.returns, getattr(function, "type_params", ()))
+    if any(more) or any(noted) or any(a.annotation for a in given.args):
+        raise Unreadable(function, f"`{function.name}` has arguments or decorators that a rank program does not have")
+    return [a.arg for a in given.args]
+
+
+def _check_nested(function: ast.FunctionDef) -> None:
+    """Check that the head of a nested function runs nothing, also where nobody calls it, and that its name is no other
+    one of the body. Raises Unreadable."""
+    names = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    taken = {*RESERVED, *names, *(a.arg for a in ast.walk(function) if isinstance(a, ast.arg))}
+    for node in ast.walk(function):
+        if isinstance(node, ast.FunctionDef) and node is not function:
+            if node.name in taken:
+                raise Unreadable(node, f"`{node.name}` is defined, and means something else in a rank program")
+            taken.add(node.name)
+            _arguments(node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    source: Sequence[str]
+
+    def statements(self, nodes: Sequence[ast.stmt], region: Region) -> Iterator[Statement]:
+        functions: dict[str, ast.FunctionDef] = {}
+        for node in nodes:
+            try:
+                match node:
+                    case ast.FunctionDef():
+                        functions[node.name] = node
+                    case ast.With():
+                        yield from self.statements(node.body, _region(node, region))
+                    case ast.Assign():
+                        yield from self._assignment(node, region, functions)
+                    case ast.Pass() | ast.Expr(value=ast.Constant()):
+                        pass
+                    case _:
+                        raise Unreadable(node, f"`{_first_line(node)}` is no statement that a rank program has")
+            except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+                number = error.line if isinstance(error, Unreadable) and error.line else node.lineno
+                why = str(error) if isinstance(error, Unreadable) else cannot_be_read(self.source, number, error)
+                yield Problem(number, why, tuple(n.id for n in stored))
+
+    def _assignment(
+        self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]
+    ) -> Iterator[Statement]:
+        """Yield the lines of `a = f(g(x))`, and of `a = b = f(x)`."""
+        first, *others = node.targets
+        targets, sequence, call = _targets(first, node), isinstance(first, ast.Tuple), node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "recompute":
+            if region != Region() or others:
+                raise Unreadable(node, "`recompute` is called inside of a region, or for several targets")
+            yield self._recomputed(node, call, targets, functions)
+            return
+        if isinstance(call, ast.Tuple) and not others and sequence and len(call.elts) == len(targets):
+            yield from self._at_once(node, call.elts, targets, region)
+            return
+        before, value = self._computed(call, node, region)
+        if value is None:
+            raise Unreadable(node, f"`{_first_line(node)}` assigns without calling an operator or a conversion")
+        yield from before
+        yield replace(value, targets=targets, hint=self._hint(node), sequence=sequence)
+        for other in others:
+            if sequence or isinstance(other, ast.Tuple):
+                raise Unreadable(node, "several results are assigned to several targets")
+            yield self._line(node, ALIAS, (Variable(targets[0]),), {}, region, _targets(other, node))
+
+    def _at_once(
+        self, node: ast.Assign, values: Sequence[ast.expr], targets: Sequence[str], region: Region
+    ) -> Iterator[Line]:
+        """Yield the lines of `a, b = f(x), a`: all values, and then the variables."""
+        lines, made = self._values(values, node, region)
+        if not all(isinstance(value, Variable) for value in made):
+            raise Unreadable(node, f"`{_first_line(node)}` assigns what no operator or conversion makes")
+        yield from lines
+        kept = [f"{target} at {node.lineno}" for target in targets]
+        for name, value in zip(kept, made, strict=True):
+            yield self._line(node, ALIAS, (value,), {}, region, (name,))
+        for target, name in zip(targets, kept, strict=True):
+            yield self._line(node, ALIAS, (Variable(name),), {}, region, (target,))
+
+    def value(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Any]:
+        """Return the value of an expression, and the lines that make the tensors in it."""
+        try:
+            return [], read_value(node)
+        except Unreadable:
+            if isinstance(node, ast.List | ast.Tuple):
+                parts = [self.value(item, statement, region) for item in node.elts]
+                lines = [line for before, _ in parts for line in before]
+                items = [value for _, value in parts]
+                return lines, items if isinstance(node, ast.List) else tuple(items)
+            before, made = self._computed(node, statement, region)
+            if made is None:
+                raise
+            name = f"{ast.unparse(node)} at {node.lineno}:{node.col_offset}"
+            return [*before, replace(made, targets=(name,))], Variable(name)
+
+    def _computed(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Line | None]:
+        """Return the line of an expression that makes a tensor, without a target, and the lines before it; None for any
+        other expression."""
+        match node:
+            case ast.Call():
+                function = _dotted(node.func)
+                if not function.startswith(_CALLED):
+                    read_value(node)  # says what is wrong with it
+                before, args = self._values(node.args, statement, region)
+                names = [k.arg for k in node.keywords]
+                if None in names or len(set(names)) < len(names):
+                    raise Unreadable(node, f"`{_first_line(statement)}` unpacks keyword arguments, or names one twice")
+                more, named = self._values([k.value for k in node.keywords], statement, region)
+                kwargs = {name: value for name, value in zip(names, named, strict=True) if name}
+                return [*before, *more], self._line(statement, function, tuple(args), kwargs, region)
+            case ast.BinOp(left=left, right=right) | ast.Compare(left=left, ops=[_], comparators=[right]):
+                before, operands = self._values([left, right], statement, region)
+            case ast.UnaryOp(operand=operand):
+                before, operands = self._values([operand], statement, region)
+            case ast.Subscript(value=of, slice=ast.Constant() | ast.UnaryOp() as place) if not isinstance(
+                of, ast.Tuple
+            ):
+                before, (sequence,) = self._values([of], statement, region)
+                place = read_value(place)
+                if type(place) is not int or not isinstance(sequence, Variable):
+                    return [], None
+                return before, self._line(statement, ITEM, (sequence, place), {}, region)
+            case ast.Name() | ast.Attribute():
+                given = read_value(node)
+                return [], self._line(statement, ALIAS, (given,), {}, region) if isinstance(given, Variable) else None
+            case _:
+                return [], None
+        found = python_operator(node, operands)
+        return before, None if found is None else self._line(statement, *found, {}, region)
+
+    def _values(self, nodes: Sequence[ast.expr], statement: ast.stmt, region: Region) -> tuple[list[Line], list[Any]]:
+        found = [self.value(node, statement, region) for node in nodes]
+        return [line for before, _ in found for line in before], [value for _, value in found]
+
+    def _line(
+        self,
+        node: ast.stmt,
+        function: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        region: Region,
+        targets: tuple[str, ...] = (),
+    ) -> Line:
+        text = self.source[node.lineno - 1].strip().partition("  # ")[0]
+        return Line(node.lineno, text, targets, function, args, kwargs, region)
+
+    def _hint(self, node: ast.stmt) -> str:
+        """Return the text of the comment at the end of the statement."""
+        last = self.source[(node.end_lineno or node.lineno) - 1]
+        return last.encode()[node.end_col_offset or 0 :].decode().partition("# ")[2].strip()
+
+    def _recomputed(
+        self, node: ast.Assign, call: ast.Call, targets: tuple[str, ...], functions: dict[str, ast.FunctionDef]
+    ) -> Recomputed:
+        if call.keywords or not call.args or not isinstance(call.args[0], ast.Name) or call.args[0].id not in functions:
+            raise Unreadable(node, "`recompute` is given no function that stands before it")
+        function = functions[call.args[0].id]
+        names = _arguments(function)
+        given = [read_value(a) for a in call.args[1:]]
+        if len(names) != len(given) or not all(isinstance(g, Variable) for g in given):
+            raise Unreadable(node, f"`{function.name}` takes {len(names)} tensors and is given {len(given)}")
+        *body, last = function.body
+        if not isinstance(last, ast.Return) or last.value is None:
+            raise Unreadable(last, f"`{function.name}` does not end with a return")
+        before, value = self.value(last.value, last, Region())
+        results = value if isinstance(value, tuple) else (value,)
+        alike = isinstance(value, tuple) == isinstance(node.targets[0], ast.Tuple) and len(results) == len(targets)
+        if not alike or not all(isinstance(r, Variable) for r in results):
+            raise Unreadable(last, f"`{function.name}` returns {len(results)} values for {len(targets)} variables")
+        inside = (*self.statements(body, Region()), *before)
+        lines = tuple(s for s in inside if isinstance(s, Line | Problem))
+        if len(lines) != len(inside):
+            raise Unreadable(function, f"`{function.name}` recomputes inside of a recomputation")
+        return Recomputed(node.lineno, tuple(zip(names, given, strict=True)), lines, results, targets)
+
+
+def _region(node: ast.With, region: Region) -> Region:
+    for item in node.items:
+        text = ast.unparse(item.context_expr)
+        if item.optional_vars is not None:
+            raise Unreadable(node, f"`with {ast.unparse(item)}` names the region")
+        match item.context_expr:
+            case ast.Call() if text == _NO_GRAD:
+                region = replace(region, grad_enabled=False)
+            case ast.Call() if text == "torch.autocast(self.device.type, enabled=False)":
+                region = replace(region, autocast="off")
+            case ast.Call(args=[_, ast.Attribute(attr=dtype)]) if (
+                text == f"{_AUTOCAST}(self.device.type, dtypes.{dtype})"
+            ):
+                region = replace(region, autocast=dtype)
+            case _:
+                raise Unreadable(node, f"`with {text}` is no region that a rank program has")
+    return region
+
+
+def _targets(target: ast.expr, node: ast.Assign) -> tuple[str, ...]:
+    names = target.elts if isinstance(target, ast.Tuple) else [target]
+    if not all(isinstance(n, ast.Name) for n in names):
+        raise Unreadable(node, f"`{ast.unparse(target)}` is no variable")
+    return tuple(n.id for n in names if isinstance(n, ast.Name))
+
+
+def _dotted(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    if not all(part.isidentifier() for part in text.split(".")):
+        raise Unreadable(node, f"`{text}` is no operator")
+    return text
+
+
+def _first_line(node: ast.stmt) -> str:
+    return ast.unparse(node).partition("\n")[0]

@@ -1,0 +1,292 @@
+"""Read the text of a role program into data, with `ast`. Nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from op_registry.expression import Expression
+
+from nnscaler.ir.layout import State
+from verify.programs.typing.roles.bodies import read_body
+from verify.programs.typing.roles.header import OF_RUNTIME, names_of_file, user_operators
+from verify.programs.typing.roles.text import (
+    Body,
+    ExchangeText,
+    InputText,
+    MessageText,
+    Problem,
+    RoleText,
+    StageText,
+    StoredText,
+)
+from verify.programs.typing.roles.values import Unreadable, read_value
+
+_MOST = 1 << 20  # ranks on one axis, or micro-batches: what is derived for each of them has an end
+_KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
+_CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
+
+
+def _tuple_of(kind: type, value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(item) is kind for item in value)
+
+
+def _is_pieces(value: Any) -> bool:
+    """Return whether these are messages of an exchange: (source, destination, slices there, slices here)."""
+    return isinstance(value, tuple) and all(
+        isinstance(piece, tuple)
+        and len(piece) == 4
+        and _tuple_of(int, piece[:2])
+        and all(isinstance(side, tuple) and all(_tuple_of(int, s) and len(s) == 3 for s in side) for side in piece[2:])
+        for piece in value
+    )
+
+
+# what the runtime takes for each argument of a declaration; other kinds might mean one thing here and another there
+_FORMS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("fqn", "name", "key", "dtype"), lambda value: type(value) is str),
+    **dict.fromkeys(("used", "needs_grad"), lambda value: type(value) is bool),
+    **dict.fromkeys(("messages", "backward"), _is_pieces),
+    "stage": lambda value: type(value) is int,
+    "peers": lambda value: _tuple_of(int, value),
+    "reduce": lambda value: _tuple_of(str, value),
+    "copies": lambda value: isinstance(value, tuple) and all(_tuple_of(int, ranks) for ranks in value),
+    "shape": lambda value: isinstance(value, tuple) and all(type(size) in (int, dict) for size in value),
+}
+
+
+def read_role(file: str, text: str) -> RoleText:
+    """Read a role. Raises Unreadable for a text that has no stages, ranks or schedule, or is no Python."""
+    try:
+        tree = ast.parse(text)
+        compile(text, file, "exec", dont_inherit=True)  # what only the compiler refuses; nothing of it runs
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        place = ast.Pass(lineno=getattr(error, "lineno", 0) or 0, col_offset=0)
+        raise Unreadable(place, f"is no Python: {error or type(error).__name__}") from error
+    source = text.splitlines()
+    stages: list[StageText] = []
+    values: dict[str, tuple[int, Any]] = {}
+    user: dict[str, str] = {}
+    files: frozenset[str] = frozenset()
+    problems = list(names_of_file(tree))
+    for node in tree.body:
+        match node:
+            case ast.ClassDef():
+                stages.append(_stage(file, node, source))
+            case ast.Assign(targets=[ast.Name(id="user")], value=ast.Call() as call):
+                user, files = user_operators(call)
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in ("STAGES", "RANKS", "SCHEDULE"):
+                values[name] = (node.lineno, read_value(node.value))
+            case ast.Assign(targets=[ast.Name(id="aten")]) if ast.unparse(node.value) == "torch.ops.aten":
+                pass
+            case ast.Import(names=[ast.alias(name="torch", asname=None)]):
+                pass
+            case ast.ImportFrom(module="nnscaler.runtime", level=0) if all(
+                alias.asname is None and alias.name in OF_RUNTIME for alias in node.names
+            ):
+                pass
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                line = ast.unparse(node).partition("\n")[0]
+                problems.append(Problem(node.lineno, f"`{line}` is no part of a rank program"))
+    missing = {"STAGES", "RANKS", "SCHEDULE"} - set(values)
+    if missing or not stages:
+        raise Unreadable(tree, f"has no {', '.join(sorted(missing)) or 'stages'}")
+    if not _tuple_of(int, values["RANKS"][1]) or type(values["SCHEDULE"][1]) is not str:
+        raise Unreadable(tree, f"RANKS is {values['RANKS'][1]!r}, and SCHEDULE {values['SCHEDULE'][1]!r}")
+    declared = [v.name for v in values["STAGES"][1]]
+    if declared != [f"Stage{s.index}" for s in stages]:
+        problems.append(Problem(values["STAGES"][0], f"STAGES is {declared}, and the classes are otherwise"))
+    return RoleText(
+        file,
+        values["RANKS"][1],
+        tuple(values["SCHEDULE"][1].split()),
+        values["SCHEDULE"][0],
+        tuple(stages),
+        user,
+        tuple(problems),
+        files,
+    )
+
+
+def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
+    found: dict[str, tuple[ast.expr, int]] = {}
+    bodies: dict[str, Body] = {}
+    more = (node.keywords, node.decorator_list, getattr(node, "type_params", ()))
+    if [ast.unparse(b) for b in node.bases] != ["Stage"] or any(more):
+        raise Unreadable(node, f"`class {node.name}` is no stage")
+    for member in node.body:
+        match member:
+            case ast.FunctionDef(name="forward" | "prepare"):
+                bodies[member.name] = read_body(member, source)
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                found[name] = (member.value, member.lineno)
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
+    unknown = set(found) - {*_KINDS, "index", "ranks", "axes", "micro_batches", "inputs", "prepare_inputs"}
+    unknown -= {"receives", "sends", "loss", "updates"}
+    if unknown or "forward" not in bodies:
+        raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
+    fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
+    if len(fixed) < 4:
+        raise Unreadable(node, f"`class {node.name}` lacks index, ranks, axes or micro_batches")
+    sizes = (fixed["micro_batches"], *fixed["axes"].values())
+    named = all(type(axis) is str for axis in fixed["axes"]) and type(fixed["index"]) is int
+    if node.name != f"Stage{fixed['index']}" or not named or not all(type(n) is int and 1 <= n <= _MOST for n in sizes):
+        raise Unreadable(node, f"`class {node.name}` has index {fixed['index']}, axes and micro-batches {sizes}")
+    updates = read_value(found["updates"][0]) if "updates" in found else {}
+    if not _tuple_of(int, fixed["ranks"]) or not _tuple_of(str, (*updates, *updates.values())):
+        raise Unreadable(node, f"`class {node.name}` has the ranks {fixed['ranks']} and the updates {updates}")
+    return StageText(
+        file,
+        node.lineno,
+        fixed["index"],
+        fixed["ranks"],
+        fixed["axes"],
+        fixed["micro_batches"],
+        tuple(s for name in _KINDS for s in _stored(name, found)),
+        tuple(_inputs("inputs", found)),
+        tuple(_inputs("prepare_inputs", found)),
+        tuple(_message(call, v) for v, call in _entries(found, "receives")),
+        tuple(_message(call, "") for call in _items(found, "sends")),
+        _loss(found),
+        updates,
+        bodies.get("prepare"),
+        bodies["forward"],
+        tuple(source),
+    )
+
+
+def _entries(found: Mapping[str, tuple[ast.expr, int]], name: str) -> list[tuple[str, ast.Call]]:
+    if name not in found:
+        return []
+    node = found[name][0]
+    if not isinstance(node, ast.Dict):
+        raise Unreadable(node, f"`{name}` is no dict")
+    entries: list[tuple[str, ast.Call]] = []
+    for key, value in zip(node.keys, node.values, strict=True):
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str) or not isinstance(value, ast.Call):
+            raise Unreadable(value, f"`{ast.unparse(value)}` declares nothing in `{name}`")
+        if any(key.value == other for other, _ in entries):
+            raise Unreadable(key, f"{key.value!r} is declared twice in `{name}`")
+        entries.append((key.value, value))
+    return entries
+
+
+def _items(found: Mapping[str, tuple[ast.expr, int]], name: str) -> list[ast.Call]:
+    if name not in found:
+        return []
+    node = found[name][0]
+    if not isinstance(node, ast.Tuple) or not all(isinstance(e, ast.Call) for e in node.elts):
+        raise Unreadable(node, f"`{name}` is no tuple of declarations")
+    return [e for e in node.elts if isinstance(e, ast.Call)]
+
+
+def _arguments(call: ast.Call, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the class that is called, and its arguments by name."""
+    if len(call.args) > len(names):
+        raise Unreadable(call, f"`{ast.unparse(call)}` has too many arguments")
+    given = dict(zip(names, (read_value(a) for a in call.args), strict=False))
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in given or keyword.arg not in names:
+            raise Unreadable(call, f"`{ast.unparse(call)}` has an argument {keyword.arg or ast.unparse(keyword)!r}")
+        given[keyword.arg] = read_value(keyword.value)
+    odd = [name for name, value in given.items() if name in _FORMS and not _FORMS[name](value)]
+    if odd:
+        raise Unreadable(call, f"`{ast.unparse(call)}`: {odd[0]} is {given[odd[0]]!r}, which the runtime does not take")
+    return ast.unparse(call.func), given
+
+
+def _states(call: ast.Call, value: Any) -> dict[str, State]:
+    if not isinstance(value, dict) or not all(isinstance(s, State) for s in value.values()):
+        raise Unreadable(call, f"`{ast.unparse(call)}`: the layout is no dict of states by axis")
+    return value
+
+
+def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
+    result: list[StoredText] = []
+    for variable, call in _entries(found, group):
+        more = ("reduce", "copies", "used") if _CLASS_OF[group] == "Parameter" else ()
+        kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more))
+        if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
+            raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
+        result.append(
+            StoredText(
+                call.lineno,
+                _KINDS[group],
+                variable,
+                given["fqn"],
+                given["shape"],
+                given["dtype"],
+                _states(call, given.get("states", {})),
+                given.get("reduce", ()),
+                given.get("copies", ()),
+                given.get("used", True),
+            )
+        )
+    return result
+
+
+def _inputs(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[InputText]:
+    result: list[InputText] = []
+    for variable, call in _entries(found, group):
+        kind, given = _arguments(call, ("name", "states"))
+        if kind != "Input" or "name" not in given:
+            raise Unreadable(call, f"`{ast.unparse(call)}` is no input")
+        result.append(InputText(call.lineno, variable, given["name"], _states(call, given.get("states", {}))))
+    return result
+
+
+def _message(call: ast.Call, variable: str) -> MessageText | ExchangeText:
+    kind = ast.unparse(call.func)
+    if kind == "Exchange":
+        _, given = _arguments(call, ("key", "stage", "messages", "backward", "shape", "dtype", "needs_grad"))
+        needs_grad = given.get("needs_grad", True)
+        dtype = given.get("dtype", "float32")
+        sides = (tuple(given["messages"]), tuple(given["backward"]))
+        shape = _shape(call, given["shape"])
+        return ExchangeText(call.lineno, given["key"], given["stage"], *sides, shape, dtype, needs_grad, variable)
+    if kind == "Receive" and variable:
+        _, given = _arguments(call, ("key", "stage", "shape", "dtype", "peers", "needs_grad"))
+    elif kind == "Send" and not variable:
+        _, given = _arguments(call, ("key", "stage", "peers", "needs_grad"))
+    else:
+        raise Unreadable(call, f"`{ast.unparse(call)}` is no message")
+    return MessageText(
+        call.lineno,
+        given["key"],
+        given["stage"],
+        tuple(given["peers"]),
+        given.get("needs_grad", True),
+        variable,
+        _shape(call, given.get("shape", ())),
+        given.get("dtype", ""),
+    )
+
+
+def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
+    """Return a local shape, in which `{"dp": (3, 2)}` is a size by the index on an axis."""
+    sizes: list[int | Expression] = []
+    for size in value:
+        if isinstance(size, dict):
+            if not all(isinstance(t, tuple) and t and all(type(n) is int for n in t) for t in size.values()):
+                raise Unreadable(call, f"`{ast.unparse(call)}`: {size} is no size by the index on an axis")
+            size = Expression(0, tuple(size.items()))
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:
+    if "loss" not in found:
+        return None
+    node = found["loss"][0]
+    if not isinstance(node, ast.Call):
+        raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
+    kind, given = _arguments(node, ("states",))
+    if kind != "Loss":
+        raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
+    return _states(node, given.get("states", {}))

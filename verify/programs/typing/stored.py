@@ -1,0 +1,138 @@
+"""Stored tensors over all stages: each of the model's is held, every copy is the same, and each parameter's gradient is
+summed exactly once over exactly the ranks that hold a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nnscaler.ir.graph import Graph
+from nnscaler.ir.tensor import LogicalTensor
+from verify.programs.typing.lines.walk import Noted, Reading
+from verify.programs.typing.roles.text import StoredText
+from verify.programs.typing.typed_value import Mistake
+
+_KINDS = {"parameter": ("parameter", "frozen"), "buffer": ("buffer",), "constant": ("constant",)}
+
+
+def stored_tensors(graph: Graph) -> dict[str, LogicalTensor]:
+    """Return fqn -> tensor, by every name that it has."""
+    return {fqn: t for t in graph.with_role("parameter", "buffer", "constant") for fqn in t.fqns}
+
+
+def check_stored(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Noted]]:
+    """Check the stored tensors; return their number, and the mistakes."""
+    known = stored_tensors(graph)
+    holders: dict[str, list[tuple[Reading, StoredText]]] = {}
+    noted: list[Noted] = []
+    for reading in readings:
+        for stored in reading.stage.stored:
+            tensor = known.get(stored.fqn)
+            if tensor is None:
+                continue  # said where the stage was read
+            mistakes = _declared(reading, stored, tensor, graph)
+            noted += [Noted(reading.stage, stored.number, mistake) for mistake in mistakes]
+            twice = [s for r, s in holders.get(tensor.name, ()) if r is reading]
+            if twice:
+                mistake = Mistake("not_covered", f"stage {reading.stage.index} holds `{stored.fqn}` twice")
+                noted.append(Noted(reading.stage, stored.number, mistake))
+            holders.setdefault(tensor.name, []).append((reading, stored))
+    for name, found in holders.items():
+        noted += _copies(name, found, graph)
+    for tensor in graph.with_role("parameter", "buffer"):
+        if tensor.name not in holders:
+            message = f"no rank holds the model's {tensor.role} `{tensor.fqns[0]}`"
+            noted.append(Noted(readings[0].stage, readings[0].stage.number, Mistake("not_covered", message)))
+    return len(holders), noted
+
+
+def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph: Graph) -> list[Mistake]:
+    found: list[Mistake] = []
+    if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+        here, there = (f"{x.dtype}{list(x.shape)}" for x in (stored, tensor))
+        message = f"`{stored.fqn}` is {here}, and the model's is {there}"
+        found.append(Mistake("not_covered", message, tensor=tensor.name))
+    if stored.kind not in _KINDS[tensor.role]:
+        found.append(Mistake("not_covered", f"`{stored.fqn}` is a {tensor.role} and is held as a {stored.kind}"))
+    if tensor.role != "parameter":
+        return found
+    if (stored.kind == "parameter") != tensor.needs_grad:
+        word = (
+            "has no gradient in the model" if stored.kind == "parameter" else "is trained in the model, and frozen here"
+        )
+        found.append(Mistake("gradient_reduced_wrongly", f"`{stored.fqn}` {word}", tensor=tensor.name))
+    unknown = [a for a in stored.reduce if a not in reading.stage.axes]
+    sharded = [a for a in stored.reduce if a in stored.states]
+    if unknown or sharded or len(set(stored.reduce)) < len(stored.reduce):
+        message = f"the gradient of `{stored.fqn}` cannot be summed over {list(stored.reduce)}"
+        cause = f"over {sharded[0]} each rank has the gradient of another shard" if sharded else None
+        found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
+    in_use = bool(graph.consumers[tensor.name])
+    if tensor.needs_grad and stored.used != in_use:
+        word = (
+            "uses it: its gradient would stay None" if in_use else "does not use it: it would get a gradient of zeros"
+        )
+        message = f"`{stored.fqn}` is declared used={stored.used}, and the model {word}"
+        cause = "a missing gradient is None, and not zeros: optimizers treat them differently"
+        found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
+    return found
+
+
+def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph) -> list[Noted]:
+    """Copies on several stages lie alike, and each names the ranks of all, in one order.
+
+    The order counts: the holder that is listed first is the one whose shards are in the norm of the gradients and in
+    checkpoints. Copies without gradient need not be listed, but then on no stage.
+    """
+    tensor = graph.tensors[name]
+    held = [(r, s) for r, s in found if s.kind in ("parameter", "frozen")]
+    ordered = sorted(held, key=lambda entry: entry[0].stage.index)
+    expected = tuple(dict.fromkeys(r.stage.ranks for r, _ in ordered)) if len(ordered) > 1 else ()
+    listed = {s.copies for _, s in ordered}
+    unlisted = listed == {()} and not tensor.needs_grad
+    noted: list[Noted] = []
+    for reading, stored in ordered:
+        if stored.copies != expected and set(stored.copies) != set(expected) and not unlisted:
+            noted.append(Noted(reading.stage, stored.number, _wrong_copies(stored, ordered, expected, tensor)))
+        elif stored.copies != expected and len(listed) > 1:
+            noted.append(Noted(reading.stage, stored.number, _other_order(stored, expected, tensor)))
+    groups: dict[object, list[tuple[Reading, StoredText]]] = {}
+    for reading, stored in ordered:
+        if stored.kind == "parameter" or stored.copies:  # without gradient and unlisted, each is a tensor of its own
+            axes = tuple(reading.stage.axes.items())  # copies are summed position by position
+            key = (tuple(sorted(stored.states.items(), key=str)), tuple(sorted(stored.reduce)), axes, stored.fqn)
+            groups.setdefault(key, []).append((reading, stored))
+    if len(groups) > 1:
+        reading, stored = ordered[-1]
+        stages = [r.stage.index for r, _ in ordered]
+        message = (
+            f"stages {stages} hold `{stored.fqn}` in other layouts or by other names, or sum its gradient otherwise"
+        )
+        cause = "the sum over the copies would add gradients of different shards, or parts of different sums"
+        noted.append(Noted(reading.stage, stored.number, Mistake("gradient_reduced_wrongly", message, cause, name)))
+    return noted
+
+
+def _other_order(stored: StoredText, expected: tuple[tuple[int, ...], ...], tensor: LogicalTensor) -> Mistake:
+    message = f"`{stored.fqn}` lists its copies as {stored.copies} here, and as {expected} on another stage"
+    cause = (
+        "the norm of the gradients and checkpoints take the copy that is listed first: with two orders it counts twice "
+        "or never, and clipping scales by a wrong norm"
+    )
+    return Mistake("gradient_norm_differs", message, cause, tensor.name)
+
+
+def _wrong_copies(
+    stored: StoredText,
+    ordered: Sequence[tuple[Reading, StoredText]],
+    expected: tuple[tuple[int, ...], ...],
+    tensor: LogicalTensor,
+) -> Mistake:
+    stages = ", ".join(str(r.stage.index) for r, _ in ordered)
+    message = f"`{stored.fqn}` is held by stages {stages}, and its gradient is summed over the copies {stored.copies}"
+    if not expected:
+        cause = "only one stage holds it: there is no other copy to sum with"
+    elif not stored.copies:
+        cause = "it is tied: each stage has only its own part of the gradient, and the sum over its copies is missing"
+    else:
+        cause = f"the copies are on the ranks {expected}: a wrong group takes part in the sum"
+    return Mistake("gradient_reduced_wrongly", message, cause, tensor.name)

@@ -1,0 +1,144 @@
+"""The result of a verification: checks with counts, findings, and one verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verify.results.finding import Finding
+from verify.results.verdict import Verdict, merge
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One kind of comparison.
+
+    count       comparisons that were made
+    refuted     comparisons that failed
+    seconds     that it took
+    detail      a remark for people ("worst difference 3e-15")
+    supporting  an audit rather than a claim of its own: it lowers the verdict only where it fails
+    """
+
+    name: str
+    verdict: Verdict
+    count: int
+    refuted: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+    supporting: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of one verification: what was verified, how, and with which outcome.
+
+    tool         "verify-plan" or "verify-op"
+    subject      what was verified, short: "gpt.py"
+    setting      how: "on 8 ranks (dp=2 tp=2 pp=2, 1F1B, 4 micro-batches)"; may be empty
+    notes        what the reader must know: dropout was off, an operator was replicated
+    environment  versions, backend, dtype, tolerance
+    attachments  what else was measured, as JSON values, by name; any of them may be absent:
+                 "tensors"                rows of kind, step, name, error, allowed, verdict: every tensor compared
+                 "timeline", "communication_profile", "memory"   of the program's manifest
+                 "lemmas", "certificate"  what a static proof stands on
+    """
+
+    tool: str
+    subject: str
+    setting: str
+    seed: int
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    attachments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The weakest verdict of all checks; INCONCLUSIVE where nothing was counted."""
+        counted = [check for check in self.checks if check.count or not check.verdict.passes]
+        claims = [check for check in counted if not check.supporting or not check.verdict.passes]
+        return merge(check.verdict for check in (claims or counted))
+
+    @property
+    def exit_code(self) -> int:
+        return self.verdict.exit_code
+
+    @property
+    def total(self) -> int:
+        """Comparisons made."""
+        return sum(check.count for check in self.checks)
+
+    @property
+    def refuted(self) -> int:
+        """Comparisons that failed."""
+        return sum(check.refuted for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON document; fields are only ever added under one `schema_version`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "tool": self.tool,
+            "subject": self.subject,
+            "setting": self.setting,
+            "verdict": self.verdict.word,
+            "level": self.verdict.value,
+            "exit_code": self.exit_code,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "environment": dict(self.environment),
+            "notes": list(self.notes),
+            "counts": {"checks": self.total, "refuted": self.refuted},
+            "checks": [_check(check) for check in self.checks],
+            "findings": [_finding(finding) for finding in self.findings],
+            "attachments": plain_json(dict(self.attachments)),
+        }
+
+    def to_json(self) -> str:
+        """Return the report as a JSON text."""
+        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+
+
+def plain_json(value: Any) -> Any:
+    """Return the value made of what JSON has: NaN and infinity, which it lacks, are the texts "nan",
+    "inf" and "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _check(check: Check) -> dict[str, Any]:
+    return {
+        "name": check.name,
+        "verdict": check.verdict.value,
+        "count": check.count,
+        "refuted": check.refuted,
+        "seconds": round(check.seconds, 3),
+        "detail": check.detail,
+        "supporting": check.supporting,
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    where = finding.where
+    return {
+        "code": finding.code,
+        "message": finding.message,
+        "where": None if where is None else {"file": where.file, "line": where.line, "text": where.text},
+        "counter_example": dict(finding.counter_example),
+        "cause": finding.cause,
+        "help": finding.help,
+        "reproduce": finding.reproduce,
+        "related": [{"what": what, "file": place.file, "line": place.line} for what, place in finding.related],
+    }

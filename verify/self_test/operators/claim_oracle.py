@@ -1,0 +1,152 @@
+"""Ask the oracle under test, verify-op's comparison of shards with the whole, whether it refutes a claim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from op_registry.annotation.rules import parse_checked
+from op_registry.bind_call import bind_call
+from op_registry.call import Call
+from op_registry.registry import output_only
+from op_registry.spec import Refusal
+
+from nnscaler.errors import AnnotationError
+from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.placement import Split
+from nnscaler.ir.signature import Signature
+from verify.evidence.inputs.concrete_call import function_of
+from verify.evidence.inputs.meta_preflight import tried_on_meta
+from verify.evidence.inputs.operand_shards import local_shape, ranks_of
+from verify.evidence.options import Safeguards
+from verify.evidence.oracle.partition import AXES, Partition, ShardRaised, compare_partition, make_partition
+from verify.evidence.oracle.runner import Prepared
+from verify.self_test.operators.claims import PARTS
+from verify.self_test.operators.second_opinion import holds
+from verify.self_test.operators.subjects import Subject
+
+Found = Literal["raises", "values", "refused", "passes"]
+OUTERS = (1, 2)
+OPINION_PARTS = (2, 3, 5)
+OPINION_SEEDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`found`: what refuted the claim, if anything; `parts` and `outer` of the split that did."""
+
+    found: Found
+    parts: int = 0
+    outer: int = 1
+
+
+def bind_mutant(subject: Subject, text: str) -> Signature | Literal["registration", "shape"]:
+    """Return the mutated annotation bound to the subject's call, or the stage that refuses it."""
+    call = subject.signature.call
+    try:
+        parse_checked(text, output_only(subject.spec, call.kwargs))
+    except AnnotationError:
+        return "registration"
+    sizes = dict(subject.given)
+
+    def annotation(_: Call) -> tuple[str, Mapping[str, int]]:
+        return text, sizes
+
+    spec = replace(subject.spec, annotation=text if not sizes else annotation)
+    try:
+        bound = bind_call(spec, call)
+    except AnnotationError:
+        return "shape"
+    return Signature(call, spec, bound, subject.signature.linear)
+
+
+def ask(subject: Subject, signature: Signature, identifier: str, safeguards: Safeguards) -> Answer:
+    """Split the identifier; the first failure is the answer."""
+    seen = False
+    for number, prepared in enumerate(subject.runs):
+        for outer in OUTERS if safeguards.outers else (1,):
+            split = Split(identifier, outer)
+            for parts in _parts(signature, split, safeguards):
+                found = _one(subject, signature, prepared, split, parts, safeguards, number == 0)
+                if found in ("raises", "values"):
+                    return Answer(found, parts, outer)
+                seen = seen or found == "passes"
+    return Answer("passes" if seen else "refused")
+
+
+def _parts(signature: Signature, split: Split, safeguards: Safeguards) -> list[int]:
+    """Return the numbers of shards that are tried; where none of them divides the size, the first that does."""
+    legal = [p for p in safeguards.parts if explain_illegal_choice(signature, split, p) is None]
+    return legal or [p for p in PARTS if explain_illegal_choice(signature, split, p) is None][:1]
+
+
+def _one(
+    subject: Subject,
+    signature: Signature,
+    prepared: Prepared,
+    split: Split,
+    parts: int,
+    safeguards: Safeguards,
+    first: bool,
+) -> Found:
+    try:
+        partition = make_partition(signature, [split], [parts])
+    except Refusal:
+        return "refused"
+    except Exception:  # noqa: BLE001 - a hook that does not know the identifier: loud, like a shard that raises
+        return "raises"
+    if first and not _fits_on_meta(subject, prepared, partition):
+        return "raises"
+    try:
+        compared = compare_partition(
+            prepared.whole, partition, torch.Generator().manual_seed(parts), prepared.bound, safeguards
+        )
+    except ShardRaised:
+        return "raises"
+    return "values" if compared.mismatches else "passes"
+
+
+def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) -> bool:
+    """Return whether the shards' shapes fit, tried on meta tensors.
+
+    A kernel that does not check its sizes could end the process.
+    """
+    tensors = prepared.whole.concrete.tensors
+    function = function_of(partition.call.operator, subject.spec)
+    ranks = ranks_of(partition.parts)
+    for rank in (ranks[0], ranks[-1]):
+        shapes = [local_shape(t.shape, lay, rank) for t, lay in zip(tensors, partition.inputs, strict=True)]
+        described = [(shape, t.dtype) for shape, t in zip(shapes, tensors, strict=True)]
+        more = partition.random_arguments(rank) if subject.spec.random else {}
+        tried = tried_on_meta(function, partition.call, described, dict(zip(AXES, rank, strict=False)), more)
+        if isinstance(tried, Exception):
+            return False
+    return True
+
+
+def truly_holds(subject: Subject, signature: Signature, identifier: str) -> bool:
+    """Return the second opinion on a claim that passes."""
+    decided = False
+    for seed in range(OPINION_SEEDS):
+        other = subject.other_run(seed)
+        if other is None:
+            continue
+        for parts in OPINION_PARTS:
+            if explain_illegal_choice(signature, Split(identifier), parts) is not None:
+                continue
+            opinion = holds(other.whole, signature, Split(identifier), parts, seed)
+            if opinion is False:
+                return False
+            decided = decided or opinion is True
+    return decided
+
+
+def confirmed(subject: Subject, signature: Signature, identifier: str, answer: Answer) -> bool:
+    """Return whether the second opinion, too, finds a refuted claim false, on the very split that refuted it."""
+    for seed, prepared in enumerate(subject.runs):
+        if holds(prepared.whole, signature, Split(identifier, answer.outer), answer.parts, seed) is not True:
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Wrong operators, each under an annotation that is right for its twin."""

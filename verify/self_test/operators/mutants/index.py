@@ -1,0 +1,357 @@
+"""Look-ups, positions and masks on a shard of a larger tensor: wrong functions, and wrong hooks for its call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.builtin import SPECS
+from op_registry.call import AxisShard, Call
+from op_registry.expression import Expression, index
+from op_registry.local_size import block_start
+from op_registry.spec import OperatorSpec, Shards
+
+from verify.self_test.operators.mutants.mutant import (
+    EITHER,
+    FIT,
+    SHARDS,
+    Family,
+    Function,
+    Hook,
+    OperatorMutant,
+    spec_of,
+)
+
+_FAMILY = "index"
+_PLAIN = Family(_FAMILY)
+IGNORED = -100
+PADDING = 4
+HARMLESS = frozenset({"aten.slice.Tensor", "aten.slice_scatter.default"})  # torch clamps their ends by itself
+Axes = Sequence[AxisShard]
+Start = Callable[[int, Axes], Expression | int]  # (logical size, axes of the split) -> the first entry of the shard
+
+
+def _start(size: int, axes: Axes) -> Expression:
+    return block_start("the split identifier", size, axes)
+
+
+def _careless(size: int, axes: Axes) -> Expression:
+    """Take a strided shard for one block; refuse sections, and a second axis."""
+    strided = len(axes) == 1 and axes[0].outer > 1
+    return index(axes[0].axis) * (size // axes[0].parts) if strided else _start(size, axes)
+
+
+def _careless_of_sections(size: int, axes: Axes) -> Expression:
+    """Take a shard of each section for one block; refuse strided ones, and a second axis."""
+    of_sections = len(axes) == 1 and axes[0].sections
+    return index(axes[0].axis) * (size // axes[0].parts) if of_sections else _start(size, axes)
+
+
+def _hook(identifier: str, operand: int, dim: int, argument: tuple[int, str], start: Start) -> Hook:
+    """Rewrite one argument to where the shard begins."""
+
+    def localize(call: Call, shards: Shards) -> Call:
+        axes = shards.get(identifier)
+        if not axes:
+            return call
+        size = call.tensors()[operand].shape[dim]
+        return call.replace(*argument, start(size, axes))
+
+    return localize
+
+
+def lookup(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    """The rows of `ids`; zeros where an id is not in this block of rows."""
+    local = ids - start
+    here = (local >= 0) & (local < weight.shape[0])
+    return weight[torch.where(here, local, 0)] * here[:, None]
+
+
+def _wraps(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    local = ids - start
+    here = local < weight.shape[0]
+    return weight[torch.where(here, local, 0).clamp(min=-weight.shape[0])] * here[:, None]
+
+
+def _clamps(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    return weight[(ids - start).clamp(0, weight.shape[0] - 1)]
+
+
+def _modulo(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    return weight[(ids - start) % weight.shape[0]]
+
+
+def _misses_first(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    local = ids - start
+    here = (local > 0) & (local < weight.shape[0])
+    return weight[torch.where(here | (local == 0) & (start == 0), local, 0)] * (here | (ids == 0))[:, None]
+
+
+def _misses_last(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    local = ids - start
+    here = (local >= 0) & (local < weight.shape[0] - (start > 0))
+    return weight[torch.where(here, local, 0)] * here[:, None]
+
+
+def _unmasked(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    local = ids - start
+    here = (local >= 0) & (local < weight.shape[0])
+    return weight[torch.where(here, local, 0)]
+
+
+def _ones_outside(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    return torch.where(((ids >= start) & (ids < start + weight.shape[0]))[:, None], lookup(weight, ids, start), 1.0)
+
+
+def padded(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    """As `lookup`, with a row that gives zeros."""
+    return lookup(weight, ids, start) * (ids != PADDING)[:, None]
+
+
+def _padding_is_local(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    return lookup(weight, ids, start) * (ids - start != PADDING)[:, None]
+
+
+def _padding_frozen_locally(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    rows = lookup(weight, ids, start)
+    return torch.where((ids - start == PADDING)[:, None], rows.detach(), rows)
+
+
+def _padding_frozen(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+    rows = lookup(weight, ids, start)
+    return torch.where((ids == PADDING)[:, None], rows.detach(), rows)
+
+
+def _vocabulary() -> dict[str, Any]:
+    return {"weight": torch.randn(12, 5), "ids": torch.tensor([0, 11, 3, 4, 4, 6, 9, 0, 5, 7, 11, 1, 2, 8, 10, 3])}
+
+
+def pick(logits: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    """The logit of each label; 0 where it is ignored or not in this block of classes."""
+    local = labels - first
+    here = (labels != IGNORED) & (local >= 0) & (local < logits.shape[1])
+    return logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0] * here
+
+
+def _picks_clamped(logits: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    local = (labels - first).clamp(0, logits.shape[1] - 1)
+    return logits.gather(1, local[:, None])[:, 0] * (labels != IGNORED)
+
+
+def _picks_negative(logits: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    local = labels - first
+    here = (labels != IGNORED) & (local < logits.shape[1]) & (local >= -logits.shape[1])
+    return logits.gather(1, (torch.where(here, local, 0) % logits.shape[1])[:, None])[:, 0] * here
+
+
+def _picks_one_hot(logits: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    classes = torch.arange(logits.shape[1]) + 0 * first
+    return (logits * (labels[:, None] == classes)).sum(1)
+
+
+def _labels() -> dict[str, Any]:
+    labels = torch.tensor([0, 11, IGNORED, 3, 4, 6, IGNORED, 9, 11, 0, 7, 5])
+    return {"logits": torch.randn(12, 12), "labels": labels}
+
+
+def positions(x: Tensor, start: int = 0) -> Tensor:
+    """Add its logical row number to every row."""
+    return x + torch.arange(start, start + x.shape[0], dtype=x.dtype)[:, None]
+
+
+def deep_positions(x: Tensor, start: int = 0) -> Tensor:
+    """The same, whatever the number of dims."""
+    rows = torch.arange(start, start + x.shape[0], dtype=x.dtype)
+    return x + rows.view(-1, *[1] * (x.ndim - 1))
+
+
+def _deep() -> tuple[Tensor, ...]:
+    return (torch.randn(12, 2, 2, 2, 2, 2),)
+
+
+def causal(scores: Tensor, start: int = 0) -> Tensor:
+    """Zeros where a key comes after its query; queries begin at `start`."""
+    queries = torch.arange(start, start + scores.shape[0])[:, None]
+    return scores * (torch.arange(scores.shape[1]) <= queries)
+
+
+def _causal_strict(scores: Tensor, start: int = 0) -> Tensor:
+    queries = torch.arange(scores.shape[0])[:, None] + start + (start > 0)
+    return scores * (torch.arange(scores.shape[1]) <= queries)
+
+
+def grid(x: Tensor, row: int = 0, column: int = 0) -> Tensor:
+    """Add what depends on the logical row and column."""
+    rows = torch.arange(row, row + x.shape[0], dtype=x.dtype)[:, None]
+    return x * (1 + rows * torch.arange(column, column + x.shape[1], dtype=x.dtype))
+
+
+def _grid_hook(only_first: bool) -> Hook:
+    def localize(call: Call, shards: Shards) -> Call:
+        shape = call.tensors()[0].shape
+        for number, (identifier, argument) in enumerate((("a", "row"), ("b", "column"))):
+            if identifier in shards:
+                call = call.replace(number + 1, argument, _start(shape[number], shards[identifier]))
+                if only_first:
+                    return call
+        return call
+
+    return localize
+
+
+def _hooked(
+    name: str,
+    annotation: str,
+    functions: tuple[Function, Function],
+    hooks: tuple[Hook | None, Hook],
+    inputs: Callable[[], Any] | None,
+    contiguous: frozenset[str] = frozenset(),
+) -> OperatorMutant:
+    """(wrong, right) functions and hooks."""
+    wrong = spec_of(f"index/{name}", annotation, functions[0], inputs, hooks[0], contiguous)
+    right = spec_of(f"index/twin of {name}", annotation, functions[1], inputs, hooks[1], contiguous)
+    return OperatorMutant(f"index/{name}", _FAMILY, wrong, right)
+
+
+def _from_end(size: int, axes: Axes) -> Expression:
+    length = size // axes[0].parts
+    return index(axes[0].axis) * -length + (size - length)
+
+
+_STARTS: tuple[tuple[str, Start], ...] = (
+    ("one block too far", lambda size, axes: _start(size, axes) + size // axes[0].parts),
+    ("one row too far", lambda size, axes: _start(size, axes) + 1),
+    ("in steps of the parts", lambda size, axes: index(axes[0].axis) * axes[0].parts),
+    ("in steps of the whole size", lambda size, axes: index(axes[0].axis) * size),
+    ("for two parts only", lambda size, axes: index(axes[0].axis) * (size // 2)),
+    ("counted from the end", _from_end),
+)
+
+
+def _lookups() -> Iterator[OperatorMutant]:
+    annotation = "v+ d, t -> t d"
+    right = _hook("v", 0, 0, (2, "start"), _start)
+    kept = frozenset({"v"})
+    yield _hooked("lookup: offset dropped", annotation, (lookup, lookup), (None, right), _vocabulary, kept)
+    for name, start in _STARTS:
+        hook = _hook("v", 0, 0, (2, "start"), start)
+        yield _hooked(f"lookup: offset {name}", annotation, (lookup, lookup), (hook, right), _vocabulary, kept)
+    for name, wrong in (
+        ("negative ids wrap around", _wraps),
+        ("ids clamped", _clamps),
+        ("ids modulo the block", _modulo),
+        ("first row of a block missed", _misses_first),
+        ("last row of a block missed", _misses_last),
+        ("rows outside not zeroed", _unmasked),
+        ("ones outside", _ones_outside),
+        ("no offset in the function", lambda weight, ids, start=0: lookup(weight, ids)),
+    ):
+        yield _hooked(f"lookup: {name}", annotation, (wrong, lookup), (right, right), _vocabulary, kept)
+    for name, wrong, twin in (
+        ("padding row counted in the block", _padding_is_local, padded),
+        ("padding row's gradient kept", _padding_frozen_locally, _padding_frozen),
+    ):
+        yield _hooked(f"lookup: {name}", annotation, (wrong, twin), (right, right), _vocabulary, kept)
+    careless = _hook("v", 0, 0, (2, "start"), _careless)
+    name = "lookup: strided shard taken for a block"
+    yield _hooked(name, annotation, (lookup, lookup), (careless, right), _vocabulary)
+
+
+def _picks() -> Iterator[OperatorMutant]:
+    annotation = "t c+, t -> t"
+    right = _hook("c", 0, 1, (2, "first"), _start)
+    kept = frozenset({"c"})
+    yield _hooked("pick: offset dropped", annotation, (pick, pick), (None, right), _labels, kept)
+    by_rows = _hook("t", 0, 0, (2, "first"), _start)
+    yield _hooked("pick: offset of the other dim", annotation, (pick, pick), (by_rows, right), _labels, kept)
+    for name, wrong in (
+        ("labels clamped", _picks_clamped),
+        ("negative labels wrap around", _picks_negative),
+        ("one-hot without the offset", _picks_one_hot),
+    ):
+        yield _hooked(f"pick: {name}", annotation, (wrong, pick), (right, right), _labels, kept)
+
+
+def _places() -> Iterator[OperatorMutant]:
+    rows = _hook("a", 0, 0, (1, "start"), _start)
+    kept = frozenset({"a"})
+    both = "a b -> a b"
+    yield _hooked("positions: offset dropped", both, (positions, positions), (None, rows), None, kept)
+    careless = _hook("a", 0, 0, (1, "start"), _careless)
+    yield _hooked("positions: strided shard taken for a block", both, (positions, positions), (careless, rows), None)
+    name = "positions: strided shard of one of six dims taken for a block"
+    six = "a b c d e f -> a b c d e f"
+    yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
+    careless = _hook("a", 0, 0, (1, "start"), _careless_of_sections)
+    name = "positions: shard of each section of one of six dims taken for a block"
+    yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
+    columns = _hook("b", 0, 1, (1, "start"), _start)
+    yield _hooked("positions: offset of the other dim", both, (positions, positions), (columns, rows), None, kept)
+    queries = _hook("q", 0, 0, (1, "start"), _start)
+    mask = frozenset({"q"})
+    yield _hooked("causal: offset dropped", "q k^ -> q k^", (causal, causal), (None, queries), _scores, mask)
+    yield _hooked("causal: one too far", "q k^ -> q k^", (_causal_strict, causal), (queries, queries), _scores, mask)
+    split = frozenset({"a", "b"})
+    hooks = (_grid_hook(True), _grid_hook(False))
+    yield _hooked("grid: second offset dropped", both, (grid, grid), hooks, None, split)
+
+
+def _scores() -> tuple[Tensor, ...]:
+    return (torch.randn(12, 14),)
+
+
+def _plain() -> Iterator[OperatorMutant]:
+    make = _PLAIN.mutant
+    table = _table
+    yield make("lookup without a hook", "v+ d, t -> t d", _clamps, _lookup_by_sum, SHARDS, table)
+    yield make("gather over a split dim", "t c, t -> t c", _gathered_over_rows, lambda x, ids: x * ids[:, None])
+    yield make("lookup in reverse", "v^ d, t -> t d", lambda w, i: w[i.flip(0)], lambda w, i: w[i], SHARDS, table)
+    yield make("lookup of neighbours", "v^ d, t -> t d", lambda w, i: w[i.roll(1)], lambda w, i: w[i], SHARDS, table)
+    yield make("lookup of sorted ids", "v^ d, t -> t d", lambda w, i: w[i.sort()[0]], lambda w, i: w[i], SHARDS, table)
+    yield make("lookup of ranks of ids", "v^ d, t -> t d", _ranked, lambda w, i: w[i], SHARDS, table)
+    yield make("counts repeats", "v^ d, t -> t d", _by_frequency, lambda w, i: w[i], SHARDS, table)
+
+
+def _table() -> tuple[Any, ...]:
+    return tuple(_vocabulary().values())
+
+
+def _lookup_by_sum(weight: Tensor, ids: Tensor) -> Tensor:
+    return weight.sum(0) * (ids > 2)[:, None]
+
+
+def _gathered_over_rows(x: Tensor, ids: Tensor) -> Tensor:
+    return x[ids.detach().abs().long() % x.shape[0]]
+
+
+def _ranked(weight: Tensor, ids: Tensor) -> Tensor:
+    return weight[ids.argsort() % weight.shape[0]]
+
+
+def _by_frequency(weight: Tensor, ids: Tensor) -> Tensor:
+    return weight[ids] / torch.bincount(ids, minlength=weight.shape[0])[ids][:, None]
+
+
+def _hooks_dropped() -> Iterator[OperatorMutant]:
+    """Built-in operators whose call should be rewritten for a shard, and is not: one for each hook."""
+    seen: dict[object, OperatorSpec] = {}
+    for spec in SPECS:
+        if spec.name in HARMLESS or spec.random:
+            continue
+        if spec.localize is not None:
+            seen.setdefault(spec.localize.__code__, spec)
+        elif spec.shape_argument is not None:
+            seen.setdefault(spec.shape_argument, spec)
+    for spec in seen.values():
+        wrong = replace(spec, localize=None, shape_argument=None)
+        name = f"index/hook dropped: {spec.name}"
+        yield OperatorMutant(name, _FAMILY, wrong, spec, EITHER | FIT)
+
+
+def mutants() -> tuple[OperatorMutant, ...]:
+    """Every wrong look-up."""
+    return (*_lookups(), *_picks(), *_places(), *_plain(), *_hooks_dropped())

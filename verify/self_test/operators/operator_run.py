@@ -1,0 +1,88 @@
+"""The table of operator mutants: what verify-op says of each, and of its twin without the bug."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from verify.evidence.options import Safeguards
+from verify.self_test.operators.judge import Judgement, judge
+from verify.self_test.operators.mutants.mutant import OperatorMutant
+
+REQUIRED = 0.99  # of the mutants must be refuted
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A mutant and what was said of it."""
+
+    name: str
+    family: str
+    judgement: Judgement
+    expected: frozenset[str]
+
+    @property
+    def killed(self) -> bool:
+        return self.judgement.refuted
+
+    @property
+    def named(self) -> bool:
+        """Return whether a finding names the bug by its code."""
+        return self.killed and bool(self.expected & set(self.judgement.codes))
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """`twins`: how many right operators were verified; `failing_twins`: those that do not pass."""
+
+    mutants: tuple[Judged, ...]
+    twins: int
+    failing_twins: tuple[Judged, ...]
+    seconds: float
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(m.family for m in self.mutants))
+
+    @property
+    def killed(self) -> int:
+        return sum(m.killed for m in self.mutants)
+
+    @property
+    def survivors(self) -> tuple[Judged, ...]:
+        return tuple(m for m in self.mutants if not m.killed)
+
+    @property
+    def good(self) -> bool:
+        """99 % refuted, and every twin passes."""
+        enough = self.killed >= REQUIRED * len(self.mutants)
+        return bool(self.mutants) and enough and not self.failing_twins
+
+
+def run_operators(mutants: Iterable[OperatorMutant], progress: Callable[[str], None]) -> OperatorTable:
+    """Verify every mutant, and every twin once."""
+    started = time.perf_counter()
+    judged: list[Judged] = []
+    twins: dict[object, OperatorMutant] = {}
+    for mutant in mutants:
+        progress(mutant.name)
+        judged.append(_judged(mutant, judge(mutant.wrong)))
+        right = mutant.right
+        twins.setdefault((right.target or right.name, right.annotation, right.localize), mutant)
+    failing: list[Judged] = []
+    for mutant in twins.values():
+        progress(mutant.right.name)
+        judgement = judge(mutant.right)
+        if not judgement.verdict.passes:
+            failing.append(Judged(mutant.right.name, mutant.family, judgement, frozenset()))
+    return OperatorTable(tuple(judged), len(twins), tuple(failing), time.perf_counter() - started)
+
+
+def killed_by(mutants: Sequence[OperatorMutant], safeguards: Safeguards) -> tuple[Judged, ...]:
+    """Judge the mutants again under other safeguards."""
+    return tuple(_judged(m, judge(m.wrong, safeguards)) for m in mutants)
+
+
+def _judged(mutant: OperatorMutant, judgement: Judgement) -> Judged:
+    return Judged(mutant.name, mutant.family, judgement, mutant.codes)

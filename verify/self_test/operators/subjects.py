@@ -1,0 +1,135 @@
+"""Calls whose annotations are mutated: every sample call of every built-in operator, and the composed operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from op_registry.annotation.rules import parse_checked, tied_identifiers
+from op_registry.annotation.syntax import Annotation
+from op_registry.builtin import SPECS
+from op_registry.spec import OperatorSpec
+
+from nnscaler.ir.signature import Signature
+from verify.evidence.cases import Inputs
+from verify.evidence.inputs.draw_calls import identifiers_of
+from verify.evidence.options import Kind, OpOptions
+from verify.evidence.oracle.runner import Prepared, Runner
+from verify.self_test.operators.corpus import composed_operators
+
+_SPLIT = (6, 12, 4, 8, 18, 10, 24)  # of identifiers that are not frozen
+_FROZEN = (9, 14, 15, 16, 20, 21)
+_EQUAL = 6
+_EQUAL_BUILTIN = 12
+_FALLBACKS: tuple[Kind, ...] = ("normal", "positive")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A call, run whole on a few draws. `text` and `given`: its annotation, and the sizes that come with it."""
+
+    name: str
+    spec: OperatorSpec
+    text: str
+    given: tuple[tuple[str, int], ...]
+    runs: tuple[Prepared, ...]
+    runner: Runner
+    inputs: tuple[Inputs, ...]
+
+    @property
+    def signature(self) -> Signature:
+        """The annotation as it is, bound to the call."""
+        return self.runs[0].signature
+
+    def other_run(self, seed: int) -> Prepared | None:
+        """Return a run on real numbers from another seed."""
+        base = self.inputs[-1]
+        kind: Kind = "positive" if base.kind == "positive" else "normal"
+        inputs = Inputs(base.sample, base.sizes, kind, 1000 + seed)
+        return _run(self.runner, inputs)
+
+
+def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
+    """Yield every so many of the registry's sample calls.
+
+    `equal`: all sizes alike; calls that then do not run are left out.
+    """
+    number = 0
+    for spec in SPECS:
+        for sample in range(Runner(spec, options).samples):
+            number += 1
+            if number % every == 0:
+                subject = _of_sample(Runner(spec, options), sample, equal)
+                if subject is not None:
+                    yield subject
+
+
+def composed_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
+    """Yield the composed operators, every so many."""
+    for spec in composed_operators()[::every]:
+        runner = Runner(spec, options)
+        if runner.samples:
+            subject = _of_sample(runner, 0, equal)
+        else:
+            assert isinstance(spec.annotation, str)
+            subject = _subject(runner, None, _sizes(parse_checked(spec.annotation), equal))
+        if subject is not None:
+            yield subject
+
+
+def _sizes(annotation: Annotation, equal: bool) -> tuple[tuple[str, int], ...]:
+    ties = tied_identifiers(annotation)
+    frozen = {i.name for i in annotation.identifiers() if i.mark == "^"}
+    split, kept = iter(_SPLIT), iter(_FROZEN)
+    found: dict[str, int] = {}
+    for name in identifiers_of(annotation):
+        if equal:
+            found[name] = _EQUAL
+        elif name in found:
+            continue
+        elif name in frozen:
+            found[name] = next(kept)
+        else:
+            first = next(split)
+            found.update({n: first * (1 + i) for i, n in enumerate(ties.get(name, (name,)))})
+    return tuple(found.items())
+
+
+def _of_sample(runner: Runner, sample: int, equal: bool) -> Subject | None:
+    if not equal:
+        return _subject(runner, sample, ())
+    plain = _run(runner, Inputs(sample, (), "normal"))
+    if plain is None or plain.signature.bound is None:
+        return None
+    sizes = tuple((name, _EQUAL_BUILTIN) for name, size in plain.signature.bound.sizes.items() if size > 1)
+    return _subject(runner, sample, sizes) if len(sizes) > 1 else None
+
+
+def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], ...]) -> Subject | None:
+    runs: list[Prepared] = []
+    inputs: list[Inputs] = []
+    kinds = runner.options.safeguards.values
+    for seed, kind in enumerate((*kinds, *_FALLBACKS)):
+        wanted = Inputs(sample, sizes, kind, seed)
+        found = _run(runner, wanted) if len(runs) < len(kinds) else None
+        if found is not None:
+            runs.append(found)
+            inputs.append(wanted)
+    if not runs:
+        return None
+    call = runs[0].signature.call
+    annotation = runner.spec.annotation
+    result = annotation if isinstance(annotation, str) else annotation(call)
+    text, given = (result, ()) if isinstance(result, str) else (result[0], tuple(result[1].items()))
+    name = f"{runner.spec.name} {' '.join('x'.join(map(str, t.shape)) or '()' for t in call.tensors())}"
+    return Subject(name, runner.spec, text, given, tuple(runs), runner, tuple(inputs))
+
+
+def _run(runner: Runner, inputs: Inputs) -> Prepared | None:
+    """Return the run, if there is something to see."""
+    try:
+        found = runner.prepare(inputs)
+    except Exception:  # noqa: BLE001 - sizes and values are our choice: a call that does not run on them is left out
+        return None
+    whole = found.whole
+    return found if (whole.finite and whole.shows_something) or not whole.concrete.compare else None

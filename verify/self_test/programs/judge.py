@@ -1,0 +1,175 @@
+"""Judge one mutant at each level of verification."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.graph import Graph
+from verify.programs.checks import run_checks
+from verify.programs.checks.context import Outcome
+from verify.programs.execution.backends import run_simulator
+from verify.programs.execution.failure import Failure, finding_of
+from verify.programs.execution.rank_program import RankResult
+from verify.programs.localise import localise_apart
+from verify.programs.prepare import Prepared
+from verify.programs.program_directory import open_program
+from verify.programs.rank_task import make_comparison, make_task
+from verify.programs.reference.eager import Settings, run_reference
+from verify.programs.reference.randomised_state import logical_state
+from verify.programs.source_map import Places
+from verify.programs.typing import check_program
+from verify.programs.typing.roles.record import Stored, check_state
+from verify.results.report import Check
+from verify.results.tensor_difference import difference, family_scale
+from verify.results.tolerance import FLOAT64_BOUND
+from verify.results.verdict import Verdict
+from verify.self_test.programs.mutants.mutant import Mutant, StateEdit
+from verify.self_test.programs.subjects import TIMEOUT, Base
+
+Fault = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of one level.
+
+    codes  of its findings, the most telling first
+    said   message and cause of the first findings
+    """
+
+    refuted: bool
+    codes: tuple[str, ...] = ()
+    said: str = ""
+    seconds: float = 0.0
+    undecided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """Level 2. `first_loss`, `losses`: whether comparing the loss of the first step, or of each step, would show it."""
+
+    answer: Answer
+    first_loss: bool
+    losses: bool
+
+
+def read_statically(sources: Mapping[str, str], graph: Graph) -> Answer:
+    """Level 0: the text alone."""
+    started = time.perf_counter()
+    result = check_program(sources, graph)
+    return answer_of(result.outcomes, time.perf_counter() - started)
+
+
+def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
+    """Summarise the outcomes of checks as one answer."""
+    verdicts = [o.check.verdict for o in outcomes]
+    refuted = [o for o in outcomes if o.check.verdict is Verdict.REFUTED]
+    findings = [f for o in (refuted or outcomes) for f in o.findings]
+    said = " | ".join(f"{f.message} ({f.cause})" if f.cause else f.message for f in findings[:3])
+    undecided = not refuted and (not verdicts or any(not v.passes for v in verdicts))
+    return Answer(bool(refuted), tuple(dict.fromkeys(f.code for f in findings)), said, seconds, undecided)
+
+
+def read_folder(base: Base, mutant: Mutant) -> Answer:
+    """Level 0 of a program's folder: the text, the manifest, and the tensors that the program starts from."""
+    program, started = base.subject.program, time.perf_counter()
+    outcomes = list(check_program(mutant.sources(program.sources), program.graph, "", program.manifest).outcomes)
+    if mutant.state is not None:
+        state = mutant.state.apply(program.state)
+        stored = Stored(program.manifest["state"], state, program.state)
+        outcomes.append(check_state(stored, program.graph))
+    return answer_of(outcomes, time.perf_counter() - started)
+
+
+class Execution:
+    """Runs programs of one model on the simulator, against one reference run of it: in processes that may die, or
+    (`apart` false) in this one, where it is one that may."""
+
+    def __init__(self, base: Base, folder: Path, apart: bool = True) -> None:
+        self.base = base
+        self.folder = folder
+        self.apart = apart
+        settings = Settings(clip=True, draws=base.prepared.draws, seed=base.request.seed)
+        self.reference = run_reference(
+            base.prepared.model, base.prepared.sample, steps=base.request.steps, settings=settings
+        )
+        self.task = make_task(base.request, base.prepared, self.reference, folder)
+
+    def write(self, sources: Mapping[str, str]) -> Path:
+        """Return the program as files, in a folder of its own."""
+        path = Path(tempfile.mkdtemp(dir=self.folder))
+        for file, text in sources.items():
+            (path / file).write_text(text, encoding="utf-8")
+        (path / "manifest.json").write_text(json.dumps(self.base.subject.program.manifest), encoding="utf-8")
+        return path
+
+    def judge(
+        self,
+        sources: Mapping[str, str],
+        fault: Fault = nullcontext,
+        localised: bool = False,
+        state: StateEdit | None = None,
+    ) -> Executed:
+        """Level 2: runs the program and compares everything that comes out with the model.
+
+        `fault`: a bug of the runtime, for the time of the run. `localised`: also look where it goes wrong first.
+        `state`: what is changed in the tensors that the program starts from.
+        """
+        started = time.perf_counter()
+        path = self.write(sources)
+        try:
+            with fault():
+                task = replace(self.task, program=str(path))
+                if state is not None:
+                    task = replace(task, state=str(path / "state.pt"))
+                    torch.save(state.apply(torch.load(self.task.state, weights_only=True)), path / "state.pt")
+                results = run_simulator(task, self.base.spec.ranks, TIMEOUT, apart=self.apart)
+                if isinstance(results, Failure):
+                    return self._failed(results, path, time.perf_counter() - started)
+                outcomes = self._compare(path, results)
+                if localised and any(o.check.verdict is Verdict.REFUTED for o in outcomes):
+                    outcomes[:0] = self._localised(path)
+        except (KeyError, ValueError, NnscalerError) as error:  # declarations that contradict each other
+            undecided = Answer(False, (type(error).__name__,), str(error), time.perf_counter() - started, True)
+            return Executed(undecided, False, False)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        answer = answer_of(outcomes, time.perf_counter() - started)
+        wrong = [self._loss_differs(results, step) for step in range(self.base.request.steps)]
+        return Executed(answer, wrong[0], any(wrong))
+
+    def _failed(self, failure: Failure, path: Path, seconds: float) -> Executed:
+        refuted = failure.verdict is Verdict.REFUTED
+        finding = finding_of(failure, path, Places(self.base.traced.graph))
+        return Executed(Answer(refuted, (failure.kind,), finding.message, seconds, not refuted), refuted, refuted)
+
+    def _opened(self, path: Path) -> Prepared:
+        return replace(self.base.prepared, program=open_program(path))
+
+    def _compare(self, path: Path, results: tuple[RankResult, ...]) -> list[Outcome]:
+        prepared = self._opened(path)
+        comparison = make_comparison(self.base.request, prepared, self.reference, results)
+        kept = {n: t for n, t in logical_state(prepared.model).items() if n in self.reference.buffers}
+        return run_checks(comparison, kept)
+
+    def _localised(self, path: Path) -> list[Outcome]:
+        graph = self.base.traced.graph
+        task = replace(self.task, program=str(path)).plain()
+        found = localise_apart(task, graph, open_program(path), Places(graph), TIMEOUT)
+        return [Outcome(Check("", Verdict.REFUTED, 0), found)] if found else []
+
+    def _loss_differs(self, results: tuple[RankResult, ...], step: int) -> bool:
+        expected = self.reference.losses[step]
+        scale = family_scale(self.reference.losses)
+        known = [loss for r in results if (loss := r.losses[step]) is not None]
+        return not known or any(difference(loss, expected, scale).relative > FLOAT64_BOUND for loss in known)

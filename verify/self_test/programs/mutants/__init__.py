@@ -1,0 +1,1 @@
+"""Mutation operators: ways to make a right program wrong."""

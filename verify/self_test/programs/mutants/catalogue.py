@@ -1,0 +1,89 @@
+"""Every mutation operator, and the mutants of a program that a seed chooses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from verify.self_test.programs.mutants import arguments as mutants_arguments
+from verify.self_test.programs.mutants import communication as mutants_communication
+from verify.self_test.programs.mutants import declared as mutants_declared
+from verify.self_test.programs.mutants import layout as mutants_layout
+from verify.self_test.programs.mutants import schedule as mutants_schedule
+from verify.self_test.programs.mutants import values as mutants_values
+from verify.self_test.programs.mutants.annotation import wrong_annotations
+from verify.self_test.programs.mutants.compiler_stages import generation_of
+from verify.self_test.programs.mutants.graph import graph_changes
+from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
+from verify.self_test.programs.mutants.mutation_operator import MutationOperator
+from verify.self_test.programs.mutants.role_source import Subject
+from verify.self_test.programs.subjects import Base
+
+TEXT_OPERATORS: tuple[MutationOperator, ...] = (
+    *mutants_communication.OPERATORS,
+    *mutants_values.OPERATORS,
+    *mutants_arguments.OPERATORS,
+    *mutants_declared.OPERATORS,
+    *mutants_schedule.OPERATORS,
+    *mutants_layout.OPERATORS,
+)
+Text = Callable[[], dict[str, str] | None]
+
+
+def mutants_of(base: Base, seed: int, each: int) -> Iterator[Mutant]:
+    """Yield all mutants of one program: of its text, of the graph it is generated from, and of annotations.
+
+    At most `each` of every kind, at places that the seed chooses.
+    """
+    yield from text_mutants(base.subject, seed, each)
+    made = generation_of(base)
+    for family, kind, places in graph_changes(made):
+        yield from _generated(base.subject, family, kind, places, seed, each)
+    for kind, wrong in wrong_annotations(made).items():
+        yield from _generated(base.subject, "annotation", kind, [w.text for w in wrong], seed, each)
+
+
+def provable_mutants(base: Base, seed: int, each: int) -> Iterator[Mutant]:
+    """Those of the families that reading alone has to refute: cuts, copies, constants, and tensors of the folder."""
+    yield from text_mutants(base.subject, seed, each, mutants_layout.OPERATORS)
+    subject = base.subject
+    by_kind: dict[str, list[StateEdit]] = {}
+    for edit in mutants_layout.state_edits(subject):
+        by_kind.setdefault(edit.kind, []).append(edit)
+    for kind, edits in by_kind.items():
+        for edit in _chance(subject, kind, seed).sample(edits, min(each, len(edits))):
+            yield Mutant(subject.model, subject.plan, mutants_layout.STATE, kind, (), {}, state=edit)
+
+
+def text_mutants(
+    subject: Subject, seed: int, each: int, operators: Sequence[MutationOperator] = TEXT_OPERATORS
+) -> Iterator[Mutant]:
+    """Those of the text."""
+    for operator in operators:
+        places = operator.places(subject)
+        chance = _chance(subject, operator.kind, seed)
+        for edits in chance.sample(places, min(each, len(places))):
+            changed = apply_edits(subject.program.sources, edits)
+            yield Mutant(subject.model, subject.plan, operator.family, operator.kind, edits, changed)
+
+
+def _generated(
+    subject: Subject, family: str, kind: str, places: Sequence[Text], seed: int, each: int
+) -> Iterator[Mutant]:
+    """Yield mutants whose text the compiler writes. Places where it refuses, or writes the same, are passed over."""
+    count = 0
+    for place in _chance(subject, kind, seed).sample(places, len(places)):
+        if count == each:
+            return
+        sources = place()
+        if sources is None or sources == dict(subject.program.sources):
+            continue
+        count += 1
+        changed = {file: text for file, text in sources.items() if text != subject.program.sources[file]}
+        yield Mutant(
+            subject.model, subject.plan, family, kind, edits_between(subject.program.sources, changed), changed
+        )
+
+
+def _chance(subject: Subject, kind: str, seed: int) -> random.Random:
+    return random.Random(f"{seed} {subject.model} {subject.plan} {kind}")

@@ -1,0 +1,304 @@
+"""Mistakes of the compiler: wrong conversions, layouts, messages and calls in the communicated graph, and placements
+that an operator's annotation forbids. The text is then generated as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from nnscaler.communication.communicated import (
+    Compute,
+    Convert,
+    Feed,
+    StageProgram,
+    Statement,
+    Stored,
+    Version,
+)
+from nnscaler.ir.conversion import ROWS, Move
+from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
+from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, RunPartial, Split
+from verify.self_test.programs.mutants.compiler_stages import Generation
+
+Sources = dict[str, str]
+FindGraph = Callable[[Generation], Iterator[Callable[[], Sources | None]]]
+Change = Callable[[StageProgram], StageProgram]
+
+
+def _changed(made: Generation, stage: int, change: Change) -> Callable[[], Sources | None]:
+    def text() -> Sources | None:
+        stages = list(made.communicated.stages)
+        stages[stage] = change(stages[stage])
+        return made.text(replace(made.communicated, stages=tuple(stages)))
+
+    return text
+
+
+def _statements(made: Generation, kind: type[Statement]) -> Iterator[tuple[int, int, Statement]]:
+    for number, program in enumerate(made.communicated.stages):
+        for at, statement in enumerate(program.forward):
+            if isinstance(statement, kind):
+                yield number, at, statement
+
+
+def _put(at: int, *statements: Statement) -> Change:
+    return lambda program: replace(program, forward=(*program.forward[:at], *statements, *program.forward[at + 1 :]))
+
+
+def _needs_grad(made: Generation, version: Version) -> bool:
+    return made.communicated.partitioned.graph.tensors[version.tensor].needs_grad
+
+
+def _no_conversion(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """Every consumer reads the layout that the producer made."""
+    for stage, at, found in _statements(made, Convert):
+        assert isinstance(found, Convert)
+        if found.move.row.function == "replicate" and not _needs_grad(made, found.source):
+            continue
+
+        def change(program: StageProgram, at: int = at, gone: Convert = found) -> StageProgram:
+            renamed = tuple(_rename(s, gone.target.variable, gone.source) for s in program.forward)
+            kept = (*renamed[:at], *renamed[at + 1 :])
+            loss = gone.source if program.loss == gone.target else program.loss
+            sends = tuple(replace(m, source=gone.source) if m.source == gone.target else m for m in program.sends)
+            return replace(program, forward=kept, loss=loss, sends=sends)
+
+        yield _changed(made, stage, change)
+
+
+def _rename(statement: Statement, old: str, new: Version) -> Statement:
+    if isinstance(statement, Convert):
+        return replace(statement, source=new) if statement.source.variable == old else statement
+    return replace(statement, inputs=tuple(new if v.variable == old else v for v in statement.inputs))
+
+
+def _other_state(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """A conversion ends in another state than its consumers need."""
+    for stage, at, found in _statements(made, Convert):
+        assert isinstance(found, Convert)
+        move = found.move
+        before, after = move.source[move.axis], move.target[move.axis]
+        options: tuple[State, ...] = (INVARIANT, REPLICATED, PARTIAL)
+        for state in options:
+            grad_only = {type(state), type(after)} == {type(INVARIANT), type(REPLICATED)}
+            same = type(state) in (type(after), type(before)) or (type(before), type(state)) not in ROWS
+            maximum = isinstance(before, Partial) and before.reduction == "max"
+            if not same and not maximum and (not grad_only or _needs_grad(made, found.source)):
+                target = (*move.target[: move.axis], state, *move.target[move.axis + 1 :])
+                yield _changed(made, stage, _put(at, replace(found, move=Move(move.axis, move.source, target))))
+
+
+def _other_axis(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    for stage, at, found in _statements(made, Convert):
+        assert isinstance(found, Convert)
+        move, sizes = found.move, made.communicated.stages[stage].stage.mesh.axes
+        if move.row.function == "replicate" and not _needs_grad(made, found.source):
+            continue
+        for axis in range(len(sizes)):
+            if axis != move.axis:
+                source, target = (_with(x, axis, x[move.axis]) for x in (move.source, move.target))
+                yield _changed(made, stage, _put(at, replace(found, move=Move(axis, source, target))))
+
+
+def _with(layout: Layout, axis: int, state: State) -> Layout:
+    return (*layout[:axis], state, *layout[axis + 1 :])
+
+
+def _other_version(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """An operation reads a tensor in a layout that it does not fit."""
+    for stage, at, found in _statements(made, Compute):
+        assert isinstance(found, Compute)
+        earlier = _versions(made.communicated.stages[stage], at)
+        for slot, version in enumerate(found.inputs):
+            for other in earlier:
+                if other.tensor == version.tensor and other.layout != version.layout and _needs_grad(made, version):
+                    inputs = (*found.inputs[:slot], other, *found.inputs[slot + 1 :])
+                    yield _changed(made, stage, _put(at, replace(found, inputs=inputs)))
+
+
+def _versions(program: StageProgram, before: int) -> list[Version]:
+    known = [f.version for f in program.feeds]
+    for statement in program.forward[:before]:
+        made: Sequence[Version | None] = (statement.target,) if isinstance(statement, Convert) else statement.outputs
+        known += [v for v in made if v is not None]
+    return known
+
+
+def _call_of_the_whole(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """The arguments of the whole operation, on a shard."""
+    for stage, at, found in _statements(made, Compute):
+        assert isinstance(found, Compute)
+        whole = made.known[found.operation.name].call
+        if (whole.args, whole.kwargs) != (found.call.args, found.call.kwargs):
+            yield _changed(made, stage, _put(at, replace(found, call=whole)))
+
+
+def _stored(made: Generation, change: Callable[[Stored], Iterator[Stored]]) -> Iterator[Callable[[], Sources | None]]:
+    graph = made.communicated.partitioned.graph
+    for number, program in enumerate(made.communicated.stages):
+        for at, stored in enumerate(program.stored):
+            if not graph.tensors[stored.tensor].needs_grad or not graph.consumers[stored.tensor]:
+                continue
+            for other in change(stored):
+
+                def put(program: StageProgram, at: int = at, other: Stored = other) -> StageProgram:
+                    return replace(program, stored=(*program.stored[:at], other, *program.stored[at + 1 :]))
+
+                yield _changed(made, number, put)
+
+
+def _reduce(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """A gradient is summed over one axis less."""
+    return _stored(made, lambda s: (replace(s, reduce=tuple(a for a in s.reduce if a != axis)) for axis in s.reduce))
+
+
+def _at_rest(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """A parameter rests otherwise than the program uses it."""
+
+    def change(stored: Stored) -> Iterator[Stored]:
+        for axis, state in enumerate(stored.at_rest):
+            if isinstance(state, Sharded):
+                yield replace(stored, at_rest=_with(stored.at_rest, axis, INVARIANT))
+                if not state.sections:
+                    outer = replace(state, outer=1 if state.outer > 1 else 2)
+                    yield replace(stored, at_rest=_with(stored.at_rest, axis, outer))
+
+    return _stored(made, change)
+
+
+def _feed(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """A rank is fed another piece of the batch."""
+    for number, program in enumerate(made.communicated.stages):
+        for at, feed in enumerate(program.feeds):
+            for axis, state in enumerate(feed.version.layout):
+                if isinstance(state, Sharded):
+                    for other in (INVARIANT, replace(state, outer=2 * state.outer)):
+                        layout = _with(feed.version.layout, axis, other)
+                        wrong = Feed(replace(feed.version, layout=layout))
+
+                        def put(program: StageProgram, at: int = at, wrong: Feed = wrong) -> StageProgram:
+                            return replace(program, feeds=(*program.feeds[:at], wrong, *program.feeds[at + 1 :]))
+
+                        if other is INVARIANT or len(_all_feeds(made)) > 1:
+                            yield _changed(made, number, put)
+
+
+def _all_feeds(made: Generation) -> list[Feed]:
+    return [f for p in made.communicated.stages for f in p.feeds]
+
+
+def _message(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """The gradient of a message is not asked for."""
+    for number, program in enumerate(made.communicated.stages):
+        for at, message in enumerate(program.receives):
+            if message.needs_grad:
+                quiet = replace(message, needs_grad=False)
+
+                def text(number: int = number, at: int = at) -> Sources | None:
+                    gone = made.communicated.stages[number].receives[at]
+                    stages = tuple(
+                        replace(
+                            p,
+                            receives=tuple(replace(m, needs_grad=False) if m == gone else m for m in p.receives),
+                            sends=tuple(replace(m, needs_grad=False) if m == gone else m for m in p.sends),
+                        )
+                        for p in made.communicated.stages
+                    )
+                    return made.text(replace(made.communicated, stages=stages))
+
+                yield text
+                yield _changed(
+                    made,
+                    number,
+                    lambda p, at=at, quiet=quiet: replace(  # type: ignore[misc]
+                        p, receives=(*p.receives[:at], quiet, *p.receives[at + 1 :])
+                    ),
+                )
+
+
+def _loss(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    for number, program in enumerate(made.communicated.stages):
+        if program.loss is None:
+            continue
+        for axis, state in enumerate(program.loss.layout):
+            other: State = INVARIANT if isinstance(state, Partial) else PARTIAL
+            if program.stage.sizes[axis] > 1:
+                loss = replace(program.loss, layout=_with(program.loss.layout, axis, other))
+
+                def put(program: StageProgram, loss: Version = loss) -> StageProgram:
+                    return replace(program, loss=loss)
+
+                yield _changed(made, number, put)
+
+
+# -- placements -------------------------------------------------------------------------------------------------------
+
+
+def _placed(made: Generation, name: str, stage: int, axis: int, choice: Choice) -> Callable[[], Sources | None]:
+    def text() -> Sources | None:
+        old = made.partitioned.placements[name]
+        here = (*old.choices[stage][:axis], choice, *old.choices[stage][axis + 1 :])
+        choices = tuple(here if s == stage else c for s, c in enumerate(old.choices))
+        placements: dict[str, Placement] = {**made.partitioned.placements, name: replace(old, choices=choices)}
+        changed: PartitionedGraph = replace(made.partitioned, placements=placements)
+        return made.text_of_placements(changed)
+
+    return text
+
+
+def _axes(made: Generation, name: str) -> Iterator[tuple[int, int]]:
+    """(stage, position of an axis of ranks) of an operation."""
+    for stage in made.partitioned.placements[name].stages:
+        for axis in range(len(made.partitioned.stages[stage].mesh.axes)):
+            yield stage, axis
+
+
+def _frozen(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """An identifier is split that the annotation freezes."""
+    for op in made.partitioned.graph.operations:
+        bound = made.known[op.name].bound
+        if bound is None or not made.partitioned.graph.tensors[op.outputs[0] or op.inputs[0]].needs_grad:
+            continue
+        for identifier, mark in bound.marks.items():
+            for stage, axis in _axes(made, op.name):
+                parts = made.partitioned.stages[stage].sizes[axis]
+                if mark == "^" and bound.sizes[identifier] % parts == 0 and bound.sizes[identifier] > 1:
+                    yield _placed(made, op.name, stage, axis, Split(identifier))
+
+
+def _not_linear(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+    """An operation that is not linear runs on partial sums."""
+    graph = made.partitioned.graph
+    for op in graph.operations:
+        signature = made.known[op.name]
+        result = op.outputs[0]
+        if result is None or not graph.tensors[result].needs_grad:
+            continue
+        for slot, name in enumerate(op.inputs):
+            if graph.tensors[name].needs_grad and frozenset({slot}) not in signature.linear:
+                if any(slot in s for s in signature.linear):
+                    continue
+                for stage, axis in _axes(made, op.name):
+                    yield _placed(made, op.name, stage, axis, RunPartial(frozenset({slot})))
+
+
+GRAPH: tuple[tuple[str, str, FindGraph], ...] = (
+    ("communicated graph", "conversion left out", _no_conversion),
+    ("communicated graph", "conversion to another state", _other_state),
+    ("communicated graph", "conversion on another axis", _other_axis),
+    ("communicated graph", "reads another version", _other_version),
+    ("communicated graph", "call of the whole", _call_of_the_whole),
+    ("communicated graph", "stored: sum left out", _reduce),
+    ("communicated graph", "stored: other layout", _at_rest),
+    ("communicated graph", "fed another piece", _feed),
+    ("communicated graph", "message without gradient", _message),
+    ("communicated graph", "loss in another state", _loss),
+    ("partitioned graph", "splits a frozen identifier", _frozen),
+    ("partitioned graph", "partial sums through what is not linear", _not_linear),
+)
+
+
+def graph_changes(made: Generation) -> Iterator[tuple[str, str, list[Callable[[], Sources | None]]]]:
+    """(family, kind, every place): each place gives the text of a mutant, or None where the compiler refuses it."""
+    for family, kind, find in GRAPH:
+        yield family, kind, list(find(made))

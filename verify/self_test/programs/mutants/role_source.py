@@ -1,0 +1,253 @@
+"""The text of a role program as mutation operators see it: statements and declarations, each on one line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nnscaler.codegen.program import Program
+from nnscaler.ir.tensor import LogicalTensor
+from verify.self_test.programs.mutants.mutant import Edit
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """`targets = callee(arguments)` in a stage's method. Arguments are source text."""
+
+    file: str
+    line: int
+    text: str
+    stage: int
+    method: str
+    targets: tuple[str, ...]
+    callee: str
+    arguments: tuple[str, ...]
+    keywords: tuple[tuple[str, str], ...]
+    without_gradient: bool
+
+    @property
+    def indent(self) -> str:
+        return self.text[: len(self.text) - len(self.text.lstrip())]
+
+    @property
+    def call(self) -> str:
+        inside = [*self.arguments, *(f"{name}={value}" for name, value in self.keywords)]
+        return f"{self.callee}({', '.join(inside)})"
+
+    @property
+    def axis(self) -> str:
+        """The axis of a communication, `tp` of `self.tp`."""
+        return self.arguments[1].removeprefix("self.")
+
+    def keyword(self, name: str) -> str | None:
+        return dict(self.keywords).get(name)
+
+    def with_keywords(self, **changed: str | None) -> Statement:
+        """Return the statement with keywords set, or left out (None)."""
+        merged = {**dict(self.keywords), **changed}
+        return replace(self, keywords=tuple((n, v) for n, v in merged.items() if v is not None))
+
+    def with_argument(self, position: int, value: str) -> Statement:
+        changed = (*self.arguments[:position], value, *self.arguments[position + 1 :])
+        return replace(self, arguments=changed)
+
+    def becomes(self, *values: str) -> Edit:
+        """`targets = value`; further values are further lines."""
+        lines = [f"{self.indent}{', '.join(self.targets)} = {values[0]}"]
+        lines += [f"{self.indent}{more}" for more in values[1:]]
+        return Edit(self.file, self.line, self.text, "\n".join(lines))
+
+    def becomes_text(self, text: str) -> Edit:
+        return Edit(self.file, self.line, self.text, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a declaration: `"attribute": Parameter(...)` of `parameters`, or the line of `loss`, `sends`."""
+
+    file: str
+    line: int
+    text: str
+    stage: int
+    section: str
+    name: str
+    arguments: tuple[str, ...]
+    keywords: tuple[tuple[str, str], ...]
+
+    @property
+    def states(self) -> str:
+        """The layout per axis, as text."""
+        found = [a for a in self.arguments if a.startswith("{")]
+        return found[0] if found else "{}"
+
+    def keyword(self, name: str) -> str:
+        return dict(self.keywords).get(name, "")
+
+    def with_more(self, keyword: str) -> Edit:
+        """Return the edit that adds a keyword."""
+        return Edit(self.file, self.line, self.text, f"{self.text.rstrip().removesuffix('),')}, {keyword}),")
+
+    def swapped(self, old: str, new: str) -> Edit:
+        """Return the line with one part of it replaced."""
+        return Edit(self.file, self.line, self.text, self.text.replace(old, new, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One file: its lines, statements and declarations, and the line of its schedule."""
+
+    file: str
+    lines: tuple[str, ...]
+    statements: tuple[Statement, ...]
+    entries: tuple[Entry, ...]
+    schedule: int  # its line
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return tuple(self.lines[self.schedule - 1].split())
+
+    def reordered(self, order: Sequence[str]) -> Edit:
+        return Edit(self.file, self.schedule, self.lines[self.schedule - 1], " ".join(order))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A right program, taken apart.
+
+    axes       stage -> its axes
+    variables  (stage, variable) -> logical tensor and text of its layout
+    """
+
+    model: str
+    plan: str
+    program: Program
+    roles: tuple[Role, ...]
+    axes: Mapping[int, Mapping[str, int]]
+    variables: Mapping[tuple[int, str], tuple[LogicalTensor, str]]
+
+    def statements(self, prefix: str = "") -> Iterator[Statement]:
+        """Yield every statement that calls something with this prefix."""
+        for role in self.roles:
+            yield from (s for s in role.statements if s.callee.startswith(prefix))
+
+    def entries(self, *sections: str) -> Iterator[Entry]:
+        for role in self.roles:
+            yield from (e for e in role.entries if e.section in sections)
+
+    def tensor(self, stage: int, variable: str) -> LogicalTensor | None:
+        found = self.variables.get((stage, variable))
+        return found[0] if found else None
+
+    def layout(self, stage: int, variable: str) -> str:
+        return self.variables[stage, variable][1]
+
+    def trained(self, statement: Statement) -> bool:
+        """Return whether a gradient flows through the statement's first result, a floating-point tensor."""
+        tensor = self.tensor(statement.stage, statement.targets[0])
+        return tensor is not None and tensor.needs_grad and not statement.without_gradient
+
+    def used_after(self, statement: Statement, variable: str) -> bool:
+        """Return whether a later line of the method reads the variable."""
+        role = next(r for r in self.roles if r.file == statement.file)
+        later = (s for s in role.statements if s.line > statement.line and s.stage == statement.stage)
+        return any(variable in names_in(" ".join((*s.arguments, *(v for _, v in s.keywords)))) for s in later)
+
+
+def names_in(source: str) -> frozenset[str]:
+    """Return the words of a piece of Python."""
+    word = "".join(c if c.isalnum() or c == "_" else " " for c in source)
+    return frozenset(word.split())
+
+
+def take_apart(model: str, plan: str, program: Program) -> Subject:
+    """Read every role of a program."""
+    roles = tuple(read_role_source(file, text) for file, text in program.sources.items())
+    axes: dict[int, Mapping[str, int]] = {}
+    for text in program.sources.values():
+        axes.update(_axes(text))
+    variables = {
+        (int(stage), variable): (program.graph.tensors[tensor], layout)
+        for stage, held in program.manifest["tensors"].items()
+        for variable, (tensor, layout) in held.items()
+        if tensor in program.graph.tensors
+    }
+    return Subject(model, plan, program, roles, axes, variables)
+
+
+def _axes(text: str) -> Iterator[tuple[int, Mapping[str, int]]]:
+    for stage in _stages(ast.parse(text)):
+        values = {
+            target.id: node.value
+            for node in stage.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        yield ast.literal_eval(values["index"]), ast.literal_eval(values["axes"])
+
+
+def _stages(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    return (node for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def read_role_source(file: str, text: str) -> Role:
+    """Return the statements and declarations of one file. Raises SyntaxError, ValueError where it is no role."""
+    tree = ast.parse(text)
+    lines = tuple(text.split("\n"))
+    statements: list[Statement] = []
+    entries: list[Entry] = []
+    for stage in _stages(tree):
+        index = int(stage.name.removeprefix("Stage"))
+        for node in stage.body:
+            if isinstance(node, ast.FunctionDef):
+                statements += _statements(file, lines, index, node)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                entries += _entries(file, lines, index, node.targets[0].id, node.value)
+    schedule = next(i for i, line in enumerate(lines, 1) if line.startswith("SCHEDULE")) + 1
+    return Role(file, lines, tuple(sorted(statements, key=lambda s: s.line)), tuple(entries), schedule)
+
+
+def _source(lines: Sequence[str], node: ast.expr) -> str:
+    """Return the text of a node that stands on one line."""
+    return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
+
+
+def _statements(file: str, lines: tuple[str, ...], stage: int, method: ast.FunctionDef) -> Iterator[Statement]:
+    quiet = {n.lineno for w in ast.walk(method) if isinstance(w, ast.With) for n in w.body}
+    for node in ast.walk(method):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or node.lineno != node.end_lineno:
+            continue
+        target = node.targets[0]
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        if isinstance(target, ast.Tuple) and len(names) == 1:
+            continue
+        if not all(isinstance(name, ast.Name) for name in names):
+            continue
+        yield Statement(
+            file,
+            node.lineno,
+            lines[node.lineno - 1],
+            stage,
+            method.name,
+            tuple(name.id for name in names if isinstance(name, ast.Name)),
+            _source(lines, node.value.func),
+            tuple(_source(lines, a) for a in node.value.args),
+            tuple((str(k.arg), _source(lines, k.value)) for k in node.value.keywords),
+            node.lineno in quiet,
+        )
+
+
+def _entries(file: str, lines: tuple[str, ...], stage: int, section: str, value: ast.expr) -> Iterator[Entry]:
+    found: list[tuple[str, ast.expr]] = []
+    if isinstance(value, ast.Dict):
+        found = [(str(ast.literal_eval(k)), v) for k, v in zip(value.keys, value.values, strict=True) if k]
+    elif isinstance(value, ast.Tuple):
+        found = [("", element) for element in value.elts]
+    elif isinstance(value, ast.Call):
+        found = [("", value)]
+    for name, node in found:
+        if isinstance(node, ast.Call) and node.lineno == node.end_lineno:
+            arguments = tuple(_source(lines, a) for a in node.args)
+            keywords = tuple((str(k.arg), _source(lines, k.value)) for k in node.keywords)
+            yield Entry(file, node.lineno, lines[node.lineno - 1], stage, section, name, arguments, keywords)

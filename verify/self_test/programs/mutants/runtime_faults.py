@@ -1,0 +1,147 @@
+"""Bugs of what runs a program, planted in the runtime for the time of one run. The program's text is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import Communicator
+from nnscaler.runtime.role import Parameter, Stage
+from nnscaler.runtime.training import checkpoint, gradients, reducer
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.reducer import Holding, reduce_gradients
+
+Fault = Callable[[], AbstractContextManager[None]]
+Pairs = Sequence[tuple[Holding, Tensor]]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def early_reducer(parameter: str) -> Fault:
+    """The sum of one parameter's gradient over ranks starts before the last micro-batch has added its part."""
+
+    def collect(self: Gradients, *more: Any) -> None:
+        _collect(self, *more)
+        history: list[dict[torch.nn.Parameter, Tensor]] = self.__dict__.setdefault("_history", [])
+        history.append(
+            {p: p.grad.clone() for p, h in self._holdings.items() if p.grad is not None and h.fqn == parameter}
+        )
+
+    def finish(self: Gradients, *more: Any) -> None:
+        history = self.__dict__.pop("_history", [])
+        if len(history) > 1:
+            for held, gradient in history[-2].items():
+                held.grad = gradient
+        _finish(self, *more)
+
+    _collect, _finish = Gradients.collect, Gradients.finish
+
+    @contextmanager
+    def fault() -> Iterator[None]:
+        with _replaced(Gradients, "collect", collect), _replaced(Gradients, "finish", finish):
+            yield
+
+    return fault
+
+
+def kept_gradients() -> AbstractContextManager[None]:
+    """The buffer of gradients is not zeroed between steps."""
+    return _replaced(RankExecutor, "zero_grad", lambda self: None)
+
+
+def _reducing(change: Callable[[Pairs, list[Tensor], Communicator], list[Tensor]]) -> AbstractContextManager[None]:
+    def wrong(pairs: Pairs, communicator: Communicator, *more: Any) -> list[Tensor]:
+        return change(pairs, reduce_gradients(pairs, communicator, *more), communicator)
+
+    return _replaced(gradients, "reduce_gradients", wrong)
+
+
+def dummy_reduced(part: str) -> Fault:
+    """A fused kernel has put the gradient elsewhere: what is summed over ranks is a dummy, and nobody reads it."""
+
+    def change(pairs: Pairs, summed: list[Tensor], _: Communicator) -> list[Tensor]:
+        return [own if part in held.fqn else total for (held, own), total in zip(pairs, summed, strict=True)]
+
+    return lambda: _reducing(change)
+
+
+def drifting_copy(parameter: str) -> Fault:
+    """The update of one copy of a tied parameter does not wait for the sum: from the second step on it uses the one
+    before."""
+    last: dict[int, Tensor] = {}
+
+    def change(pairs: Pairs, summed: list[Tensor], communicator: Communicator) -> list[Tensor]:
+        found = list(summed)
+        for i, (held, _) in enumerate(pairs):
+            if held.fqn == parameter and communicator.rank >= communicator.world_size // 2:
+                found[i] = last.get(communicator.rank, summed[i])
+                last[communicator.rank] = summed[i]
+        return found
+
+    @contextmanager
+    def fault() -> Iterator[None]:
+        last.clear()
+        with _reducing(change):
+            yield
+
+    return fault
+
+
+def stale_parameter(parameter: str) -> Fault:
+    """From the second step on, forward reads one parameter as it was gathered before the last update."""
+
+    def step(self: RankExecutor, batch: Mapping[str, Tensor], *more: Any) -> Tensor | None:
+        held = [p for p in self.parameters.values() if p.description.fqn == parameter]  # type: ignore[attr-defined]
+        fresh = [p.detach().clone() for p in held]
+        before: list[Tensor] = self.__dict__.get("_gathered", fresh)
+        with torch.no_grad():
+            for p, old in zip(held, before, strict=True):
+                p.copy_(old)
+        loss = _step(self, batch, *more)
+        with torch.no_grad():
+            for p, new in zip(held, fresh, strict=True):
+                p.copy_(new)
+        self.__dict__["_gathered"] = fresh
+        return loss
+
+    _step = RankExecutor.step
+    return lambda: _replaced(RankExecutor, "step", step)
+
+
+def mixed_shards(parameter: str) -> Fault:
+    """The sum over the copies of a tied parameter pairs the ranks of one stage with others of the next than those
+    that hold the same shard."""
+    right = reducer.holding
+
+    def wrong(stage: Stage, description: Parameter) -> Holding:
+        held = right(stage, description)
+        if description.fqn != parameter:
+            return held
+        ranks = sorted(r for copy in description.copies for r in copy)
+        return Holding(held.fqn, tuple(sorted((stage.rank, ranks[-1 - ranks.index(stage.rank)]))))
+
+    return lambda: _replaced(gradients, "holding", wrong)
+
+
+def names_of_stages() -> AbstractContextManager[None]:
+    """A checkpoint in which each stage counts its blocks from zero."""
+    right = checkpoint._pieces
+
+    def wrong(stage: Stage) -> Iterator[dict[str, Any]]:
+        for piece in right(stage):
+            yield {**piece, "name": piece["name"].replace(f"blocks.{stage.index}.", "blocks.0.")}
+
+    return _replaced(checkpoint, "_pieces", wrong)

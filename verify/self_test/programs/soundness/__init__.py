@@ -1,0 +1,1 @@
+"""Random edits of small programs: what is proved must run as the model does."""

@@ -1,0 +1,1 @@
+"""Table T: thirty bugs of real systems, planted in right programs."""

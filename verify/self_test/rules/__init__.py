@@ -1,0 +1,1 @@
+"""Self-test of the transfer rules: each one against torch, on arbitrary states."""

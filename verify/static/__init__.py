@@ -1,5 +1,0 @@
-"""L0: type the text of the generated role programs with layouts. Nothing is run. `check` describes the method."""
-
-from verify.static.check import Obligation, StaticResult, check_program
-
-__all__ = ["Obligation", "StaticResult", "check_program"]
