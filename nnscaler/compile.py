@@ -21,6 +21,7 @@ from nnscaler.communication.profile import communication_profile
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.operation import Operation
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
@@ -28,13 +29,45 @@ from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
 from nnscaler.scheduling.registry import check_schedule, get_schedule
 from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.timeline import simulate
-from nnscaler.scheduling.timeline_rows import timeline_rows
+from nnscaler.scheduling.timeline import simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.checkpoints import with_checkpoints
-from nnscaler.transform.plan import Plan
+from nnscaler.transform.plan import Plan, RecomputeStep
+from nnscaler.transform.select import matches
+
+# Recomputation that the model itself asks for (`torch.utils.checkpoint`), as steps of a plan.
+
+
+def with_checkpoints(plan: Plan, graph: Graph) -> Plan:
+    """Return the plan with a `recompute` step for each call of `torch.utils.checkpoint` in the model.
+
+    A plan that has `recompute` steps of its own stays as it is.
+    """
+    if any(isinstance(step, RecomputeStep) for step in plan.steps):
+        return plan
+    return replace(plan, steps=(*plan.steps, *checkpoint_steps(graph)))
+
+
+def checkpoint_steps(graph: Graph) -> tuple[RecomputeStep, ...]:
+    """Return one step per checkpointed call, in order: the module where it is one, otherwise its operations."""
+    calls: dict[str, list[Operation]] = {}
+    for operation in graph.operations:
+        if operation.region.recompute is not None:
+            calls.setdefault(operation.region.recompute, []).append(operation)
+    return tuple(RecomputeStep(_patterns(graph, called)) for called in calls.values())
+
+
+def _patterns(graph: Graph, called: list[Operation]) -> tuple[str, ...]:
+    names = tuple(op.name for op in called)
+    paths = [op.module.split(".") for op in called]
+    shared = 0
+    while all(len(path) > shared and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    module = ".".join(paths[0][:shared])
+    inside = tuple(op.name for op in graph.operations if module and matches(op, module))
+    return (module,) if inside == names else names
+
 
 PlanSource = Plan | AutoPlan | str | Mapping[str, int] | Callable[[Graph, int], Plan] | None
 Progress = Callable[[str, float, str], None]  # phase, seconds, what came out

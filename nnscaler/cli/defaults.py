@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
         ),
     }
 )
-TARGETS = (Key("modules", "texts"), Key("files", "texts"))  # of verify-op: `verify.operators.run.project` reads them
+TARGETS = (Key("modules", "texts"), Key("files", "texts"))  # of verify-op: `verify.operators.run.targets` reads them
 _IMPLY_RANKS = ("--plan", "--program")
 _HELP = ("-h", "--help")
 

@@ -9,6 +9,10 @@ from typing import Any
 from op_registry.call import Call, DType, TensorArgument
 from op_registry.expression import Coefficient, Expression
 
+from nnscaler.ir.conversion import Move
+from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, local_outer
+from nnscaler.ir.mesh import Axis
+
 
 def literal(value: Any, variables: Sequence[str]) -> str:
     """Write one argument; `variables[i]` is the text of the call's i-th tensor."""
@@ -51,3 +55,62 @@ def arguments(call: Call, variables: Sequence[str]) -> list[str]:
     """Write all arguments of a call, positional ones first."""
     positional = [literal(v, variables) for v in call.args]
     return [*positional, *(f"{k}={literal(v, variables)}" for k, v in call.kwargs.items())]
+
+
+# How a tensor lies on a mesh, in the few words of a comment.
+# `(24/dp/micro, 16, 144/3*tp), sum over sp`: a logical shape; dp and then micro-batches cut 24, tp cuts each of 3
+# equal blocks of 144, and every rank along sp holds a term of the sum. `251/tp{126 125}`: the ranks' parts are
+# unequal.
+
+
+def layout_text(shape: Sequence[int], layout: Layout, axes: Sequence[Axis]) -> str:
+    """Write the layout of a tensor of logical `shape`; axes of size 1 are left out."""
+    states = [(axis.name, axis.size, state) for axis, state in zip(axes, layout, strict=True) if axis.size > 1]
+    dims = [str(size) for size in shape]
+    cuts = sorted((s.outer, name, parts, s) for name, parts, s in states if isinstance(s, Sharded))
+    inside = [1] * len(shape)
+    for outer, name, parts, state in cuts:
+        gap = outer // inside[state.dim]
+        dims[state.dim] += f"/{gap}*{name}" if gap > 1 else f"/{name}"
+        if state.sections:
+            dims[state.dim] += "[" + " ".join(map(str, state.sections)) + "]"
+        if state.sizes:
+            dims[state.dim] += "{" + " ".join(map(str, state.sizes)) + "}"
+        inside[state.dim] = outer * parts
+    text = f"({', '.join(dims)})"
+    for reduction in ("sum", "max"):
+        over = [name for name, _, state in states if state == Partial(reduction)]
+        if over:
+            text += f", {reduction} over {' '.join(over)}"
+    deferred = [name for name, _, state in states if isinstance(state, Replicated)]
+    return text + (f", gradient: sum over {' '.join(deferred)}" if deferred else "")
+
+
+# A conversion as a call of the runtime's function for its row.
+
+
+def conversion_text(move: Move, sizes: Sequence[int], value: str, axis: str) -> str:
+    """`comm.shard(x, self.tp, dim=0, outer=3)`; `sizes` are those of all axes, `axis` is the text of the move's."""
+    return f"comm.{move.row.function}({', '.join([value, axis, *_cut(move, sizes)])})"
+
+
+def _cut(move: Move, sizes: Sequence[int]) -> list[str]:
+    """Return where the dim is cut, in the local coordinates that the other axes leave."""
+    before, after = move.source[move.axis], move.target[move.axis]
+    if isinstance(before, Sharded) and isinstance(after, Sharded):
+        outers = [local_outer(layout, sizes, move.axis) for layout in (move.source, move.target)]
+        cut = [str(before.dim), str(after.dim)]
+        if outers != [1, 1]:
+            cut += [f"from_outer={outers[0]}", f"to_outer={outers[1]}"]
+        sizes_of = (("from_sizes", before.sizes), ("to_sizes", after.sizes))
+        return [*cut, *(f"{name}={given}" for name, given in sizes_of if given)]
+    if isinstance(before, Partial) and isinstance(after, Invariant):
+        return [] if before.reduction == "sum" else [f'"{before.reduction}"']
+    state, layout = (before, move.source) if isinstance(before, Sharded) else (after, move.target)
+    if not isinstance(state, Sharded):
+        return []
+    if state.sections:
+        return [f"dim={state.dim}", f"sections={state.sections}"]
+    outer = local_outer(layout, sizes, move.axis)
+    cut = [f"dim={state.dim}"] + ([f"outer={outer}"] if outer > 1 else [])
+    return [*cut, f"sizes={state.sizes}"] if state.sizes else cut

@@ -10,7 +10,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, find_path
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, format_layout
-from nnscaler.ir.names import is_free_name
+from nnscaler.ir.operation import is_free_name
 from nnscaler.ir.placement import Stage
 
 

@@ -7,22 +7,59 @@ projections of one activation cost one backward all_reduce.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 from op_registry.call import Call
 from op_registry.localize import localise
 
 from nnscaler.communication.builder import StageBuilder
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Stored, Version
+from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram, Stored, Version
 from nnscaler.communication.messages import bring
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
-from nnscaler.communication.volumes import volumes
+from nnscaler.ir.conversion import volume
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, Layout, Partial, shape_of_rank
+from nnscaler.ir.layout import INVARIANT, Layout, Partial, full_along, local_shape, shape_of_rank
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, PartitionedGraph
 from nnscaler.ir.signature import Signature
+
+# How much a program communicates: calls and elements per step, per axis and collective.
+
+
+def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str, str], tuple[int, float]]:
+    """(axis, collective) -> (calls, elements sent by one rank) in one step, forward and backward, inline ones and
+    the reductions of parameters' gradients."""
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def add(axis: str, collective: str | None, elements: int, parts: int, times: int) -> None:
+        if collective is None or parts == 1:
+            return
+        calls, sent = found.get((axis, collective), (0, 0.0))
+        found[axis, collective] = (calls + times, sent + times * volume(collective, elements, parts))
+
+    for program in programs:
+        sizes, names = program.stage.sizes, program.stage.names
+        for statements, times in ((program.prepare, 1), (program.forward, program.stage.micro_batches)):
+            for statement in statements:
+                if not isinstance(statement, Convert):
+                    continue
+                move, tensor = statement.move, graph.tensors[statement.source.tensor]
+                full = full_along(move.source, sizes, tensor.shape, move.axis)
+                add(names[move.axis], move.row.forward, prod(full), sizes[move.axis], times)
+                if tensor.needs_grad:
+                    add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)
+        for stored in program.stored:
+            elements = prod(local_shape(stored.at_rest, sizes, graph.tensors[stored.tensor].shape))
+            for axis in stored.reduce:
+                add(axis, "all_reduce", elements, sizes[names.index(axis)], 1)
+        for message in program.receives:
+            elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
+            calls, sent = found.get(("pp", "send"), (0, 0.0))
+            times = program.stage.micro_batches * (2 if message.needs_grad else 1)
+            found["pp", "send"] = (calls + times, sent + float(times * elements))
+    return found
 
 
 def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signature]) -> CommunicatedGraph:

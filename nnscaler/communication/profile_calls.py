@@ -22,10 +22,9 @@ from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
-from nnscaler.ir.dtype import element_bytes
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Partial
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.operation import Operation, element_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from nnscaler.communication.communicated import CommunicatedGraph, StageProgram, Stored
 from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.profile_calls import Call, layer_pattern
-from nnscaler.ir.dtype import gradient_dtype
 from nnscaler.ir.graph import Graph
-from nnscaler.planning.cost.gradients import BUCKET_BYTES
+from nnscaler.ir.operation import gradient_dtype
+from nnscaler.planning.cost.collectives import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_layouts
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
 from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.operation import LogicalTensor
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.signature import Signature
-from nnscaler.ir.tensor import LogicalTensor
 from nnscaler.transform.zero3 import sharded_at_rest
 
 MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer state

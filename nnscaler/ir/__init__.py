@@ -4,7 +4,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.invariants import InternalError, check_graph
 from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State
 from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
-from nnscaler.ir.operation import Operation, Region, Slot, as_call, map_slots
+from nnscaler.ir.operation import LogicalTensor, Operation, Region, Role, Slot, as_call, map_slots
 from nnscaler.ir.placement import (
     Choice,
     PartitionedGraph,
@@ -16,7 +16,6 @@ from nnscaler.ir.placement import (
     Stage,
 )
 from nnscaler.ir.printer import print_graph
-from nnscaler.ir.tensor import LogicalTensor, Role
 from nnscaler.ir.text_parser import parse_graph
 
 __all__ = [

@@ -2,14 +2,77 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import SourceLocation
 
-from nnscaler.ir.tensor import LogicalTensor
+# Names that a rank program can give to tensors and axes.
+
+# what a rank program uses for other things: its imports, and the attributes of a stage
+RESERVED = frozenset(
+    "self torch aten comm ops dtypes float recompute user device index ranks axes micro micro_batches parameters "
+    "frozen buffers constants inputs prepare_inputs receives sends updates forward prepare context rank coordinates "
+    "sizes loss".split()
+)
+
+
+def is_free_name(name: str) -> bool:
+    """Return whether the name is an identifier of Python that a rank program does not use already."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name not in RESERVED
+
+
+# Logical tensors: the whole tensors of the original model (the paper's pTensors).
+
+# Sizes of dtypes, by torch's names for them.
+
+HALF = ("float16", "bfloat16")
+_BYTES = {"bool": 1, "complex32": 4, "complex64": 8, "complex128": 16, "bfloat16": 2}
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of one element: `float32` -> 4."""
+    if dtype in _BYTES:
+        return _BYTES[dtype]
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())  # float8_e4m3fn
+    return int(digits) // 8
+
+
+def gradient_dtype(dtype: str) -> str:
+    """Gradients of half precision are accumulated in float32."""
+    return "float32" if dtype in HALF else dtype
+
+
+Role = Literal["parameter", "buffer", "constant", "input", "activation"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """A tensor of the graph.
+
+    name         unique in the graph
+    shape        of the whole tensor
+    dtype        its name: `float32`
+    role         parameter, buffer, constant, input or activation
+    needs_grad   whether gradients flow through it, by dataflow
+    fqns         a parameter's or buffer's names in the model's state, all of them when it is tied (the first is the
+                 canonical one); an input's path in the sample inputs; empty otherwise
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "activation"
+    needs_grad: bool = False
+    fqns: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from typing import Any
 from op_registry.call import DType
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Slot
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation, Slot
 
 _WORD = re.compile(r"[A-Za-z_][\w.:]*\Z")
 

@@ -11,8 +11,7 @@ from op_registry.call import DType
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Region, Slot
-from nnscaler.ir.tensor import LogicalTensor, Role
+from nnscaler.ir.operation import LogicalTensor, Operation, Region, Role, Slot
 
 _TOKEN = re.compile(
     r"""\s*(?:

@@ -6,25 +6,70 @@ the two can be compared, and any plan can be given a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
 
 from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
 from nnscaler.communication.recomputed import repeated_in_backward
-from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Partial, full_along, local_shape
 from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.operation import element_bytes, gradient_dtype
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
-from nnscaler.performance.crowded import simulate_crowded
-from nnscaler.planning.cost.gradients import seconds_per_byte, summed_seconds
+from nnscaler.planning.cost.collectives import seconds_per_byte, summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
-from nnscaler.scheduling.schedule import Schedule
-from nnscaler.scheduling.timeline import Timeline, simulate
+from nnscaler.scheduling.dependencies import Edge, check_acyclic, dependencies
+from nnscaler.scheduling.schedule import Instruction, Schedule
+from nnscaler.scheduling.timeline import Span, Timeline, simulate, timeline_of
+
+# Event simulation of a schedule on devices that share the cores of one machine: a device is faster while others
+# wait.
+
+
+def simulate_crowded(
+    schedule: Schedule,
+    edges: Collection[Edge],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    ranks: Sequence[int],
+    relief: Callable[[int], float],
+) -> Timeline:
+    """Simulate as `timeline.simulate`, with costs per stage that hold while every rank computes.
+
+    `ranks`: of each device; `relief(n)`: the share of its cost that an instruction takes while n ranks compute. A
+    device that waits computes nothing.
+    """
+    check_acyclic(schedule, edges)
+    costs = {"F": forward, "B": backward}
+    waits = {i: dependencies(i, edges) for order in schedule.orders for i in order}
+    position = [0] * len(schedule.orders)
+    rows: list[list[Span]] = [[] for _ in schedule.orders]
+    finished: set[Instruction] = set()
+    running: dict[int, tuple[Instruction, float, float]] = {}  # device: what, since when, cost that is left
+    now = 0.0
+    while True:
+        for device, order in enumerate(schedule.orders):
+            if device not in running and position[device] < len(order):
+                instruction = order[position[device]]
+                if all(w in finished for w in waits[instruction]):
+                    running[device] = instruction, now, costs[instruction.kind][instruction.stage]
+        if not running:
+            return timeline_of(schedule, rows)
+        share = relief(sum(ranks[device] for device in running))
+        passed = min(left for _, _, left in running.values())
+        now += passed * share
+        for device, (instruction, start, left) in list(running.items()):
+            if left <= passed:
+                rows[device].append(Span(instruction, start, now))
+                finished.add(instruction)
+                position[device] += 1
+                del running[device]
+            else:
+                running[device] = instruction, start, left - passed
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Replicated, Sharded, State
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
-from nnscaler.ir.tensor import LogicalTensor
 
 BEAM = 48
 RIVALS = 4  # cheapest states that others are compared with

@@ -15,8 +15,7 @@ from torch import Tensor
 from op_registry.torch_schema import may_draw
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.tracing.export.raw import RawGraph, written_inputs
 from nnscaler.tracing.rewrite import LEAF_ROLES
 

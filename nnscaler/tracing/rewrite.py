@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Region, Slot, map_slots
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation, Region, Slot, map_slots
 
 LEAF_ROLES = ("parameter", "buffer", "constant", "input")
 

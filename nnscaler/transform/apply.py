@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -10,15 +11,60 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
-from nnscaler.ir.names import is_free_name
+from nnscaler.ir.operation import is_free_name
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.complete_plan import choose, illegal
 from nnscaler.transform.hoist_prepare import hoist
-from nnscaler.transform.order import reorder
 from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from nnscaler.transform.select import select
 from nnscaler.transform.zero3 import resting
+
+# The order transform: within what dependencies allow, run some operations before others.
+
+
+def reorder(graph: Graph, steps: Sequence[OrderStep]) -> Graph:
+    """Reorder the graph's operations so that they respect the steps; otherwise they stay as before.
+
+    Raises NnscalerError("plan_illegal") where the steps contradict the dependencies (or each other).
+    """
+    if not steps:
+        return graph
+    position = {op.name: i for i, op in enumerate(graph.operations)}
+    after: dict[str, set[str]] = {op.name: set() for op in graph.operations}
+    for op in graph.operations:
+        for name in op.inputs:
+            producer = graph.producers.get(name)
+            if producer is not None:
+                after[op.name].add(producer.name)
+    for step in steps:
+        first = [op.name for op in select(graph, step.first)]
+        for later in select(graph, step.second):
+            after[later.name].update(name for name in first if name != later.name)
+    waiting = {name: len(before) for name, before in after.items()}
+    followers: dict[str, list[str]] = {name: [] for name in after}
+    for name, before in after.items():
+        for earlier in before:
+            followers[earlier].append(name)
+    ready = [position[name] for name, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        op = graph.operations[heapq.heappop(ready)]
+        ordered.append(op)
+        for name in followers[op.name]:
+            waiting[name] -= 1
+            if waiting[name] == 0:
+                heapq.heappush(ready, position[name])
+    if len(ordered) < len(graph.operations):
+        stuck = next(op for op in graph.operations if waiting[op.name] > 0)
+        raise NnscalerError(
+            "plan_illegal",
+            f"the order steps contradict the dependencies of {stuck.name}",
+            where=stuck.where,
+            help="an operation cannot run before the operations whose results it reads",
+        )
+    return graph.replace(operations=tuple(ordered))
 
 
 def apply_plan(graph: Graph, signatures: dict[str, Signature], plan: Plan) -> PartitionedGraph:

@@ -9,7 +9,7 @@ import pytest
 from nnscaler.cli.defaults import command_defaults
 from nnscaler.cli.main import build_parser, main
 from nnscaler.errors import NnscalerError
-from verify.operators.run.project import read_project
+from verify.operators.run.targets import read_project
 
 TEXT = """\
 [tool.nnscaler]

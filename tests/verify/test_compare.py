@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from verify import Verdict
-from verify.programs.reference.conditioning import measure_condition
+from verify.programs.reference.eager import measure_condition
 from verify.programs.reference.randomised_state import logical_state, randomise_parameters
-from verify.results.tensor_difference import difference, family_scale, largest
-from verify.results.tolerance import exact_tolerance
+from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
 
 KEY = ("gradient", 0, "w")
 

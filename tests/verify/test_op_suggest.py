@@ -17,10 +17,9 @@ from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.find_operator import find_operator, record_of
 from verify.evidence.oracle.kernels import checked_kernels
 from verify.operators.suggest import infer
-from verify.operators.suggest.infer import infer_annotation, suggest_annotation
+from verify.operators.suggest.infer import infer_annotation, resize, suggest_annotation
 from verify.operators.suggest.probe_call import Question, make_question
 from verify.operators.suggest.size_groups import find_groups
-from verify.operators.suggest.sizes import resize
 from verify.operators.suggest.trial import read_state
 from verify.operators.suggest.truth_table import Fact, truth_table
 from verify.operators.suggest.widen import repair, widen

@@ -21,8 +21,8 @@ from nnscaler.plan_source import SEARCH
 from nnscaler.transform.plan import Plan
 from verify.programs.request import PlanRequest
 from verify.programs.token import LONGEST, PlanToken, Source, decode, encode, make_token, request_of
-from verify.results.environment import environment
 from verify.results.packed_word import Damaged, pack, unpack
+from verify.results.report import environment
 
 MODEL = """
 import torch

@@ -11,8 +11,7 @@ from op_registry.spec import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
-from verify.report_formats.caret import caret_line
-from verify.report_formats.finding_text import finding_lines
+from verify.report_formats.finding_text import caret_line, finding_lines
 
 REPORT = Report(
     "verify-plan",

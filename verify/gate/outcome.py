@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from verify.gate.baseline import Entry, entries_of, failing_checks, fingerprints
 from verify.results.catalogue import UNFINISHED
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 Word = Literal["INTERNAL ERROR", "COULD NOT RUN", "REFUTED", "INCONCLUSIVE", "NOT RUN", "KNOWN", "VERIFIED"]

@@ -22,9 +22,8 @@ from verify.gate.outcome import Result
 from verify.gate.state import State
 from verify.gate.work import list_operators, without_repeats
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 GRACE = 5.0  # seconds that an item has beyond its own limit, to tell of it itself

@@ -32,9 +32,8 @@ from verify.operators.audit.opcheck import opcheck
 from verify.operators.audit.probed import Probed
 from verify.operators.audit.side_effects import audit
 from verify.results.catalogue import INCOMPARABLE
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict, merge
 
 Reproduce = Callable[[str, Case | None], str | None]  # (finding code, the case of it) -> a command line

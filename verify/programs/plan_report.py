@@ -21,9 +21,8 @@ from verify.programs.reference.eager import Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.token import reproduce_line
 from verify.programs.typing.roles.record import NAME as STATE_CHECK
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 

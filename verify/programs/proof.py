@@ -19,8 +19,7 @@ from verify.programs.checks.context import Outcome
 from verify.programs.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
 from verify.programs.typing import StaticResult, check_program
 from verify.results.catalogue import UNMATCHED
-from verify.results.environment import environment
-from verify.results.report import Check
+from verify.results.report import Check, environment
 from verify.results.verdict import Verdict, merge
 
 SECONDS = 300.0  # of processor time, for all lemmas; what is left then is tested, or undecided

@@ -14,7 +14,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.pipeline import pipeline
+from nnscaler.planning.policies import pipeline
 from nnscaler.planning.tensor_parallel import step_of
 from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.complete_plan import follow_batch

@@ -26,31 +26,55 @@ from nnscaler.runtime.training.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.checks import forward_only, resume, run_checks, timed
 from verify.programs.checks import trials as trial_check
-from verify.programs.checks.context import LOCALISED, Comparison, Outcome
+from verify.programs.checks.context import LOCALISED, Comparison, Outcome, Row
+from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.backends import run_program
 from verify.programs.execution.failure import Failure
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_apart
-from verify.programs.low_precision_run import low_precision
+from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.minimise import PlanTrial, minimise
 from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.rank_task import Beside, failed, make_comparison, make_task
-from verify.programs.reference.conditioning import measure_condition
-from verify.programs.reference.eager import Settings, Trajectory, run_reference
+from verify.programs.reference.eager import Settings, Trajectory, measure_condition, run_reference
 from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.reference.randomised_state import logical_state
 from verify.programs.request import PlanRequest, check_values
-from verify.programs.reshard_checkpoint import check_other_plan
 from verify.programs.single_steps import plan_trials
 from verify.programs.source_map import Places
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
-from verify.results.tensor_difference import is_finite
+from verify.results.tolerance import is_finite
 from verify.results.verdict import Verdict
+
+# L3 of verify-plan: the program in a lower precision, against the noise of the model itself in it.
+
+
+def low_precision(
+    request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, dtypes: Sequence[str]
+) -> list[Outcome]:
+    """Run the program in each dtype, and compare every loss, gradient, parameter and buffer."""
+
+    def run(precision: str | None, loss_scale: float) -> Comparison | Outcome:
+        task = make_task(request, prepared, reference, work)
+        task = replace(task, precision=precision, loss_scale=loss_scale)
+        outcome = run_program(task, request.rank_count, request.runs_on, request.timeout, prepared.context.server)
+        if isinstance(outcome, Failure):
+            return failed(outcome, prepared, 0.0)
+        return make_comparison(request, prepared, reference, outcome)
+
+    outcomes, rows = low_precision_outcomes(request, prepared, reference, dtypes, run, prepared.context.progress)
+    first, *others = outcomes
+    return [replace(first, rows=tuple(_row(row) for row in rows)), *others]
+
+
+def _row(row: NoiseRow) -> Row:
+    return Row(f"{row.kind} in {row.dtype}", row.step, row.name, row.error, row.allowed, row.verdict)
+
 
 MINIMISE_SECONDS = 20.0  # of processor time
 

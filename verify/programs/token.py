@@ -18,8 +18,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.plan_source import is_words, plan_text
 from nnscaler.targets import find_target
 from verify.programs.request import PlanRequest
-from verify.results.environment import environment
 from verify.results.packed_word import Damaged, pack, unpack
+from verify.results.report import environment
 
 PREFIX = "nns2:"
 LONGEST = 60_000  # characters of a word that still fits into a command line

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.paths import relative
-from verify.report_formats.problems import Problem, problems
+from verify.report_formats.problems import Problem, problems, relative
 from verify.results.line import Line, last_line, plain
 from verify.results.report import Report
 

@@ -14,8 +14,7 @@ from urllib.parse import quote
 from op_registry.spec import SourceLocation
 
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.paths import as_uri, relative
-from verify.report_formats.problems import Problem, problems
+from verify.report_formats.problems import Problem, as_uri, problems, relative
 from verify.results.catalogue import CODES, page, section
 from verify.results.line import Line, plain_lines
 from verify.results.report import Report

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
+
+# Versions and machine, for reports: what a reader needs to know before comparing two of them.
+
+
+def environment() -> dict[str, str]:
+    """Return the versions of nnscaler, torch and Python, and the platform."""
+    return {
+        "nnscaler": _version("nnscaler"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
 
 SCHEMA_VERSION = 1
 

@@ -9,10 +9,112 @@ by rounding alone, and then nothing is decided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf, isfinite
+
+import torch
+from torch import Tensor
 
 from verify.results.verdict import Verdict
+
+# Measure the difference of two tensors, in one number.
+# The largest absolute difference, relative to the larger of the expected tensor's own largest value and 1e-3 of the
+# largest value of its whole family (all gradients, all parameters). The family matters: some gradients are exactly
+# zero in theory (the bias of attention keys) and 1e-17 of rounding noise in practice; relative to themselves they
+# never agree.
+
+FAMILY_SHARE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A comparison of two tensors; the worst element is the one of the largest absolute difference.
+
+    relative    the number above; inf where NaN, infinity or unequal shapes make a comparison pointless
+    absolute    difference at the worst element
+    index       of the worst element
+    expected    the right value there
+    actual      the value found there
+    mismatched  elements that differ at all
+    elements    elements that were compared
+    problem     "shape (2, 3) instead of (3, 2)", "not finite"; empty where the values were compared
+    """
+
+    relative: float
+    absolute: float = 0.0
+    index: tuple[int, ...] = ()
+    expected: float = 0.0
+    actual: float = 0.0
+    mismatched: int = 0  # elements that differ at all
+    elements: int = 0
+    problem: str = ""  # "shape (2, 3) instead of (3, 2)", "not finite"
+
+    def __str__(self) -> str:
+        if self.problem:
+            return self.problem
+        at = f" at {self.index}" if self.index else ""
+        return f"{self.actual:.10g} instead of {self.expected:.10g}{at}, relative difference {self.relative:.2g}"
+
+
+def family_scale(tensors: Iterable[Tensor | None]) -> float:
+    """Return the largest absolute value in all of these."""
+    return max((largest(t) for t in tensors if t is not None), default=0.0)
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute value, 0 for an empty tensor."""
+    values = tensor.detach()
+    values = values.byte() if values.dtype == torch.bool else values
+    return float(values.abs().max()) if tensor.numel() else 0.0
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or infinite."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
+
+
+def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> Difference:
+    """Measure how far `actual` is from `expected`. `scale`: that of the family of tensors."""
+    if actual.shape != expected.shape:
+        return Difference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+    if actual.numel() == 0:
+        return Difference(0.0)
+    dtype = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
+    a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
+    if not is_finite(a) and is_finite(e):
+        return Difference(inf, inf, elements=a.numel(), problem=_not_finite(a))
+    gap = (a - e).abs()
+    gap = torch.where((a == e) | (a.isnan() & e.isnan()), torch.zeros_like(gap), gap)
+    place = int(gap.argmax())
+    absolute = float(gap.flatten()[place])
+    reference = max(
+        float(e[torch.isfinite(e)].abs().max()) if bool(torch.isfinite(e).any()) else 0.0, FAMILY_SHARE * scale
+    )
+    relative = 0.0 if absolute == 0 else absolute / reference if reference > 0 else inf
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
+    return Difference(
+        relative if isfinite(relative) else inf,
+        absolute,
+        index,
+        float(e.flatten()[place]),
+        float(a.flatten()[place]),
+        int((gap != 0).sum()),
+        a.numel(),
+    )
+
+
+def _not_finite(tensor: Tensor) -> str:
+    count = int((~torch.isfinite(tensor)).sum())
+    if tensor.numel() == 1:
+        return f"{float(tensor)}"
+    return f"{count} of {tensor.numel()} values are NaN or infinite"
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
+
 
 FLOAT64_BOUND = 1e-9
 CONDITION_FACTOR = 64.0

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import ceil, gcd, log2
 
 from nnscaler.planning.cluster.description import Cluster, Level
-from nnscaler.planning.cost.model import AxisPlace, Collective
+from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 
 Spanned = tuple[tuple[int, Level], ...]
 
@@ -96,3 +96,21 @@ def _exchange(size: float, members: int, levels: Spanned) -> float:
         total += peers * (level.latency + size / members**2 / level.bandwidth)
         inside *= units
     return total
+
+
+# The cost of adding up the gradients of a step, which the runtime does in buckets.
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def seconds_per_byte(cost: CostModel, ranks: AxisPlace) -> float:
+    """Return the seconds per byte of gradients that are added up over an axis, in full buckets."""
+    return cost.collective("all_reduce", BUCKET_BYTES, ranks) / BUCKET_BYTES
+
+
+def summed_seconds(cost: CostModel, ranks: AxisPlace, size: float) -> float:
+    """Return the seconds of adding up `size` bytes of gradients of one dtype over one group, in full buckets and a last
+    one."""
+    full, rest = divmod(size, BUCKET_BYTES)
+    last = cost.collective("all_reduce", rest, ranks) if rest else 0.0
+    return full * cost.collective("all_reduce", BUCKET_BYTES, ranks) + last

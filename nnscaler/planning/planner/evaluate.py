@@ -9,16 +9,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.cost.gradients import seconds_per_byte
+from nnscaler.planning.constraints.constraint import Constraint
+from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
-from nnscaler.planning.planner.cuts import cuts_of
 from nnscaler.planning.planner.planning_cache import Subject
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables
-from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull
 from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_floor, memory_of
-from nnscaler.planning.solver.solve import solve
+from nnscaler.planning.solver.solve import solve, solve_within
+from nnscaler.transform.balance import balanced_cuts, cut_limits
+
+# Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.
+
+
+def cuts_of(
+    items: Mapping[str, int], costs: Sequence[float], devices: int, kept: Constraint | None
+) -> tuple[int, ...] | None:
+    """Return the items before which the stages of `devices` begin; None where there is no such cut.
+
+    Operations before the layers (item 0) stay with the first layer, those after them with the last.
+
+    items   by operation, its item
+    costs   by item, its seconds
+    """
+    joined = [sorted(items[name] for name in group) for group in (kept.together if kept else ())]
+    places = [(items[name], device) for name, device in (kept.at if kept else ())]
+    between = [at for at in range(2, len(costs) - 1) if not any(group[0] < at <= group[-1] for group in joined)]
+    limits = cut_limits(devices, len(costs), places)
+    return None if limits is None else balanced_cuts(costs, between, between, [0] * len(between), devices, limits)
+
 
 TRIES = 3  # budgets of memory that are tried
 POINTS = 12  # of the hull of time and memory

@@ -8,20 +8,91 @@ is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph
-from nnscaler.planning.planner.dominated_strategies import Kept, lean
-from nnscaler.planning.sharding.tables import Tables
+from nnscaler.planning.sharding.tables import Column, Columns, Tables
 from nnscaler.planning.solver.eliminate import Elimination, Factor, run_elimination, substitute
 from nnscaler.planning.solver.order import Order, find_order
-from nnscaler.planning.solver.problem import TooWide
+from nnscaler.planning.solver.problem import Edge, TooWide
+from nnscaler.planning.solver.reduce import Criteria, merge_edges, survivors
+
+# Drop strategies that are dominated in time and in every kind of memory (dead-end elimination, see
+# `solver.reduce`).
+
+T = TypeVar("T")
+Kept = tuple[NDArray[np.intp], ...]  # of every node, the strategies that are left
+
+
+def lean(tables: Tables, fixed: Collection[int]) -> tuple[Tables, Kept]:
+    """Return smaller tables without dominated strategies, and the strategies that every node keeps.
+
+    A strategy goes where another one of its node is no slower, including the conversions to and from its neighbours,
+    whether its layer is recomputed or not, and needs no more of any kind of bytes. So no plan needs it, at any price of
+    memory. The nodes in `fixed` keep all their strategies: not all of their edges are in these tables.
+
+    Raises `Infeasible` where a node has no strategy that all its neighbours can go with.
+    """
+    made: dict[int, Criteria] = {}
+    for columns in tables.columns:
+        if id(columns) not in made:
+            once = columns.forward + columns.backward
+            # [strategies, 2]: seconds with the activations kept, and with the layer recomputed
+            costs = np.stack([once, once + columns.forward], axis=1)
+            # [strategies, kinds of bytes]: at rest, kept, handed on, and summed over each axis
+            needs = [
+                columns.resting,
+                columns.kept,
+                columns.handed,
+                *(columns.summed[a] for a in sorted(columns.summed)),
+            ]
+            made[id(columns)] = Criteria(costs, np.stack(needs, axis=1))
+    pairs = merge_edges(Edge(first, second, table) for first, second, table in tables.edges)
+    kept = survivors([made[id(columns)] for columns in tables.columns], pairs, fixed)
+    return _cut(tables, kept), kept
+
+
+def _cut(tables: Tables, kept: Kept) -> Tables:
+    """Restrict the tables to the kept strategies.
+
+    Arrays that nodes shared stay shared where what is left of them is the same.
+    """
+    of_nodes: dict[tuple[int, bytes], Columns] = {}
+    columns = []
+    for own, left in zip(tables.columns, kept, strict=True):
+        key = (id(own), left.tobytes())
+        if key not in of_nodes:
+            of_nodes[key] = _columns(own, left)
+        columns.append(of_nodes[key])
+    of_edges: dict[tuple[int, bytes, bytes], Column] = {}
+    edges = []
+    for first, second, table in tables.edges:
+        pair = (id(table), kept[first].tobytes(), kept[second].tobytes())
+        if pair not in of_edges:
+            of_edges[pair] = table[np.ix_(kept[first], kept[second])]
+        edges.append((first, second, of_edges[pair]))
+    operations = len(tables.strategies)
+    strategies = {name: _listed(tables.strategies[name], kept[i]) for i, name in enumerate(tables.names[:operations])}
+    named = enumerate(tables.names[operations:], operations)
+    layouts = {name: _listed(tables.layouts[name], kept[i]) for i, name in named}
+    return Tables(tables.names, tables.groups, tuple(columns), tuple(edges), strategies, layouts)
+
+
+def _columns(own: Columns, left: NDArray[np.intp]) -> Columns:
+    summed = {axis: column[left] for axis, column in own.summed.items()}
+    return Columns(own.forward[left], own.backward[left], own.resting[left], own.kept[left], own.handed[left], summed)
+
+
+def _listed(values: Sequence[T], left: NDArray[np.intp]) -> tuple[T, ...]:
+    return tuple(values[i] for i in left)
+
 
 WIDE = 64  # joint choices of a cut, and of hubs, that are worth it
 PRICES = 320  # at which a piece may be eliminated at once

@@ -19,17 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.dtype import element_bytes, gradient_dtype
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, without_gradient
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.operation import LogicalTensor, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
-from nnscaler.ir.tensor import LogicalTensor
-from nnscaler.planning.cost.memory import parameter_memory
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
-from nnscaler.planning.sharding.memory import Kept
+from nnscaler.planning.sharding.memory import Kept, parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
 from nnscaler.planning.sharding.zero3_cost import Resting, resting_of

@@ -1,6 +1,5 @@
 """The runtime's own operators, `ops.<name>` in rank programs: plain differentiable functions on one rank's shards."""
 
-from nnscaler.runtime.ops.batch_norm import batch_mean, batch_normalise, batch_variance, running_statistic
 from nnscaler.runtime.ops.index import (
     embedding_bag,
     gather_block,
@@ -30,10 +29,14 @@ from nnscaler.runtime.ops.random import (
     random_uniform,
 )
 from nnscaler.runtime.ops.tensor import (
+    batch_mean,
+    batch_normalise,
+    batch_variance,
     causal_rows,
     embedding_block,
     grouped_mm,
     recurrent_cell,
+    running_statistic,
     view_as_complex,
 )
 from nnscaler.runtime.ops.window import avg_pool_window, conv_transpose_window, conv_window, max_pool_window

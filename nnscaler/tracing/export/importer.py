@@ -18,8 +18,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Region, Slot
-from nnscaler.ir.tensor import LogicalTensor, Role
+from nnscaler.ir.operation import LogicalTensor, Operation, Region, Role, Slot
 from nnscaler.tracing.export.checkpoints import checkpoint_of
 from nnscaler.tracing.export.locations import location_of_trace, module_of
 from nnscaler.tracing.export.loss_module import PREFIX

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.operation import Operation, Region
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation, Region
 from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.rewrite import Builder, Ref
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.tracing.rewrite import Builder, Ref
 
 _NAMES = (

@@ -14,8 +14,7 @@ from op_registry.torch_schema import may_draw
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.tracing.draws import formula_of, numbers_of
 from nnscaler.tracing.infer import infer
 from nnscaler.tracing.rewrite import Builder, Ref

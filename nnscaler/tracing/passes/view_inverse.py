@@ -8,8 +8,7 @@ from typing import Any
 from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.operation import Operation
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.tracing.rewrite import Ref, references
 
 # A dropout that shares its operand's memory has dropped nothing.

@@ -23,14 +23,33 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
+from torch.fx.node import has_side_effect
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.export.locations import is_library
 from nnscaler.tracing.repeated_layers.active_call import Active
 from nnscaler.tracing.repeated_layers.looks import CannotStitch, join_history
-from nnscaler.tracing.repeated_layers.marks import AGAIN, BEGIN, END, MADE
 from nnscaler.tracing.repeated_layers.record import Places, Record
 from nnscaler.tracing.repeated_layers.sites import Run, Site
+
+# Operators that mark calls of layers in an export. They compute nothing and are gone in the final graph.
+# `begin(n)` and `end(given, made, n)` enclose the traced call number n, with all tensors that it reads from outside
+# and all that it makes. `again(given, n)` stands for a call that equals a traced one, `made(n, i)` for its i-th
+# result.
+
+NAMESPACE = "nnscaler_layer"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+for _schema in (
+    "begin(int call) -> ()",
+    "end(Tensor[] given, Tensor[] made, int call) -> ()",
+    "again(Tensor[] given, int call) -> ()",
+    "made(int call, int number) -> Tensor",
+):
+    _LIBRARY.define(_schema)
+_OPS: Any = getattr(torch.ops, NAMESPACE)
+BEGIN, END, AGAIN, MADE = (getattr(_OPS, name).default for name in ("begin", "end", "again", "made"))
+for _mark in (BEGIN, END, AGAIN):
+    has_side_effect(_mark)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Slot
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical import with_names
 from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.infer import dtype_name
-from nnscaler.tracing.repeated_layers.calls import Call
+from nnscaler.tracing.repeated_layers.calls import NAMESPACE, Call
 from nnscaler.tracing.repeated_layers.looks import CannotStitch
-from nnscaler.tracing.repeated_layers.marks import NAMESPACE
 
 STORED = ("parameter", "buffer")
 

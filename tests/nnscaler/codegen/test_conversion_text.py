@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nnscaler.codegen.conversion_text import conversion_text
+from nnscaler.codegen.expressions import conversion_text
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded, State, explain_illegal, parse_state
 from nnscaler.ir.mesh import Axis, DeviceMesh

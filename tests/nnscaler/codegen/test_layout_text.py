@@ -7,12 +7,11 @@ import pytest
 from op_registry.call import DType
 from op_registry.expression import Expression, by_index
 
-from nnscaler.codegen.expressions import expression, literal
-from nnscaler.codegen.layout_text import layout_text
+from nnscaler.codegen.expressions import expression, layout_text, literal
 from nnscaler.codegen.source_comments import layer_of
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded
 from nnscaler.ir.mesh import Axis
-from nnscaler.ir.names import is_free_name
+from nnscaler.ir.operation import is_free_name
 
 AXES = (Axis("dp", 2), Axis("tp", 3), Axis("micro", 4))
 

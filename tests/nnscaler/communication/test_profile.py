@@ -20,7 +20,7 @@ from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.compile import compile_traced
-from nnscaler.ir.dtype import element_bytes
+from nnscaler.ir.operation import element_bytes
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nnscaler
+from nnscaler.compile import checkpoint_steps, with_checkpoints
 from nnscaler.ir.printer import print_graph
 from nnscaler.ir.text_parser import parse_graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export import checkpoints
-from nnscaler.transform.checkpoints import checkpoint_steps, with_checkpoints
 from nnscaler.transform.plan import Plan, RecomputeStep
 from verify import verify_plan
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.layers import describe_layers
 from nnscaler.transform.stages import layers_of, partition_stages, repeated_operations

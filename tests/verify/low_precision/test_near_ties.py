@@ -16,8 +16,7 @@ from verify import verify_plan
 from verify.programs.low_precision import run as level
 from verify.programs.low_precision.measure import Measured
 from verify.programs.low_precision.measures import Statistics
-from verify.programs.low_precision.near_ties import NearTies
-from verify.programs.low_precision.noise import Noise, Subject, Target, draw_noise
+from verify.programs.low_precision.noise import NearTies, Noise, Subject, Target, draw_noise
 from verify.programs.low_precision.rows import FIRST_DRAWS
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict, merge

@@ -17,7 +17,7 @@ from nnscaler.transform.plan import Plan
 from tests.broken import models
 from verify.programs.execution.rank_program import Task
 from verify.programs.minimise import PlanTrial, minimise, minimise_plan
-from verify.programs.minimise.shrink import units_of
+from verify.programs.minimise.minimise import units_of
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.reference.eager import run_reference
 from verify.programs.reference.randomised_state import logical_state

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from verify.evidence.smt.algebra import Numbers
 from verify.evidence.smt.errors import Unsupported
 from verify.evidence.smt.polynomial import Polynomial
-from verify.evidence.smt.solve import Limits, Prover, answer_of
+from verify.evidence.smt.solve import Limits, Prover, Translator, answer_of
 from verify.evidence.smt.terms import Formula, Terms
-from verify.evidence.smt.to_z3 import Translator
 
 NAMES = {"x": "float", "y": "float", "i": "int", "j": "int", "p": "bool", "q": "bool"}
 

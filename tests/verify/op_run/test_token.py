@@ -20,7 +20,7 @@ from verify.operators.run.many import Settings, run_many
 from verify.operators.run.replay import find_job, replay, token_of
 from verify.operators.run.targets import find_jobs
 from verify.operators.run.token import Token, decode, encode
-from verify.results.environment import environment
+from verify.results.report import environment
 from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, timeout=60.0)

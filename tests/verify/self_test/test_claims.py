@@ -12,8 +12,7 @@ from verify.evidence.cases import Inputs
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.runner import Runner
 from verify.self_test.operators.annotation_run import AnnotationTable, run_annotations
-from verify.self_test.operators.claim_oracle import Answer, ask, bind_mutant, confirmed, truly_holds
-from verify.self_test.operators.claims import Claim, claims_of
+from verify.self_test.operators.claim_oracle import Answer, Claim, ask, bind_mutant, claims_of, confirmed, truly_holds
 from verify.self_test.operators.mutants.mutant import spec_of
 from verify.self_test.operators.second_opinion import holds, positions
 from verify.self_test.operators.subjects import Subject, composed_subjects

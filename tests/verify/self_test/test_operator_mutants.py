@@ -10,12 +10,11 @@ from verify.evidence.options import Safeguards
 from verify.results.catalogue import CODES
 from verify.results.verdict import Verdict
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
-from verify.self_test.operators.judge import Judgement, judge
-from verify.self_test.operators.mutants.all_mutants import operator_mutants
 from verify.self_test.operators.mutants.custom_backward import raw
 from verify.self_test.operators.mutants.hosts import HOSTS
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
-from verify.self_test.operators.operator_run import run_operators
+from verify.self_test.operators.operator_run import Judgement, judge, run_operators
+from verify.self_test.operators.ops import operator_mutants
 
 MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it

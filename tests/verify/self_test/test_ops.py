@@ -10,8 +10,7 @@ from verify.results.verdict import Verdict
 from verify.self_test.operators import ops
 from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationTable, Row
 from verify.self_test.operators.annotation_run import AnnotationTable
-from verify.self_test.operators.judge import Judgement
-from verify.self_test.operators.operator_run import Judged, OperatorTable
+from verify.self_test.operators.operator_run import Judged, Judgement, OperatorTable
 from verify.self_test.operators.ops import OpsSelfTest
 from verify.self_test.text import self_test_lines
 

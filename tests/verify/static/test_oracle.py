@@ -32,10 +32,9 @@ from nnscaler.ir.layout import (
     explain_illegal,
     shape_of_rank,
 )
-from nnscaler.ir.operation import Operation, Slot
+from nnscaler.ir.operation import LogicalTensor, Operation, Slot
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.ir.tensor import LogicalTensor
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
 from verify.programs.typing.lines.choices import Told, legal_choices
 from verify.programs.typing.lines.uniform import Dims, uniform_outputs

@@ -27,7 +27,7 @@ from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.variants import Variant, variants_of
 from verify.evidence.oracle.whole import Whole, as_leaves, gradients_of
-from verify.results.tensor_difference import Difference, difference, largest
+from verify.results.tolerance import Difference, difference, largest
 
 AXES = ("shards", "groups")
 

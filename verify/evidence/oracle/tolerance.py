@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verify.evidence.oracle.whole import Whole
-from verify.results.tensor_difference import FAMILY_SHARE, is_finite, largest
+from verify.results.tolerance import FAMILY_SHARE, is_finite, largest
 
 UNITS = 64.0  # the worst of 23,000 correct float64 cases was 14 units of the largest value
 NOISE_FACTOR = 16.0

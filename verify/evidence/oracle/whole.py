@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, plain_of, with_tensors
-from verify.results.tensor_difference import is_finite, largest
+from verify.results.tolerance import is_finite, largest
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from op_registry.call import Call
 
 from verify.evidence.inputs.concrete_call import outputs_of, with_tensors
 from verify.evidence.oracle.whole import gradients_of
-from verify.results.tensor_difference import is_finite
+from verify.results.tolerance import is_finite
 
 STEPS = (1e-6, 1e-5, 1e-4)  # relative to the input's typical value; the first nearly always decides
 AGREES = 1e-5  # right gradients measure about 1e-9, wrong ones 5e-2 and more

@@ -30,7 +30,7 @@ from verify.operators.audit.central_differences import (
 )
 from verify.operators.audit.handwritten import Handwritten
 from verify.operators.audit.probed import has_setup_context, tensor_names
-from verify.results.tensor_difference import difference, largest
+from verify.results.tolerance import difference, largest
 
 CALLS = 6  # recorded calls that are judged
 FunctionClass = type[torch.autograd.Function]

@@ -30,7 +30,7 @@ from verify.operators.audit.probed import Probed, one_line, shapes_of, tensor_na
 from verify.operators.audit.watched import BackwardRaised, Change, Watched, same, strided, watch, watch_forward
 from verify.results.finding import Finding
 from verify.results.report import Check
-from verify.results.tensor_difference import difference, family_scale
+from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
 
 NAME = "audit"

@@ -22,8 +22,7 @@ from nnscaler.config import cache_folder
 from verify.evidence.options import OpOptions
 from verify.operators.run.fingerprint import fingerprint
 from verify.operators.run.job import Job
-from verify.results.environment import environment
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 KEPT = 5000  # entries; when there are more, the oldest half goes

@@ -29,7 +29,7 @@ from verify.evidence.oracle.whole import as_leaves
 from verify.operators.run.literals import NotWritable, call_text, piece_text, tensor_text
 from verify.operators.run.token import Token
 from verify.results.finding import Finding
-from verify.results.tensor_difference import FAMILY_SHARE
+from verify.results.tolerance import FAMILY_SHARE
 
 HEADER = '''"""{title}
 

@@ -17,9 +17,8 @@ from verify.operators.run.token import Token, encode
 from verify.operators.suggest.contradiction import contradiction
 from verify.operators.suggest.infer import suggest_annotation
 from verify.processes.pool import Died, Note, TimedOut
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 SHARDS = "shards"  # a note that starts with this: the whole operator had run, and its shards were running

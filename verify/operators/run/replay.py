@@ -21,9 +21,8 @@ from verify.operators.run.many import Settings, run_many
 from verify.operators.run.one import Reproduce, verify_job
 from verify.operators.run.token import PREFIX, Token, decode, encode
 from verify.processes.pool import Done, Note, Raised, run_forked, run_here, why_not_fork
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 

@@ -15,8 +15,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from verify.evidence.cases import Case, Inputs
 from verify.evidence.options import Kind
-from verify.results.environment import environment
 from verify.results.packed_word import Damaged, pack, unpack
+from verify.results.report import environment
 
 PREFIX = "nns1:"
 _LARGEST = 1 << 16  # bytes of JSON: a word that unpacks to more is not ours

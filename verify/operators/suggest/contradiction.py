@@ -28,10 +28,9 @@ from verify.evidence.oracle.partition import ShardRaised, make_partition, run_sh
 from verify.evidence.oracle.runner import Runner, WholeRaised
 from verify.evidence.oracle.whole import as_leaves
 from verify.operators.suggest.widen import frozen, repair
-from verify.results.environment import environment
 from verify.results.finding import Finding
-from verify.results.report import Check, Report
-from verify.results.tensor_difference import difference, largest
+from verify.results.report import Check, Report, environment
+from verify.results.tolerance import difference, largest
 from verify.results.verdict import Verdict
 
 

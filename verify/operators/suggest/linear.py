@@ -25,7 +25,7 @@ from verify.evidence.oracle.kernels import checked_kernels
 from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
 from verify.operators.suggest.probe_call import Outputs, Question
 from verify.operators.suggest.trial import real_terms
-from verify.results.tensor_difference import is_finite, largest
+from verify.results.tolerance import is_finite, largest
 
 RANKS = 3
 EXACT = 1e-12  # of the largest term: float64 sums in another order, and nothing more

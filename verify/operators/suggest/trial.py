@@ -18,7 +18,7 @@ from verify.evidence.inputs.operand_shards import Cut, join, random_terms, take
 from verify.evidence.inputs.values import refill
 from verify.evidence.options import Kind
 from verify.operators.suggest.probe_call import Number, Outputs, Question
-from verify.results.tensor_difference import is_finite, largest
+from verify.results.tolerance import is_finite, largest
 
 States = tuple[State | None, ...]
 DRAWS: tuple[Kind, ...] = ("normal", "positive", "given")

@@ -11,7 +11,7 @@ from torch import Tensor
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.shards import Coordinates, unravel
 from verify.programs.checks.logical import Holding, Logical
-from verify.results.tensor_difference import difference, largest
+from verify.results.tolerance import difference, largest
 
 CLOSE = 1e-6
 

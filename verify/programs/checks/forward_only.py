@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verify.programs.checks.context import Comparison, Outcome, Tally
 from verify.results.finding import Finding
-from verify.results.tensor_difference import difference
+from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
 

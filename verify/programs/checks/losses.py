@@ -5,7 +5,7 @@ from __future__ import annotations
 from verify.programs.checks.cause import CLOSE
 from verify.programs.checks.context import Comparison, Outcome, Tally
 from verify.results.finding import Finding
-from verify.results.tensor_difference import difference, family_scale, is_finite
+from verify.results.tolerance import difference, family_scale, is_finite
 from verify.results.verdict import Verdict
 
 

@@ -10,7 +10,7 @@ from nnscaler.runtime.training.clipping import EPSILON
 from verify.programs.checks.cause import CLOSE
 from verify.programs.checks.context import Comparison, Outcome, Tally
 from verify.results.finding import Finding
-from verify.results.tensor_difference import difference, is_finite, largest
+from verify.results.tolerance import difference, is_finite, largest
 from verify.results.verdict import Verdict
 
 NAME = "gradient norm, clipped"

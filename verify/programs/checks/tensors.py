@@ -11,7 +11,7 @@ from verify.programs.checks.context import Comparison, Outcome, Tally
 from verify.programs.checks.logical import Holding, Logical, by_rank, put_together
 from verify.programs.checks.norm import cause_of_update
 from verify.results.finding import Finding
-from verify.results.tensor_difference import Difference, difference, family_scale, is_finite
+from verify.results.tolerance import Difference, difference, family_scale, is_finite
 from verify.results.verdict import Verdict
 
 

@@ -17,7 +17,7 @@ from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
 from nnscaler.runtime.role import MICRO, Stage
 from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
 from verify.evidence.oracle.random_calls import runtime_state
-from verify.results.tensor_difference import FAMILY_SHARE, difference, largest
+from verify.results.tolerance import FAMILY_SHARE, difference, largest
 
 Pieces = dict[tuple[int, int], Tensor]  # (rank, micro-batch) -> what was seen
 Observed = dict[tuple[int, str, str], Pieces]  # (stage, phase, variable)

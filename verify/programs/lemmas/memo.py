@@ -19,8 +19,7 @@ from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
 from verify.programs.lemmas.evidence import Evidence, Subject
 from verify.programs.lemmas.statement import Claim
-from verify.results.environment import environment
-from verify.results.report import Check, Report
+from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
 
 Known = dict[Claim, Evidence]

@@ -35,7 +35,7 @@ from verify.programs.program_directory import ProgramDirectory
 from verify.programs.role_text import Assignment, assignments_of
 from verify.programs.source_map import Places
 from verify.results.finding import Finding
-from verify.results.tensor_difference import family_scale, largest
+from verify.results.tolerance import family_scale, largest
 
 BOUND = 1e-8
 

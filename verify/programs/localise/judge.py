@@ -14,7 +14,7 @@ from nnscaler.runtime.layout import Partial, Replicated, Sharded, State
 from verify.programs.execution.variable_recording import Pieces, Unequal, Variable, compare_variable
 from verify.programs.localise.statements import Statement
 from verify.programs.localise.teacher_forcing import At, Execution, Teacher, results_of
-from verify.results.tensor_difference import family_scale, largest
+from verify.results.tolerance import family_scale, largest
 
 BOUND = 1e-8
 ROUNDING = 1e-4  # of the largest operand, times compare.FAMILY_SHARE: what is rounding in a result that is tiny

@@ -12,7 +12,7 @@ from nnscaler.runtime.layout import Invariant, Partial, Sharded, State, gradient
 from nnscaler.runtime.role import MICRO
 from nnscaler.runtime.shards import Coordinates, assemble, local_shape, shard, unravel
 from verify.programs.localise.judge import Wrong
-from verify.results.tensor_difference import difference, largest
+from verify.results.tolerance import difference, largest
 
 CLOSE = 1e-9
 At = Sequence[tuple[Coordinates, Tensor]]

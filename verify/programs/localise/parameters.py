@@ -15,7 +15,7 @@ from verify.programs.localise.culprit import SHOWN, Culprit, Line
 from verify.programs.localise.declarations import Key
 from verify.programs.localise.statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.results.tensor_difference import difference
+from verify.results.tolerance import difference
 
 CLOSE = 1e-6
 Summed = Mapping[tuple[int, str], frozenset[str]]

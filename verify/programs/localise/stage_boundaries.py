@@ -12,7 +12,7 @@ from verify.programs.localise.culprit import Culprit, Line
 from verify.programs.localise.declarations import Key
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.results.tensor_difference import difference
+from verify.results.tolerance import difference
 
 Lines = Mapping[Key, Line]
 

@@ -15,7 +15,7 @@ from verify.programs.localise.declarations import Key
 from verify.programs.localise.judge import Wrong
 from verify.programs.localise.numeric import CLOSE, cuts
 from verify.programs.localise.replay import Replay
-from verify.results.tensor_difference import difference
+from verify.results.tolerance import difference
 
 _GROUPS = ("parameters", "frozen", "buffers", "constants")
 

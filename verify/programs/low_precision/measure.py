@@ -11,8 +11,7 @@ from verify.programs.checks.context import Comparison
 from verify.programs.checks.logical import Holding, Logical, by_rank, put_together
 from verify.programs.low_precision.measures import Statistics, statistics
 from verify.programs.low_precision.noise import Target
-from verify.results.tensor_difference import is_finite
-from verify.results.tolerance import Key
+from verify.results.tolerance import Key, is_finite
 
 KINDS = ("loss", "gradient", "parameter", "buffer")
 

@@ -5,7 +5,7 @@
     factor     how far the best factor `a = f e` is from 1: everything a little too large. Rounding errors of N elements
                cancel in it, so that it sees errors that are sqrt(N) times smaller than the noise of one element.
 
-Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.tensor_difference`): a gradient that
+Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.tolerance`): a gradient that
 is zero in theory has no scale of its own.
 """
 
@@ -16,7 +16,7 @@ from math import inf, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from verify.results.tensor_difference import FAMILY_SHARE, difference, is_finite
+from verify.results.tolerance import FAMILY_SHARE, difference, is_finite
 
 NAMES = ("greatest", "norm", "factor")
 Statistics = tuple[float, float, float]

@@ -7,7 +7,7 @@ a run of the same model in the dtype, with one of the disturbances that a right 
     reassociated its sums in another order and in parts (`verify.programs.low_precision.reassociate`)
     moved        parameters and inputs moved at random by -1, 0 or +1 unit in the last place; and where the first draws
                  have not explained an error, what is chosen among nearly equal values chosen otherwise
-                 (`verify.programs.low_precision.near_ties`)
+                 (`verify.programs.low_precision.noise`)
 
 The recipe of a draw is the program's. A program of a float32 model that runs in another precision has every floating
 dtype replaced, so a float32 island (the norm of a Llama) is none, neither there nor in a draw; in float16 some models
@@ -19,9 +19,13 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +33,117 @@ from torch import Tensor, nn
 from nnscaler.tracing.precision import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.measures import Statistics, floors, size, statistics
-from verify.programs.low_precision.near_ties import NearTies
-from verify.programs.low_precision.perturb import moved_model, moved_sample, rounded_model, rounded_sample
-from verify.programs.low_precision.reassociate import Reassociated
+from verify.programs.low_precision.reassociate import Reassociated, RulesMode
 from verify.programs.reference.eager import Trajectory, run_reference
-from verify.results.tensor_difference import family_scale, is_finite
-from verify.results.tolerance import Key
+from verify.results.tolerance import Key, family_scale, is_finite
+
+# The model as a dtype sees it: values rounded to the dtype, and moved by one unit in the last place.
+
+_BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+)
+
+
+def rounded_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy whose parameters and buffers are values of `dtype`, in their own dtypes."""
+    result = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*result.parameters(), *result.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.to(dtype))
+    return result
+
+
+def rounded_sample(sample: SampleInputs, dtype: torch.dtype) -> SampleInputs:
+    """Return the batch with its floating-point tensors rounded to values of `dtype`."""
+    return replace(sample, tensors={n: _rounded(t, dtype) for n, t in sample.tensors.items()})
+
+
+def moved_model(model: nn.Module, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
+    """Return a copy in which every element of every floating-point parameter moves by -1, 0 or +1 unit in the last
+    place."""
+    result = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in result.parameters():  # each object once, so tied ones once
+            if parameter.is_floating_point():
+                parameter.copy_(moved(parameter, dtype, generator))
+    return result
+
+
+def moved_sample(sample: SampleInputs, dtype: torch.dtype, generator: torch.Generator) -> SampleInputs:
+    """Return the batch with its floating-point tensors moved likewise."""
+    tensors = {n: moved(t, dtype, generator) if t.is_floating_point() else t for n, t in sample.tensors.items()}
+    return replace(sample, tensors=tensors)
+
+
+def moved(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return the tensor, rounded to `dtype`, with each element moved by -1, 0 or +1 unit of that dtype in the last
+    place.
+
+    Zero, infinity and NaN stay, and so does what would become infinite.
+    """
+    here = tensor.detach().to(dtype)
+    step = torch.randint(-1, 2, here.shape, generator=generator).to(_BITS[dtype]).to(here.device)
+    there = (here.view(_BITS[dtype]) + step).view(dtype)  # floating-point numbers of one sign are ordered as integers
+    stays = (here == 0) | ~torch.isfinite(here) | ~torch.isfinite(there)
+    return torch.where(stays, here, there).to(tensor.dtype)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+# Choices among near-equal values: a router's best experts, the first of a sort, the place of a maximum.
+# Where two values differ by less than rounding, right programs choose differently, and what follows differs by far
+# more than rounding. Such a flip is rare by itself: one token among hundreds has two experts so near. A program may
+# meet one that none of a few runs of the model meets. The mode below makes them frequent: values that a choice
+# compares are moved by up to a unit in the last place, each relative to itself, and what is chosen keeps its own
+# value. A choice that is clear stays as it is, and so does one among zeros or infinities.
+
+aten = torch.ops.aten
+UNITS = 1.0  # in the last place, at most: about what the roundings of the values themselves are
+
+
+class NearTies(RulesMode):
+    """While open, every choice is made among values that are moved."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(_RULES, self._moved)
+        self._generator = generator
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """Move values in float64, where a part of a unit counts."""
+        share = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) * 2 - 1
+        return x.double() * (1 + UNITS * torch.finfo(x.dtype).eps * share)
+
+
+def _chosen(position: int, moved: Callable[[Tensor], Tensor], func: Any, x: Tensor, *rest: Any, **named: Any) -> Any:
+    """`position`: where `dim` stands among the arguments after `x`; the last dim is its default."""
+    if not x.dim():
+        return func(x, *rest, **named)
+    found = func(moved(x), *rest, **named)
+    dim = int(rest[position] if len(rest) > position else named.get("dim", -1))
+    return found if isinstance(found, Tensor) else _unmoved(x, found[1], dim)
+
+
+def _unmoved(x: Tensor, indices: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the values that `x` itself has at the indices, of which a maximum may have dropped the dim."""
+    kept = indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
+    return x.gather(dim, kept).view(indices.shape), indices
+
+
+_RULES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        aten.topk.default: partial(_chosen, 1),
+        aten.sort.default: partial(_chosen, 0),
+        aten.sort.stable: partial(_chosen, 1),
+        aten.max.dim: partial(_chosen, 0),
+        aten.min.dim: partial(_chosen, 0),
+        aten.argmax.default: partial(_chosen, 0),
+        aten.argmin.default: partial(_chosen, 0),
+    }
+)
+
 
 LOSS_SCALES = (1024.0, 32.0)
 SCALE_MARGIN = 8.0  # what a program adds up before it divides may be larger than what the model does

@@ -19,7 +19,7 @@ from verify.programs.execution.failure import Failure
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.program_directory import ProgramDirectory, open_program
 from verify.programs.reference.eager import Trajectory
-from verify.results.tensor_difference import difference, family_scale
+from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
 
 BOUND = 1e-7

@@ -11,7 +11,7 @@ from op_registry.call import DType
 from op_registry.registry import facts_of
 
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.lines.forms import operator_of
 from verify.programs.typing.roles.text import Line
 from verify.programs.typing.typed_value import Mistake

@@ -8,10 +8,10 @@ from dataclasses import replace
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
-from verify.programs.typing.roles.shadowing import shadowing
+from verify.programs.typing.roles.bodies import shadowing
 from verify.programs.typing.roles.text import Body, InputText, StageText, StoredText, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, axes_of, normal
 

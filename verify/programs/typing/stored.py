@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.roles.text import StoredText
 from verify.programs.typing.typed_value import Mistake

@@ -12,9 +12,8 @@ from verify.report_formats.html.bars import communication_panel, memory_panel
 from verify.report_formats.html.checks import checks_panel
 from verify.report_formats.html.errors_plot import errors_panel
 from verify.report_formats.html.findings import findings_panel
-from verify.report_formats.html.page import page
 from verify.report_formats.html.proof import certificate_panel, lemmas_panel
-from verify.report_formats.html.text import badge, count, escape, facts, folded, panel, prose, seconds, table
+from verify.report_formats.html.text import badge, count, escape, facts, folded, page, panel, prose, seconds, table
 from verify.report_formats.html.timeline import timeline_panel
 from verify.results.line import Line, counts, plain_lines, style_of
 from verify.results.report import Report

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from op_registry.spec import SourceLocation
 
-from verify.report_formats.caret import caret_line
+from verify.report_formats.finding_text import caret_line
 from verify.report_formats.html.text import code, count, escape, facts, folded, panel, prose
 from verify.report_formats.problems import findings_of
 from verify.results.catalogue import CODES, UNDECIDED

@@ -10,10 +10,9 @@ from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.performance.replay import Replay
 from nnscaler.planning.cluster.units import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
-from nnscaler.scheduling.timeline_rows import timeline_rows
+from nnscaler.scheduling.timeline import timeline_rows
 from verify.report_formats.html.bars import communication_panel, memory_panel
-from verify.report_formats.html.page import page
-from verify.report_formats.html.text import escape, facts, panel, table
+from verify.report_formats.html.text import escape, facts, page, panel, table
 from verify.report_formats.html.timeline import timeline_panel
 
 BARS = 4000  # of the timeline that are drawn

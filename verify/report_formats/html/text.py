@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from verify.report_formats.html.style import CSS
 from verify.report_formats.junit import legal
 from verify.results.line import style_of
 from verify.results.verdict import Verdict
@@ -118,3 +119,15 @@ def panel(title: str, body: str, remark: str = "", kind: str = "") -> str:
     """Return a part of the page with its heading."""
     after = f'<p class="remark">{remark}</p>' if remark else ""
     return f'<section class="panel {kind}"><h2>{escape(title)}</h2>{after}{body}</section>\n'
+
+
+# The frame of a page: no script, nothing fetched.
+
+
+def page(title: str, body: str) -> str:
+    """Return a whole document. `body`: HTML."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n{body}</main>\n</body>\n</html>"
+    )

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from nnscaler.ir.signature import Signature
 from verify.evidence.options import Safeguards
 from verify.self_test.operators.annotation_mutants import annotation_mutants
-from verify.self_test.operators.claim_oracle import Answer, ask, bind_mutant, confirmed, truly_holds
-from verify.self_test.operators.claims import Claim, claims_of
+from verify.self_test.operators.claim_oracle import Answer, Claim, ask, bind_mutant, claims_of, confirmed, truly_holds
 from verify.self_test.operators.subjects import Subject
 
 STAGES = ("registration", "shape", "shard raises", "values")

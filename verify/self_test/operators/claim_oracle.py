@@ -9,13 +9,14 @@ from typing import Literal
 import torch
 
 from op_registry.annotation.rules import parse_checked
-from op_registry.bind_call import bind_call
+from op_registry.bind_call import bind_call, size_arguments
 from op_registry.call import Call
 from op_registry.registry import output_only
 from op_registry.spec import Refusal
 
 from nnscaler.errors import AnnotationError
-from nnscaler.ir.derive import explain_illegal_choice
+from nnscaler.ir.derive import explain_illegal_choice, input_states, output_states
+from nnscaler.ir.layout import State
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of
@@ -24,9 +25,47 @@ from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.partition import AXES, Partition, ShardRaised, compare_partition, make_partition
 from verify.evidence.oracle.runner import Prepared
-from verify.self_test.operators.claims import PARTS
 from verify.self_test.operators.second_opinion import holds
 from verify.self_test.operators.subjects import Subject
+
+# The claims of an annotation about a call: for every identifier that may be split, the state of each operand.
+
+PARTS = (2, 3, 4, 5, 7)  # one of them must divide a size, or nothing is claimed
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The operands' states under a split of an identifier.
+
+    size   of the identifier
+    names  identifiers that are split, where the operator's hook, or an argument of that name, reads them; else empty
+    """
+
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+    size: int
+    names: tuple[str, ...] = ()
+
+
+def claims_of(signature: Signature) -> Mapping[Claim, str]:
+    """Return every claim of an annotation that is bound to a call, and the identifier that makes it."""
+    bound, spec = signature.bound, signature.spec
+    assert bound is not None and spec is not None
+    hooked = spec.localize is not None or spec.random
+    divided = size_arguments(spec, signature.call)
+    found: dict[Claim, str] = {}
+    for name, size in bound.sizes.items():
+        together = bound.tied.get(name, (name,))
+        if together[0] != name or size < 2:
+            continue
+        split = Split(name)
+        if all(explain_illegal_choice(signature, split, parts) is not None for parts in PARTS):
+            continue
+        named = hooked or any(n in divided for n in together)
+        outputs = output_states(signature, split, len(signature.call.outputs))
+        found.setdefault(Claim(input_states(signature, split), outputs, size, together if named else ()), name)
+    return found
+
 
 Found = Literal["raises", "values", "refused", "passes"]
 OUTERS = (1, 2)

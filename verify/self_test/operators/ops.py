@@ -14,11 +14,31 @@ from itertools import chain
 from verify.evidence.options import OpOptions
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, AblationTable, run_ablation
 from verify.self_test.operators.annotation_run import AnnotationTable, AskedClaim, run_annotations
-from verify.self_test.operators.mutants.all_mutants import operator_mutants
+from verify.self_test.operators.mutants import backward as mutants_backward
+from verify.self_test.operators.mutants import index as mutants_index
+from verify.self_test.operators.mutants import layout as mutants_layout
+from verify.self_test.operators.mutants import rank as mutants_rank
+from verify.self_test.operators.mutants import reduction as mutants_reduction
+from verify.self_test.operators.mutants import state as mutants_state
 from verify.self_test.operators.mutants.mutant import OperatorMutant
 from verify.self_test.operators.operator_run import OperatorTable, run_operators
 from verify.self_test.operators.subjects import builtin_subjects, composed_subjects
 from verify.self_test.rules.run import RulesReport, fuzz_rules
+
+# Operator mutants: pairs of a right annotation and a wrong operator, beside the operator without the bug.
+
+
+def operator_mutants() -> tuple[OperatorMutant, ...]:
+    """Return every mutant, by family. Made anew on each call: some of them keep state."""
+    return (
+        *mutants_backward.mutants(),
+        *mutants_rank.mutants(),
+        *mutants_layout.mutants(),
+        *mutants_reduction.mutants(),
+        *mutants_index.mutants(),
+        *mutants_state.mutants(),
+    )
+
 
 QUICK_SAMPLES = 50  # every so many of the built-in operators' sample calls
 QUICK_COMPOSED = 3

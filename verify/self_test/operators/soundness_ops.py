@@ -33,7 +33,7 @@ from verify.operators.operator_report import verify_spec
 from verify.results.line import Line, plain
 from verify.results.report import Report
 from verify.self_test.operators.annotation_edits import edited
-from verify.self_test.operators.claims import claims_of
+from verify.self_test.operators.claim_oracle import claims_of
 from verify.self_test.operators.second_opinion import holds
 
 COUNT = 5000

@@ -30,8 +30,7 @@ from verify.programs.source_map import Places
 from verify.programs.typing import check_program
 from verify.programs.typing.roles.record import Stored, check_state
 from verify.results.report import Check
-from verify.results.tensor_difference import difference, family_scale
-from verify.results.tolerance import FLOAT64_BOUND
+from verify.results.tolerance import FLOAT64_BOUND, difference, family_scale
 from verify.results.verdict import Verdict
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit
 from verify.self_test.programs.subjects import TIMEOUT, Base

@@ -21,7 +21,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from verify.programs.execution.rank_program import role_file
-from verify.results.tensor_difference import difference
+from verify.results.tolerance import difference
 from verify.self_test.programs.judge import Execution
 from verify.self_test.programs.mutants.mutant import StateEdit
 

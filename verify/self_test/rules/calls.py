@@ -25,8 +25,7 @@ from verify.evidence.dimension_types.rules.call import Operand, arguments_of, op
 from verify.evidence.dimension_types.sizes import substituted, symbols_of
 from verify.evidence.dimension_types.states import SAME
 from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
-from verify.evidence.dimension_types.trace import flat, record, simplified
-from verify.evidence.dimension_types.writes import functional
+from verify.evidence.dimension_types.trace import flat, functional, record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nnscaler.planning.cost.whole_steps import WholeStep, overheads_of, statement_and_step
+from nnscaler.performance.time_steps import WholeStep, overheads_of, statement_and_step
 
 STATEMENT, AGAIN, STEP = 1e-5, 2e-5, 1e-3
 

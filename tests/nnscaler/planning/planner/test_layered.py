@@ -15,9 +15,8 @@ from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cluster.units import quantity
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import sizes
-from nnscaler.planning.planner.assemble_plan import evaluate_chain
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
-from nnscaler.planning.planner.branch_and_bound import search
+from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
 from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.planning_cache import Subject
 from nnscaler.planning.planner.result import partition_of, plan_of

@@ -8,13 +8,12 @@ from math import inf
 import numpy as np
 import pytest
 
+from nnscaler.planning.planner.bounds import bound_by_prices
 from nnscaler.planning.solver import order
 from nnscaler.planning.solver.branch import branch
-from nnscaler.planning.solver.budget import solve_within
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
-from nnscaler.planning.solver.prices import bound_by_prices
 from nnscaler.planning.solver.problem import (
     Edge,
     Infeasible,
@@ -26,9 +25,8 @@ from nnscaler.planning.solver.problem import (
     memory_of,
     to_json,
 )
-from nnscaler.planning.solver.repair import best_crossing
-from nnscaler.planning.solver.solve import solve
-from nnscaler.planning.solver.table_index import flatten
+from nnscaler.planning.solver.repair import best_crossing, flatten
+from nnscaler.planning.solver.solve import solve, solve_within
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 
 

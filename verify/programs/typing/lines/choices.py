@@ -6,6 +6,7 @@ Nothing here says what a choice means: the states that it gives, and whether it 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,16 @@ from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicate
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Line
+
+# Read the layout from a line's comment. It is never trusted, only tried first where several typings are legal.
+
+
+def as_told(states: Sequence[State], axis: str, hint: str) -> bool:
+    """Return whether the first result is cut over the axis along the dim that the comment names, or along none."""
+    shape = hint.partition("(")[2].partition(")")[0].split(", ")
+    told = next((dim for dim, text in enumerate(shape) if re.search(rf"[/*]{axis}\b", text)), None)
+    first = states[0] if states else None
+    return told == (first.dim if isinstance(first, Sharded) else None)
 
 
 @dataclass(frozen=True)

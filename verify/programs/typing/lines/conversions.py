@@ -22,7 +22,7 @@ from nnscaler.ir.layout import (
     local_outer,
 )
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.causes import converted, disagreement
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Line, Variable

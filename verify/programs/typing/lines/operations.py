@@ -18,7 +18,7 @@ from op_registry.call import Call, iterate_tensors
 from op_registry.localize import Shape, localise
 from op_registry.spec import Refusal
 
-from nnscaler.codegen.layout_text import layout_text
+from nnscaler.codegen.expressions import layout_text
 from nnscaler.codegen.operators import returns_sequence
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph
@@ -29,9 +29,8 @@ from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.causes import disagreement, rounding
 from verify.programs.typing.lines.arguments import difference, variables
-from verify.programs.typing.lines.choices import every_split, legal_choices, matches, told_by, whole_choices
+from verify.programs.typing.lines.choices import as_told, every_split, legal_choices, matches, told_by, whole_choices
 from verify.programs.typing.lines.forms import NoCall, arguments_of, forms, operator_of
-from verify.programs.typing.lines.hints import as_told
 from verify.programs.typing.lines.random_numbers import (
     draws_numbers,
     explain_draw,

@@ -19,16 +19,15 @@ from torch import Tensor
 
 from nnscaler.codegen.generate import listed
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.tensor import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.program.user_operators import locate
 from nnscaler.runtime.shards import same_bits
 from verify.programs.checks.context import Outcome
-from verify.programs.typing.findings import Finder
 from verify.programs.typing.roles.text import RoleText
 from verify.programs.typing.stored import stored_tensors
-from verify.programs.typing.typed_value import Mistake
+from verify.programs.typing.typed_value import Finder, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
