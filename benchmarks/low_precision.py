@@ -36,7 +36,7 @@ from verify.programs.checks.logical import by_rank, holdings_of, put_together
 from verify.programs.execution.rank_program import RankResult, role_file
 from verify.programs.low_precision.measure import measured
 from verify.programs.low_precision.noise import draw, targets_of
-from verify.programs.low_precision.run import Calibration, Result, calibrate, compare
+from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
 from verify.programs.program_directory import ProgramDirectory, open_program
 from verify.programs.reference.eager import Trajectory, names_of, run_reference
 from verify.programs.reference.randomised_state import logical_state, randomise_parameters
@@ -171,7 +171,7 @@ def train(
 
 
 def score(calibration: Calibration, eager: Trajectory, comparison: Comparison) -> Score:
-    result: Result = compare(calibration, comparison)
+    result: LowPrecisionResult = compare(calibration, comparison)
     verdict = merge(outcome.check.verdict for outcome in result.outcomes)
     rows = result.rows
     greatest = max((one.error[0] for one in measured(comparison, calibration.targets)), default=0.0)

@@ -16,21 +16,21 @@ from collections import Counter
 
 import torch
 
-from verify.operators.run.opinfo import EXCLUDED, Entry, Result, entries, sample_results
+from verify.operators.run.opinfo import EXCLUDED, OpInfoEntry, SampleResult, entries, sample_results
 
 WRONG = ("refuted", "not bindable", "unknown overload")
 COLUMNS = ("holds", "nothing to split", "not bindable", "unknown overload", "refuted", "no call", "empty", "excluded")
 TARGET = 0.95
 
 
-def print_entry(entry: Entry, results: list[Result]) -> None:
+def print_entry(entry: OpInfoEntry, results: list[SampleResult]) -> None:
     count = Counter(r.status for r in results)
     compared = sum(r.comparisons for r in results)
     shown = ", ".join(f"{count[c]} {c}" for c in COLUMNS if count[c])
     print(f"  {entry.name:42} {compared:6} tensors  {shown or 'no samples on this device'}")
 
 
-def print_wrong(results: list[Result]) -> None:
+def print_wrong(results: list[SampleResult]) -> None:
     rows = Counter((r.status, r.entry, r.operator, r.detail) for r in results if r.status in WRONG)
     for (status, entry, operator, detail), number in sorted(rows.items()):
         print(f"  {status}: {entry} ({number} samples) {operator} {detail}")
@@ -45,7 +45,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     started = time.perf_counter()
-    results: list[Result] = []
+    results: list[SampleResult] = []
     names: set[str] = set()
     operators: set[str] = set()
     for entry in entries():

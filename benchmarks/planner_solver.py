@@ -22,7 +22,7 @@ from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.fold import solve_folded
 from nnscaler.planning.solver.highs import columns_of, optimise
 from nnscaler.planning.solver.pareto_frontier import hull
-from nnscaler.planning.solver.problem import Edge, Node, Problem, Table
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table
 from nnscaler.planning.solver.solve import solve_within
 
 CHAINS = ((64, 8, False), (64, 16, False), (512, 8, False), (512, 8, True), (512, 16, False), (4096, 16, True))
@@ -33,17 +33,17 @@ EASY = 45_000  # columns that HiGHS gets through in seconds
 T = TypeVar("T")
 
 
-def chain(nodes: int, strategies: int, hub: bool) -> Problem:
+def chain(nodes: int, strategies: int, hub: bool) -> ChoiceProblem:
     """Nodes in a row with residual edges, all tables random, and the hub last."""
     random = np.random.default_rng([nodes, strategies, hub])
     count = nodes - hub
     pairs = [(i, i + 1) for i in range(count - 1)] + [(i, i + 8) for i in range(0, count - 8, 8)]
     pairs += [(i, count) for i in range(count) if hub]
     edges = tuple(Edge(a, b, random.random((strategies, strategies))) for a, b in pairs)
-    return Problem(tuple(Node(f"n{i}", random.random(strategies)) for i in range(nodes)), edges)
+    return ChoiceProblem(tuple(Node(f"n{i}", random.random(strategies)) for i in range(nodes)), edges)
 
 
-def stack(layers: int, size: int, strategies: int, hub: bool) -> Problem:
+def stack(layers: int, size: int, strategies: int, hub: bool) -> ChoiceProblem:
     """Equal layers of `size` nodes that share their tables; the hub, if any, is the last node."""
     random = np.random.default_rng([layers, size, strategies, hub])
     costs = [random.random(strategies) for _ in range(size)]
@@ -67,7 +67,7 @@ def stack(layers: int, size: int, strategies: int, hub: bool) -> Problem:
             edges.append(Edge(layers * size, base + 3, shared))
     if hub:
         nodes.append(Node("hub", random.random(strategies)))
-    return Problem(tuple(nodes), tuple(edges))
+    return ChoiceProblem(tuple(nodes), tuple(edges))
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
@@ -84,7 +84,7 @@ def peak() -> float:
 
 def chains(seconds: float | None) -> None:
     print(f"{'elimination':<22}{'ours, s':>9}{'MiB':>7}{'HiGHS, s':>10}{'ratio':>8}  equal")
-    rows: list[tuple[str, Problem, float, float]] = []
+    rows: list[tuple[str, ChoiceProblem, float, float]] = []
     for nodes, strategies, hub in CHAINS:
         problem = chain(nodes, strategies, hub)
         ours, cpu = timed(lambda problem=problem: eliminate(problem))

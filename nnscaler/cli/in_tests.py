@@ -16,9 +16,9 @@ from nnscaler.errors import NnscalerError
 from nnscaler.model_file import load_model_file
 from nnscaler.plan_source import read_plan
 from verify import verify_op, verify_plan
-from verify.gate.baseline import Entry, read_baseline
+from verify.gate.baseline import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
-from verify.gate.outcome import KNOWN, Outcome, Result, judge
+from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge
 from verify.gate.run import Clock, complete, find_operators, preload, run_items
 from verify.gate.settings import GateSettings, all_items, read_settings
 from verify.gate.state import State
@@ -96,8 +96,8 @@ class Gate:
 
     settings: GateSettings
     items: Mapping[str, Item]
-    failed: Mapping[str, Result]
-    entries: Sequence[Entry]
+    failed: Mapping[str, ItemResult]
+    entries: Sequence[KnownFinding]
 
     @property
     def file(self) -> Path:
@@ -124,7 +124,7 @@ class Gate:
         known = "; ".join(f.counter_example[KNOWN] for f in report.findings if KNOWN in f.counter_example)
         return {"nnscaler": report.verdict.value, **({"known": known} if known else {})}
 
-    def _result(self, item: Item) -> Result:
+    def _result(self, item: Item) -> ItemResult:
         cache = open_cache("verify_op", self.settings.folder) if self.settings.get("cache") else None
         perform = perform_item(self.settings.folder, cache)
         runs = run_items([item], State(), Clock(time.perf_counter(), None), perform)
@@ -135,7 +135,7 @@ class Gate:
 _BASELINE = "the baseline"
 
 
-def _failing(outcome: Outcome) -> list[Report]:
+def _failing(outcome: GateOutcome) -> list[Report]:
     found = [judged.result.report for judged in outcome.judged if judged.exit_code]
     return found + ([] if outcome.baseline is None else [outcome.baseline])
 

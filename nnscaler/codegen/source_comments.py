@@ -11,7 +11,7 @@ from nnscaler.ir.operation import Operation
 
 
 @dataclass(slots=True)
-class Places:
+class SourceComments:
     """Says of each statement, in the order of the text, what stands above it. `model`: the name of the whole."""
 
     model: str

@@ -9,7 +9,7 @@ from op_registry.registry import facts_of
 
 from nnscaler.codegen.expressions import arguments, conversion_text, layout_text
 from nnscaler.codegen.operators import function_text, needs_device, returns_sequence
-from nnscaler.codegen.source_comments import Places
+from nnscaler.codegen.source_comments import SourceComments
 from nnscaler.communication.communicated import Compute, Convert, StageProgram, Statement, Version, reads, writes
 from nnscaler.communication.recomputed import group_of
 from nnscaler.ir.graph import Graph
@@ -103,7 +103,7 @@ class StageWriter:
     def body(self, statements: Sequence[Statement], after: frozenset[str]) -> list[str]:
         """Return the statements as lines. `after`: variables that are read after the body."""
         lines: list[str] = []
-        places = Places(self.graph.name)
+        places = SourceComments(self.graph.name)
         start = 0
         for block in blocks(self.graph, statements, after, frozenset(s.variable for s in self.program.stored)):
             if block.recompute is None:
@@ -113,7 +113,9 @@ class StageWriter:
             start += len(block.statements)
         return lines
 
-    def _plain(self, block: Block, statements: Sequence[Statement], start: int, places: Places) -> Iterator[str]:
+    def _plain(
+        self, block: Block, statements: Sequence[Statement], start: int, places: SourceComments
+    ) -> Iterator[str]:
         """Statements, in their region of the model."""
         inner = INDENT if block.header else ""
         for i, statement in enumerate(block.statements):
@@ -122,7 +124,7 @@ class StageWriter:
                 yield block.header
             yield inner + self._line(statement)
 
-    def _recomputed(self, block: Block, name: str, places: Places) -> Iterator[str]:
+    def _recomputed(self, block: Block, name: str, places: SourceComments) -> Iterator[str]:
         """Yield a function of the statements, and its call."""
         yield from ("", f"def {name}({', '.join(block.reads)}):")
         places.forget_line()

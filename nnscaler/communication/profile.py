@@ -15,7 +15,7 @@ from typing import Any
 
 from nnscaler.communication.communicated import CommunicatedGraph
 from nnscaler.communication.groups import Ranks, ranks_text
-from nnscaler.communication.profile_calls import Call, calls_of_stage
+from nnscaler.communication.profile_calls import CallClass, calls_of_stage
 from nnscaler.communication.profile_gradients import gradient_calls
 from nnscaler.scheduling.schedule import Schedule
 
@@ -48,7 +48,7 @@ class CollectiveClass:
     when    in a step
     """
 
-    call: Call
+    call: CallClass
     calls: int
     when: When
 
@@ -151,19 +151,19 @@ class CommunicationProfile:
 
 def communication_profile(communicated: CommunicatedGraph, schedule: Schedule) -> CommunicationProfile:
     """Return the profile of one training step of the program."""
-    counts: dict[Call, int] = {}
+    counts: dict[CallClass, int] = {}
     for call, times in _all_calls(communicated):
         counts[call] = counts.get(call, 0) + times
     return CommunicationProfile(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
 
 
-def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]]:
+def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
     for program in communicated.stages:
         yield from calls_of_stage(communicated, program)
     yield from gradient_calls(communicated)
 
 
-def _when(call: Call, schedule: Schedule) -> When:
+def _when(call: CallClass, schedule: Schedule) -> When:
     order = schedule.orders[schedule.devices[call.stage]]
     if call.phase in ("F", "B"):
         positions = [i for i, step in enumerate(order) if step.kind == call.phase and step.stage == call.stage]

@@ -28,7 +28,7 @@ from nnscaler.ir.operation import Operation, element_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallClass:
     """One class of calls.
 
     kind        of the collective, or "send/recv"
@@ -59,7 +59,7 @@ class Call:
     reduction: str = ""
 
 
-def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[tuple[Call, int]]:
+def calls_of_stage(communicated: CommunicatedGraph, program: StageProgram) -> Iterator[tuple[CallClass, int]]:
     """Classes and how often one rank makes the call; a class may come more than once."""
     graph, micro_batches = communicated.partitioned.graph, program.stage.micro_batches
     causes = _causes(program.prepare)
@@ -107,7 +107,7 @@ def _conversion(
     phase: str,
     cause: Operation | None,
     times: int,
-) -> Iterator[tuple[Call, int]]:
+) -> Iterator[tuple[CallClass, int]]:
     move, stage = statement.move, program.stage
     kind = move.row.backward if direction == "backward" else move.row.forward
     if kind is None or stage.sizes[move.axis] == 1:
@@ -121,7 +121,7 @@ def _conversion(
     module, where = describe_cause(cause, program)
     groups = groups_over(stage.mesh, (name,))
     for size, members in by_bytes(groups, stage, given.layout, tensor.shape, tensor.dtype).items():
-        call = Call(
+        call = CallClass(
             kind, direction, phase, stage.index, name, tensor.dtype, size, members, module, where, reduction=reduction
         )
         yield call, times
@@ -166,7 +166,7 @@ def layer_pattern(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def _message(communicated: CommunicatedGraph, message: Message, times: int) -> Iterator[tuple[Call, int]]:
+def _message(communicated: CommunicatedGraph, message: Message, times: int) -> Iterator[tuple[CallClass, int]]:
     graph = communicated.partitioned.graph
     producer, consumer = communicated.stages[message.source_stage], communicated.stages[message.target_stage]
     source, target = producer.stage, consumer.stage
@@ -195,7 +195,9 @@ def _message(communicated: CommunicatedGraph, message: Message, times: int) -> I
             far = tuple(pair for pair in pairs if pair[0] != pair[1])  # a rank keeps what it sends to itself
             if far:
                 yield (
-                    Call("send/recv", direction, phase, sender, "pp", tensor.dtype, size, far, module, where, receiver),
+                    CallClass(
+                        "send/recv", direction, phase, sender, "pp", tensor.dtype, size, far, module, where, receiver
+                    ),
                     times,
                 )
 
@@ -211,7 +213,7 @@ def _by_size(messages: Sequence[Block], dtype: str) -> dict[int, tuple[tuple[int
     return {size: tuple(pairs) for size, pairs in found.items()}
 
 
-def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[Call, int]]:
+def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[CallClass, int]]:
     stage, loss = program.stage, program.loss
     assert loss is not None
     producer = graph.producers[graph.loss]
@@ -221,7 +223,7 @@ def _loss(graph: Graph, program: StageProgram) -> Iterator[tuple[Call, int]]:
         if isinstance(state, Partial) and axis.name in stage.mesh.names and axis.size > 1:
             size = element_bytes(tensor.dtype)
             groups = groups_over(stage.mesh, (axis.name,))
-            call = Call(
+            call = CallClass(
                 "all_reduce", "loss", "loss", stage.index, axis.name, tensor.dtype, size, groups, module, where,
                 reduction=state.reduction,
             )  # fmt: skip

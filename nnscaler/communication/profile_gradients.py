@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.communication.communicated import CommunicatedGraph, StageProgram, Stored
 from nnscaler.communication.groups import Ranks, by_bytes, groups_over
-from nnscaler.communication.profile_calls import Call, layer_pattern
+from nnscaler.communication.profile_calls import CallClass, layer_pattern
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import gradient_dtype
 from nnscaler.planning.cost.collectives import BUCKET_BYTES
@@ -30,7 +30,7 @@ class _Gradient:
         return self.sizes[0]
 
 
-def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[Call, int]]:
+def gradient_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:
     """Yield one call per bucket and group, on every role."""
     graph = communicated.partitioned.graph
     devices: dict[int, list[StageProgram]] = {}
@@ -103,11 +103,11 @@ def _buckets(gradients: Sequence[_Gradient]) -> list[list[_Gradient]]:
     return buckets
 
 
-def _call(bucket: Sequence[_Gradient]) -> Call:
+def _call(bucket: Sequence[_Gradient]) -> CallClass:
     first = bucket[0]
     patterns = list(dict.fromkeys(layer_pattern(g.fqn) for g in bucket))
     module = ", ".join(patterns[:2]) + (f" and {len(patterns) - 2} more" if len(patterns) > 2 else "")
-    return Call(
+    return CallClass(
         "all_reduce",
         "gradient",
         "gradient",

@@ -37,7 +37,7 @@ STEP = 0.01  # tie-break: fewer conversions
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ConversionRow:
     """One row of the conversion table.
 
     function   name of the runtime's autograd function
@@ -50,20 +50,20 @@ class Row:
     backward: str | None
 
 
-ROWS: dict[tuple[type, type], Row] = {
-    (Invariant, Replicated): Row("replicate", None, "all_reduce"),
-    (Invariant, Sharded): Row("shard", None, "all_gather"),
-    (Invariant, Partial): Row("keep_first", None, None),
-    (Sharded, Invariant): Row("all_gather", "all_gather", None),
-    (Sharded, Replicated): Row("all_gather_replicated", "all_gather", "reduce_scatter"),
-    (Sharded, Sharded): Row("all_to_all", "all_to_all", "all_to_all"),
-    (Sharded, Partial): Row("place", None, None),
-    (Partial, Invariant): Row("all_reduce", "all_reduce", None),
-    (Partial, Replicated): Row("all_reduce_replicated", "all_reduce", "all_reduce"),
-    (Partial, Sharded): Row("reduce_scatter", "reduce_scatter", "all_gather"),
-    (Replicated, Invariant): Row("invariant", None, None),
-    (Replicated, Sharded): Row("shard_replicated", None, None),
-    (Replicated, Partial): Row("keep_first_replicated", None, None),
+ROWS: dict[tuple[type, type], ConversionRow] = {
+    (Invariant, Replicated): ConversionRow("replicate", None, "all_reduce"),
+    (Invariant, Sharded): ConversionRow("shard", None, "all_gather"),
+    (Invariant, Partial): ConversionRow("keep_first", None, None),
+    (Sharded, Invariant): ConversionRow("all_gather", "all_gather", None),
+    (Sharded, Replicated): ConversionRow("all_gather_replicated", "all_gather", "reduce_scatter"),
+    (Sharded, Sharded): ConversionRow("all_to_all", "all_to_all", "all_to_all"),
+    (Sharded, Partial): ConversionRow("place", None, None),
+    (Partial, Invariant): ConversionRow("all_reduce", "all_reduce", None),
+    (Partial, Replicated): ConversionRow("all_reduce_replicated", "all_reduce", "all_reduce"),
+    (Partial, Sharded): ConversionRow("reduce_scatter", "reduce_scatter", "all_gather"),
+    (Replicated, Invariant): ConversionRow("invariant", None, None),
+    (Replicated, Sharded): ConversionRow("shard_replicated", None, None),
+    (Replicated, Partial): ConversionRow("keep_first_replicated", None, None),
 }
 
 
@@ -76,7 +76,7 @@ class Move:
     target: Layout
 
     @property
-    def row(self) -> Row:
+    def row(self) -> ConversionRow:
         return ROWS[type(self.source[self.axis]), type(self.target[self.axis])]
 
 

@@ -45,7 +45,7 @@ Place = tuple[str, int]  # "live", "input" or "output", and which
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Extension:
     """The effect of one choice.
 
     choice    of the operation
@@ -61,7 +61,7 @@ class _Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _FrontierStep:
     """An operation as a frontier sees it, without names.
 
     signature   its identity
@@ -116,7 +116,7 @@ def _search(
     live: tuple[str, ...] = ()
     start: Frontier = (((), 0),)
     numbers: dict[Frontier, int] = {start: 0}
-    made: dict[tuple[int, _Step], _Advance] = {}
+    made: dict[tuple[int, _FrontierStep], _Advance] = {}
     trail = [_Advance(start, 0, 0, ())]
     for i, op in enumerate(graph.operations):
         named = dict.fromkeys((*live, *op.inputs, *(n for n in op.outputs if n is not None)))
@@ -149,13 +149,13 @@ def _step(
     options: tuple[Choice, ...],
     live: Sequence[str],
     following: Iterable[str],
-) -> _Step:
+) -> _FrontierStep:
     at = {name: i for i, name in enumerate(live)}
     places: dict[str, Place] = {name: ("live", i) for name, i in at.items()}
     places.update((name, ("input", op.inputs.index(name))) for name in op.inputs)
     places.update((name, ("output", i)) for i, name in enumerate(op.outputs) if name is not None)
     tensors = [graph.tensors[name] for name in op.inputs]
-    return _Step(
+    return _FrontierStep(
         id(signature),
         options,
         tuple(at.get(name) for name in op.inputs),
@@ -167,11 +167,11 @@ def _step(
 
 
 def _advance(
-    graph: Graph, op: Operation, signature: Signature, step: _Step, parts: int, frontier: Frontier
+    graph: Graph, op: Operation, signature: Signature, step: _FrontierStep, parts: int, frontier: Frontier
 ) -> dict[tuple[Versions, ...], tuple[int, int, Choice]]:
     """Return the states after the operation: what each costs, the state before it and the choice made."""
     best: dict[tuple[Versions, ...], tuple[int, int, Choice]] = {}
-    cache: dict[Any, list[_Outcome]] = {}
+    cache: dict[Any, list[_Extension]] = {}
     for number, (versions, cost) in enumerate(frontier):
         have = tuple(None if slot is None else versions[slot] for slot in step.slots)
         if have not in cache:
@@ -221,7 +221,7 @@ def _addition(here: Versions, there: Versions, parts: int, shape: tuple[int, ...
     return total
 
 
-def _versions_at(place: Place, versions: tuple[Versions, ...], outcome: _Outcome) -> Versions:
+def _versions_at(place: Place, versions: tuple[Versions, ...], outcome: _Extension) -> Versions:
     kind, index = place
     if kind == "live":
         return versions[index]
@@ -235,7 +235,7 @@ def _outcome(
     choice: Choice,
     parts: int,
     live: Mapping[str, Versions | None],
-) -> _Outcome | None:
+) -> _Extension | None:
     now: dict[str, Versions] = {}
     cost = 0.0
     for name, needed in zip(op.inputs, input_states(signature, choice), strict=True):
@@ -265,7 +265,7 @@ def _outcome(
         outputs.append(INVARIANT if isinstance(state, Replicated) and not tensor.needs_grad else state)
         cost += TRAFFIC * tensor.elements / _shards(state, parts)
     cost += FLOP * signature.flops / (parts if isinstance(choice, Split) else 1)
-    return _Outcome(choice, round(cost * UNIT), tuple(now[n] for n in op.inputs), tuple(outputs))
+    return _Extension(choice, round(cost * UNIT), tuple(now[n] for n in op.inputs), tuple(outputs))
 
 
 def _shards(state: State, parts: int) -> float:

@@ -9,7 +9,7 @@ from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PlanDifference:
     """One thing that two plans do otherwise.
 
     kind        "split", "stage" or "recomputed" of an operation; "at rest" of a parameter
@@ -24,7 +24,7 @@ class Difference:
     now: str
 
 
-def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Difference, ...]:
+def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[PlanDifference, ...]:
     """Return the differences in the order of the graph, for operations that both run.
 
     Sizes of axes do not count, nor does a choice that splits nothing.
@@ -36,12 +36,12 @@ def differences(before: PartitionedGraph, now: PartitionedGraph) -> tuple[Differ
         for kind, describe in (("split", splits_of), ("stage", stages_of), ("recomputed", recomputed)):
             old, new = describe(before, op.name), describe(now, op.name)
             if old != new:
-                found.append(Difference(kind, op.name, old, new))
+                found.append(PlanDifference(kind, op.name, old, new))
     for tensor in now.graph.with_role("parameter"):
         old, new = (" and ".join(graph.at_rest.get(tensor.name, ())) for graph in (before, now))
         if old != new:
             told = [f"in shards over {axes}" if axes else "as it is read" for axes in (old, new)]
-            found.append(Difference("at rest", tensor.fqns[0], *told))
+            found.append(PlanDifference("at rest", tensor.fqns[0], *told))
     return tuple(found)
 
 

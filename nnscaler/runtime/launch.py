@@ -23,7 +23,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
-from nnscaler.runtime.communication.process_group import Place, join, leave, torchrun_place
+from nnscaler.runtime.communication.process_group import ProcessPlace, join, leave, torchrun_place
 from nnscaler.runtime.program.program_directory import (
     ProgramDirectory,
     groups_of,
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     try:
-        place = torchrun_place() or Place(0, 1, 0, 1)
+        place = torchrun_place() or ProcessPlace(0, 1, 0, 1)
         program = read_program(options.program)
         _check_ranks(program, place)
         _check_options(options)
@@ -113,7 +113,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _check_ranks(program: ProgramDirectory, place: Place) -> None:
+def _check_ranks(program: ProgramDirectory, place: ProcessPlace) -> None:
     if place.world_size != program.ranks:
         command = f"torchrun --nproc-per-node {program.ranks} -m nnscaler.runtime.launch {quote(str(program.path))}"
         needed, run = program.ranks, place.world_size
@@ -131,7 +131,7 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ProgramError(f"--{name.replace('_', '-')} {value:g} is not a positive number")
 
 
-def _choose_device(choice: str, place: Place) -> tuple[str, torch.device]:
+def _choose_device(choice: str, place: ProcessPlace) -> tuple[str, torch.device]:
     """Backend and device: NCCL where each rank of this machine has a GPU; fewer GPUs are shared, over gloo."""
     count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
     if choice == "cuda" and not count:
@@ -146,7 +146,7 @@ def _train(
     program: ProgramDirectory,
     start: Checkpoint,
     batch: Batch,
-    place: Place,
+    place: ProcessPlace,
     backend: str,
     device: torch.device,
     options: argparse.Namespace,
@@ -209,7 +209,7 @@ def _anywhere(here: bool, communicator: Communicator, device: torch.device) -> b
     return bool(communicator.all_reduce(told, tuple(range(communicator.world_size)), "max"))
 
 
-def _start(program: ProgramDirectory, place: Place, options: argparse.Namespace) -> Checkpoint:
+def _start(program: ProgramDirectory, place: ProcessPlace, options: argparse.Namespace) -> Checkpoint:
     """Return the tensors that training starts from: the program's, and those of a checkpoint in their places.
 
     Raises ProgramError where there is no checkpoint or it is another model's, and where the program's tensors are not
@@ -240,7 +240,7 @@ def _check_same_kind(name: str, found: torch.Tensor, right: torch.Tensor, folder
 def _executor(
     program: ProgramDirectory,
     start: Checkpoint,
-    place: Place,
+    place: ProcessPlace,
     communicator: Communicator,
     device: torch.device,
     options: argparse.Namespace,

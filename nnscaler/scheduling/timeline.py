@@ -122,7 +122,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """The bars of one role. `ranks`: as text."""
 
     role: int
@@ -141,7 +141,7 @@ class TimelineRows:
     """
 
     unit: str
-    rows: tuple[Row, ...]
+    rows: tuple[TimelineRow, ...]
     makespan: float
     bubble: float
 
@@ -158,7 +158,7 @@ def timeline_rows(timeline: Timeline, ranks: Sequence[str], unit: float, name: s
         return round(time / unit, 4)
 
     rows = tuple(
-        Row(role, ranks[role], tuple(Bar(s.instruction, scaled(s.start), scaled(s.stop)) for s in spans))
+        TimelineRow(role, ranks[role], tuple(Bar(s.instruction, scaled(s.start), scaled(s.stop)) for s in spans))
         for role, spans in enumerate(timeline.rows)
     )
     return TimelineRows(name, rows, scaled(timeline.makespan), round(timeline.bubble, 4))

@@ -15,7 +15,7 @@ import verify
 from nnscaler.codegen import role_writer
 from nnscaler.communication import materialise, regions
 from nnscaler.ir import conversion
-from nnscaler.ir.conversion import Row
+from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.training import executor, gradients, reducer
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
@@ -60,7 +60,7 @@ def test_rows_of_the_conversion_table(
     tensor: str,
 ) -> None:
     row = conversion.ROWS[source, target]
-    monkeypatch.setitem(conversion.ROWS, (source, target), Row(function, row.forward, row.backward))
+    monkeypatch.setitem(conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
     assert_refuted(program(), code, tensor)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verify.self_test.programs.table_t.bases import BASES
-from verify.self_test.programs.table_t.rows import ROWS, Row
+from verify.self_test.programs.table_t.rows import ROWS, PlantedBug
 from verify.self_test.programs.table_t.run import RowResult, TableBench
 
 # Bugs of the runtime, whose programs have the right text, and the fault that raises nothing of the kind in it.
@@ -23,7 +23,7 @@ def judged() -> dict[int, RowResult]:
     return {}
 
 
-def _judged(row: Row, bench: TableBench, judged: dict[int, RowResult]) -> RowResult:
+def _judged(row: PlantedBug, bench: TableBench, judged: dict[int, RowResult]) -> RowResult:
     if row.number not in judged:
         judged[row.number] = bench.judge(row)
     return judged[row.number]
@@ -35,7 +35,7 @@ def test_right_program_is_verified(bench: TableBench, name: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.number}-{row.bug}")
-def test_row(row: Row, bench: TableBench, judged: dict[int, RowResult]) -> None:
+def test_row(row: PlantedBug, bench: TableBench, judged: dict[int, RowResult]) -> None:
     found = _judged(row, bench, judged)
     assert found.executed.refuted, found.executed
     assert found.static.refuted == (row.number not in RUNTIME), found.static

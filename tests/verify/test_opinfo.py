@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from op_registry.registry import Registry
 from op_registry.spec import OperatorSpec
 
-from verify.operators.run.opinfo import EXCLUDED, Entry, check_call, entries, sample_results, traced_calls
+from verify.operators.run.opinfo import EXCLUDED, OpInfoEntry, check_call, entries, sample_results, traced_calls
 
 
 @pytest.fixture(scope="module")
-def shared() -> dict[str, Entry]:
+def shared() -> dict[str, OpInfoEntry]:
     return {entry.name: entry for entry in entries()}
 
 
 @pytest.mark.parametrize("samples", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_annotations_hold_on_torchs_samples(shared: dict[str, Entry], samples: int) -> None:
+def test_annotations_hold_on_torchs_samples(shared: dict[str, OpInfoEntry], samples: int) -> None:
     results = [r for entry in shared.values() for r in sample_results(entry, samples)]
     assert not [r for r in results if r.status == "refuted"]
     count = Counter(r.status for r in results)
@@ -33,11 +33,11 @@ def test_annotations_hold_on_torchs_samples(shared: dict[str, Entry], samples: i
     assert sum(r.comparisons for r in results) >= 2000
 
 
-def test_more_than_164_names_are_shared(shared: dict[str, Entry]) -> None:
+def test_more_than_164_names_are_shared(shared: dict[str, OpInfoEntry]) -> None:
     assert len({entry.info.name for entry in shared.values()}) >= 164
 
 
-def test_every_exclusion_is_of_an_entry_that_is_there(shared: dict[str, Entry]) -> None:
+def test_every_exclusion_is_of_an_entry_that_is_there(shared: dict[str, OpInfoEntry]) -> None:
     excluded = [entry for entry in shared.values() if entry.info.name in EXCLUDED]
     assert {entry.info.name for entry in excluded} == set(EXCLUDED)
     assert {r.status for entry in excluded for r in sample_results(entry, 1)} == {"excluded"}
@@ -52,12 +52,12 @@ def test_every_exclusion_is_of_an_entry_that_is_there(shared: dict[str, Entry]) 
     ],
     ids=["a split", "a reduction", "a linear set"],
 )
-def test_a_wrong_annotation_is_refuted(shared: dict[str, Entry], entry: str, wrong: OperatorSpec) -> None:
+def test_a_wrong_annotation_is_refuted(shared: dict[str, OpInfoEntry], entry: str, wrong: OperatorSpec) -> None:
     results = list(sample_results(shared[entry], 20, Registry(lambda: [wrong])))
     assert "refuted" in {r.status for r in results}
 
 
-def test_a_text_that_fits_no_sample_is_not_bindable(shared: dict[str, Entry]) -> None:
+def test_a_text_that_fits_no_sample_is_not_bindable(shared: dict[str, OpInfoEntry]) -> None:
     wrong = OperatorSpec("aten.sin.default", "a b c d e f -> a b c d e f")
     assert {r.status for r in sample_results(shared["sin"], 20, Registry(lambda: [wrong]))} == {"not bindable"}
 

@@ -14,7 +14,7 @@ from verify.programs.checks.logical import Holding
 from verify.programs.execution.failure import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.programs.typing import check_program
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict
@@ -51,7 +51,7 @@ def test_a_loss_that_no_rank_returns() -> None:
 
 def test_a_process_that_died(compiled: Program, tmp_path: Path) -> None:
     failure = Failure("rank_died", "rank 3: ended by signal 11 (SIGSEGV)", 3)
-    finding = finding_of(failure, tmp_path, Places(compiled.graph))
+    finding = finding_of(failure, tmp_path, SourceMap(compiled.graph))
     assert (finding.code, finding.counter_example["rank"], failure.verdict) == ("rank_died", "3", Verdict.REFUTED)
     assert Failure("rank_died", "", 3, from_outside=True).verdict is Verdict.INCONCLUSIVE
 

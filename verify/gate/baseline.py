@@ -46,7 +46,7 @@ _HEAD = """\
 
 
 @dataclass(frozen=True)
-class Entry:
+class KnownFinding:
     """One known finding of a baseline.
 
     item, code         the item and the finding's code; both must match
@@ -89,7 +89,7 @@ class Entry:
         return f"until {self.expires}, owner: {self.owner} ({self.reason})"
 
 
-def read_baseline(file: Path | None) -> tuple[Entry, ...]:
+def read_baseline(file: Path | None) -> tuple[KnownFinding, ...]:
     """Return the known findings: none where there is no file yet, for then every finding is new.
 
     Raises NnscalerError `no_such_file` for one that cannot be read, and `bad_settings` for an entry that is wrong or
@@ -109,7 +109,7 @@ def read_baseline(file: Path | None) -> tuple[Entry, ...]:
     return tuple(_entry(document, ("finding", number)) for number in range(len(found)))
 
 
-def _entry(document: Document, path: KeyPath) -> Entry:
+def _entry(document: Document, path: KeyPath) -> KnownFinding:
     values: dict[str, Any] = read_table(document, path, _KEYS)
     code = values["code"]
     if code not in CODES:
@@ -118,7 +118,7 @@ def _entry(document: Document, path: KeyPath) -> Entry:
         message = f"{code!r} cannot be known: it says that something was not verified"
         raise document.error((*path, "code"), message, "take the item out of the gate, or make it run")
     checks = values.pop("checks", None)
-    return Entry(**values, checks=None if checks is None else tuple(checks), where=document.place(path))
+    return KnownFinding(**values, checks=None if checks is None else tuple(checks), where=document.place(path))
 
 
 def fingerprints(report: Report) -> list[tuple[Finding, str]]:
@@ -133,13 +133,13 @@ def failing_checks(report: Report) -> tuple[str, ...]:
 
 
 def entries_of(
-    item: str, report: Report, old: Sequence[Entry], today: date, blame: Mapping[str, Any]
-) -> tuple[list[Entry], list[Finding]]:
+    item: str, report: Report, old: Sequence[KnownFinding], today: date, blame: Mapping[str, Any]
+) -> tuple[list[KnownFinding], list[Finding]]:
     """Return the entries that make a report's findings known, and the findings that cannot be.
 
     An entry that holds already keeps its owner and its date; `blame`: owner, expires and reason of the others.
     """
-    made: list[Entry] = []
+    made: list[KnownFinding] = []
     refused: list[Finding] = []
     checks = failing_checks(report)
     for finding, fingerprint in fingerprints(report):
@@ -148,16 +148,18 @@ def entries_of(
             continue
         held = next((e for e in old if e.matches(item, finding, fingerprint) and not e.expired(today)), None)
         said = blame if held is None else {"owner": held.owner, "expires": held.expires, "reason": held.reason}
-        made.append(Entry(item, finding.code, message=finding.message, fingerprint=fingerprint, checks=checks, **said))
+        made.append(
+            KnownFinding(item, finding.code, message=finding.message, fingerprint=fingerprint, checks=checks, **said)
+        )
     return made, refused
 
 
-def write_baseline(file: Path, entries: Iterable[Entry]) -> None:
+def write_baseline(file: Path, entries: Iterable[KnownFinding]) -> None:
     """Replace the file. Raises NnscalerError `cannot_write`."""
     write_text(file, "\n".join([_HEAD, *map(_written, entries)]))
 
 
-def _written(entry: Entry) -> str:
+def _written(entry: KnownFinding) -> str:
     """Write an entry as TOML.
 
     A message beside a fingerprint is for the reader: its numbers may change from run to run.

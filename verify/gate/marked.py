@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
-from verify.gate.outcome import KNOWN, Outcome
+from verify.gate.outcome import KNOWN, GateOutcome
 from verify.report_formats import FORMATS
 from verify.report_formats.github import escape_data
 from verify.report_formats.junit import legal
 
 
-def render(name: str, outcome: Outcome, seconds: float) -> str:
+def render(name: str, outcome: GateOutcome, seconds: float) -> str:
     """Return the text of a format; it ends with an end of line."""
     if name == "github":
         return _github(outcome, seconds)
@@ -26,7 +26,7 @@ def render(name: str, outcome: Outcome, seconds: float) -> str:
     return text if change is None else change(text, outcome)
 
 
-def _sarif(text: str, outcome: Outcome) -> str:
+def _sarif(text: str, outcome: GateOutcome) -> str:
     log = json.loads(text)
     for run in log["runs"]:
         run["invocations"][0]["exitCode"] = outcome.exit_code
@@ -38,7 +38,7 @@ def _sarif(text: str, outcome: Outcome) -> str:
     return _json(log)
 
 
-def _junit(text: str, outcome: Outcome) -> str:
+def _junit(text: str, outcome: GateOutcome) -> str:
     """Skip, in the JUnit text, the cases of items whose findings are all known, and give the reason."""
     root = ElementTree.fromstring(text)
     known = {judged.result.name: judged for judged in outcome.judged if judged.known}
@@ -65,7 +65,7 @@ def _count(element: ElementTree.Element) -> None:
             element.set(name, str(sum(1 for _ in element.iter(kind))))
 
 
-def _document(text: str, outcome: Outcome) -> str:
+def _document(text: str, outcome: GateOutcome) -> str:
     document = json.loads(text)
     document["gate"] = {
         "exit_code": outcome.exit_code,
@@ -80,7 +80,7 @@ def _document(text: str, outcome: Outcome) -> str:
     return _json(document)
 
 
-def _github(outcome: Outcome, seconds: float) -> str:
+def _github(outcome: GateOutcome, seconds: float) -> str:
     """Return annotations of what fails the gate; a notice for each item that is known, beyond the ten that GitHub
     shows."""
     reports = [judged.result.report for judged in outcome.judged if not judged.known]
@@ -99,6 +99,6 @@ def _json(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
-_CHANGES: Mapping[str, Callable[[str, Outcome], str]] = MappingProxyType(
+_CHANGES: Mapping[str, Callable[[str, GateOutcome], str]] = MappingProxyType(
     {"sarif": _sarif, "junit": _junit, "json": _document}
 )

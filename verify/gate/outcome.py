@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, Literal
 
-from verify.gate.baseline import Entry, entries_of, failing_checks, fingerprints
+from verify.gate.baseline import KnownFinding, entries_of, failing_checks, fingerprints
 from verify.results.catalogue import UNFINISHED
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
@@ -28,7 +28,7 @@ _WORST: tuple[Word, ...] = (
 
 
 @dataclass(frozen=True)
-class Result:
+class ItemResult:
     """The result of one item.
 
     stop       2: it could not be run; 101: nnScaler failed on it; 0: the report's verdict counts
@@ -43,13 +43,13 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedItem:
     """A result beside the baseline. `known`: all that is wrong with it is known. `entries`: those that were found."""
 
-    result: Result
+    result: ItemResult
     known: bool
     new: tuple[Finding, ...]
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[KnownFinding, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -69,10 +69,10 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GateOutcome:
     """Everything, worst first. `baseline`: what is wrong with the baseline, None where nothing is."""
 
-    judged: tuple[Judged, ...]
+    judged: tuple[JudgedItem, ...]
     baseline: Report | None = None
 
     @property
@@ -105,7 +105,9 @@ def worst_code(codes: set[int]) -> int:
     return next((code for code in _PRIORITY if code in codes), 3)
 
 
-def judge(results: Sequence[Result], entries: Sequence[Entry], items: set[str], today: date, baseline: str) -> Outcome:
+def judge(
+    results: Sequence[ItemResult], entries: Sequence[KnownFinding], items: set[str], today: date, baseline: str
+) -> GateOutcome:
     """Compare the results with the known findings.
 
     `items`: the names of all items of the gate, those that were not asked for this time as well. `baseline`: the name
@@ -116,15 +118,15 @@ def judge(results: Sequence[Result], entries: Sequence[Entry], items: set[str], 
     )
     wrong = [_expired(entry) for entry in entries if entry.expired(today)]
     wrong += [_stale(entry) for entry in stale_entries(judged, entries, items) if not entry.expired(today)]
-    return Outcome(tuple(judged), _baseline_report(wrong, len(entries), baseline) if wrong else None)
+    return GateOutcome(tuple(judged), _baseline_report(wrong, len(entries), baseline) if wrong else None)
 
 
-def judge_one(result: Result, entries: Sequence[Entry], today: date) -> Judged:
+def judge_one(result: ItemResult, entries: Sequence[KnownFinding], today: date) -> JudgedItem:
     """Judge one result. Its report is given the item's name, and its known findings say so."""
     report = replace(result.report, subject=result.name)
     if result.stop or report.verdict.passes:
-        return Judged(replace(result, report=report), False, report.findings)
-    held: list[Entry] = []
+        return JudgedItem(replace(result, report=report), False, report.findings)
+    held: list[KnownFinding] = []
     new: list[Finding] = []
     shown: list[Finding] = []
     for finding, fingerprint in fingerprints(report):
@@ -140,10 +142,10 @@ def judge_one(result: Result, entries: Sequence[Entry], today: date) -> Judged:
         new.append(beyond)
         shown.append(beyond)
     report = replace(report, findings=tuple(shown))
-    return Judged(replace(result, report=report), bool(held) and not new, tuple(new), tuple(dict.fromkeys(held)))
+    return JudgedItem(replace(result, report=report), bool(held) and not new, tuple(new), tuple(dict.fromkeys(held)))
 
 
-def _beyond(report: Report, held: Sequence[Entry]) -> Finding | None:
+def _beyond(report: Report, held: Sequence[KnownFinding]) -> Finding | None:
     """Find checks that fail beside those that failed when the findings became known: new errors may
     hide behind them."""
     allowed = [set(entry.checks) for entry in held if entry.checks is not None]
@@ -155,20 +157,20 @@ def _beyond(report: Report, held: Sequence[Entry]) -> Finding | None:
     return Finding("baseline_stale", text, held[0].where, help=help)
 
 
-def stale_entries(judged: Sequence[Judged], entries: Sequence[Entry], items: set[str]) -> list[Entry]:
+def stale_entries(judged: Sequence[JudgedItem], entries: Sequence[KnownFinding], items: set[str]) -> list[KnownFinding]:
     """Return the entries of items that are gone, or that ran to their end without the finding."""
     ran = {j.result.name for j in judged if j.result.finished and not j.result.stop}
     seen = {entry for j in judged for entry in j.entries}
     return [e for e in entries if (e.item in ran or e.item not in items) and e not in seen]
 
 
-def _expired(entry: Entry) -> Finding:
+def _expired(entry: KnownFinding) -> Finding:
     message = f"the known finding `{entry.code}` of {entry.item!r} has expired on {entry.expires}, owner: {entry.owner}"
     help = "correct what it is about, or write it again: nnscaler gate --update-baseline --owner NAME --expires DATE"
     return Finding("baseline_expired", message, entry.where, {"reason": entry.reason}, help=help)
 
 
-def _stale(entry: Entry) -> Finding:
+def _stale(entry: KnownFinding) -> Finding:
     message = f"the known finding `{entry.code}` of {entry.item!r} does not occur any more, owner: {entry.owner}"
     help = "remove the entry: nnscaler gate --update-baseline does"
     return Finding("baseline_stale", message, entry.where, {"reason": entry.reason}, help=help)
@@ -180,13 +182,13 @@ def _baseline_report(wrong: Sequence[Finding], count: int, name: str) -> Report:
 
 
 def updated_entries(
-    results: Sequence[Result], old: Sequence[Entry], names: set[str], today: date, blame: Mapping[str, Any]
-) -> tuple[list[Entry], list[Finding]]:
+    results: Sequence[ItemResult], old: Sequence[KnownFinding], names: set[str], today: date, blame: Mapping[str, Any]
+) -> tuple[list[KnownFinding], list[Finding]]:
     """Return the entries that the baseline should hold now, and the findings that no baseline may accept.
 
     Entries of items that did not finish stay as they are; entries of items that no longer exist are dropped.
     """
-    entries: list[Entry] = []
+    entries: list[KnownFinding] = []
     refused: list[Finding] = []
     ran = {r.name for r in results if r.finished and not r.stop}
     for result in sorted(results, key=lambda r: r.name):

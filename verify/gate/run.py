@@ -18,7 +18,7 @@ from typing import TypeVar
 from nnscaler.errors import NnscalerError
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.order import Phase, Unit, batches, first_units, other_units
-from verify.gate.outcome import Result
+from verify.gate.outcome import ItemResult
 from verify.gate.state import State
 from verify.gate.work import list_operators, without_repeats
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
@@ -32,7 +32,7 @@ LEAST = 0.2  # seconds under which nothing is started
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "verify.programs.run", "verify.operators.run.many")
 T = TypeVar("T")
 Perform = Callable[[Item, Phase, Note], tuple[Report, bool]]
-Runs = Generator[tuple[Unit, Result], None, None]
+Runs = Generator[tuple[Unit, ItemResult], None, None]
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def preload() -> None:
             importlib.import_module(name)
 
 
-def find_operators(sources: Sequence[OpSource], folder: Path, clock: Clock) -> tuple[list[OpItem], list[Result]]:
+def find_operators(sources: Sequence[OpSource], folder: Path, clock: Clock) -> tuple[list[OpItem], list[ItemResult]]:
     """Return the operators of all sources, listed in child processes; and what became of sources that
     cannot be listed."""
     items: list[OpItem] = []
-    failed: list[Result] = []
+    failed: list[ItemResult] = []
     for source in sources:
         task: Task[tuple[OpItem, ...]] = _listing(source, folder)
         left = clock.left()
@@ -115,7 +115,7 @@ def _run_batch(batch: Sequence[Unit], clock: Clock, perform: Perform) -> Runs:
             if isinstance(event, Done):
                 report, cached = event.result
                 report = replace(report, seconds=event.seconds)
-                yield unit, Result(unit.item.name, report, cached=cached)
+                yield unit, ItemResult(unit.item.name, report, cached=cached)
             elif isinstance(event, TimedOut) and clock.left() <= 0:
                 continue  # the budget ended it: what is not there was not run
             else:
@@ -131,13 +131,13 @@ def _events(tasks: Sequence[Task[T]], workers: int, limit: float, left: float) -
     yield from run_forked(tasks, workers, limit, wall=left) if why_not_fork() is None else run_here(tasks)
 
 
-def complete(items: Sequence[Item], results: dict[str, Result], why: str) -> list[Result]:
+def complete(items: Sequence[Item], results: dict[str, ItemResult], why: str) -> list[ItemResult]:
     """Return a result for each item.
 
     `why`: what kept the missing ones from running, "budget" or "interrupted". One whose text alone was read is not
     decided, unless that refutes it.
     """
-    found: list[Result] = []
+    found: list[ItemResult] = []
     for item in items:
         result = results.get(item.name)
         if result is None:
@@ -154,7 +154,7 @@ def complete(items: Sequence[Item], results: dict[str, Result], why: str) -> lis
     return found
 
 
-def _only_text(result: Result) -> bool:
+def _only_text(result: ItemResult) -> bool:
     return not any(f.code in ("item_died", "item_timed_out") for f in result.report.findings)
 
 
@@ -163,10 +163,10 @@ def tool_of(item: Item) -> str:
     return "verify-plan" if isinstance(item, PlanItem) else "verify-op"
 
 
-def not_run(name: str, tool: str, seed: int, why: str) -> Result:
+def not_run(name: str, tool: str, seed: int, why: str) -> ItemResult:
     """Return the result of an item that did not run."""
     finding = _not_run(name, why, "nothing of it was checked")
-    return Result(name, _bare(name, tool, seed, finding), finished=False)
+    return ItemResult(name, _bare(name, tool, seed, finding), finished=False)
 
 
 def _not_run(name: str, why: str, consequence: str) -> Finding:
@@ -174,7 +174,7 @@ def _not_run(name: str, why: str, consequence: str) -> Finding:
     return Finding("not_run", f"`{name}` was not run: {why}; {consequence}", help=help)
 
 
-def _lost(name: str, tool: str, seed: int, event: Died | TimedOut | Raised | Done[object], cut: bool) -> Result:
+def _lost(name: str, tool: str, seed: int, event: Died | TimedOut | Raised | Done[object], cut: bool) -> ItemResult:
     """Make the result of an item whose process gave no report. `cut`: the gate's time budget ended it."""
     if isinstance(event, TimedOut) and cut:
         return not_run(name, tool, seed, "budget")
@@ -202,7 +202,7 @@ def _lost(name: str, tool: str, seed: int, event: Died | TimedOut | Raised | Don
         facts, help = {"running": event.note or "its first step"}, 'timeout = "600s" in the settings gives it longer'
     finding = Finding(code, message, where, facts, cause, help)
     report = replace(_bare(name, tool, seed, finding), seconds=seconds)
-    return Result(name, report, stop, finished=False)
+    return ItemResult(name, report, stop, finished=False)
 
 
 def _bare(name: str, tool: str, seed: int, finding: Finding) -> Report:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from verify.gate.outcome import KNOWN, Judged, Outcome
+from verify.gate.outcome import KNOWN, GateOutcome, JudgedItem
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.problems import findings_of, reproduce_once
@@ -21,7 +21,7 @@ FINDINGS = 30
 WIDTH = 2000  # characters of one line of a finding: a token may be longer than any screen
 
 
-def summary(outcome: Outcome, seconds: float, budget: float | None, interrupted: bool = False) -> str:
+def summary(outcome: GateOutcome, seconds: float, budget: float | None, interrupted: bool = False) -> str:
     """Return the text; it ends with an end of line."""
     head = f"### nnscaler gate: {outcome.word}" + (", interrupted" if interrupted else "")
     lines = [head, "", counts(outcome, seconds, budget), "", *_table(outcome.judged)]
@@ -30,7 +30,7 @@ def summary(outcome: Outcome, seconds: float, budget: float | None, interrupted:
     return "\n".join(lines) + "\n"
 
 
-def counts(outcome: Outcome, seconds: float, budget: float | None) -> str:
+def counts(outcome: GateOutcome, seconds: float, budget: float | None) -> str:
     """`4 items: 1 refuted, 3 verified; 312 checks, 2 refuted; 31.2 s of 120 s (seed 0)`."""
     words = Counter(judged.word for judged in outcome.judged)
     told = ", ".join(f"{number} {word.lower()}" for word, number in words.items())
@@ -45,7 +45,7 @@ def counts(outcome: Outcome, seconds: float, budget: float | None) -> str:
     )
 
 
-def _table(judged: Sequence[Judged]) -> list[str]:
+def _table(judged: Sequence[JudgedItem]) -> list[str]:
     lines = ["| item | verdict | level | checks | time |", "|---|---|---|---:|---:|"]
     for entry in judged[:ROWS]:
         report = entry.result.report
@@ -57,7 +57,7 @@ def _table(judged: Sequence[Judged]) -> list[str]:
     return lines
 
 
-def _findings(outcome: Outcome) -> list[str]:
+def _findings(outcome: GateOutcome) -> list[str]:
     """Return the lines of findings: new ones first, then those of the baseline, known ones last."""
     listed: list[tuple[str, Finding]] = []
     for entry in outcome.judged:
@@ -90,7 +90,7 @@ def _cut(text: str) -> str:
     return f"{text[:120]}... ({len(text)} characters: see the full report)"
 
 
-def _made_with(outcome: Outcome) -> str:
+def _made_with(outcome: GateOutcome) -> str:
     found = next((j.result.report.environment for j in outcome.judged if "torch" in j.result.report.environment), {})
     names = ("nnscaler", "torch", "python", "platform")
     return ", ".join(found[name] if name == "platform" else f"{name} {found[name]}" for name in names if name in found)

@@ -21,7 +21,7 @@ from verify.evidence.oracle.check import as_check, check_target, run_cases
 from verify.evidence.oracle.claims import Claimed, claims_of, kind_of, untested
 from verify.evidence.oracle.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
 from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
-from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import CaseResult, Runner
 from verify.evidence.oracle.shrink import shrink
 from verify.evidence.oracle.subsets import check_subsets
@@ -59,7 +59,7 @@ class Claim:
 
     name: str
     needs: tuple[tuple[int, Target], ...]
-    outcome: Outcome
+    outcome: TargetOutcome
     seconds: float
 
 
@@ -231,7 +231,7 @@ class Verification:
         """Check every identifier, over all sample calls that have it."""
         for name, kind, group in _identifiers(found):
             started = time.perf_counter()
-            outcome = Outcome()
+            outcome = TargetOutcome()
             shown = [(index, base) for index, base in group if name in base.leaders]
             for _, base in shown:
                 check_target(Enumerator(self.runner, base), name, outcome)
@@ -251,7 +251,7 @@ class Verification:
         if not any(base.linear for base in found):
             return
         started = time.perf_counter()
-        outcome = Outcome()
+        outcome = TargetOutcome()
         for base in found:
             for slots in base.linear:
                 if not outcome.failures:
@@ -260,7 +260,7 @@ class Verification:
         outcome.untested = self.untested(outcome, [(base, slots) for base in found for slots in base.linear])
         self.conclude("partial sums pass through", "partial sums", outcome, started, needs)
 
-    def retried(self, outcome: Outcome, name: str, group: list[Base]) -> tuple[Claimed, ...]:
+    def retried(self, outcome: TargetOutcome, name: str, group: list[Base]) -> tuple[Claimed, ...]:
         """Test the claims about splits of `name` again at other sizes; return those that still no sample has shown."""
         for claim in self.untested(outcome, [(base, name) for base in group]):
             for base in group:
@@ -269,7 +269,7 @@ class Verification:
                     run_cases(self.runner, Enumerator(self.runner, base).resized(claim), outcome)
         return untested(self.untested(outcome, [(base, name) for base in group]), (), outcome.declined)
 
-    def untested(self, outcome: Outcome, targets: list[tuple[Base, Target]]) -> tuple[Claimed, ...]:
+    def untested(self, outcome: TargetOutcome, targets: list[tuple[Base, Target]]) -> tuple[Claimed, ...]:
         """Return the claims about these targets that no case has shown; none where a case failed."""
         if outcome.failures:
             return ()
@@ -282,7 +282,7 @@ class Verification:
         if not self.options.safeguards.pairs or self.findings:
             return
         started = time.perf_counter()
-        outcome = Outcome()
+        outcome = TargetOutcome()
         for base in found:
             enumerator = Enumerator(self.runner, base)
             run_cases(self.runner, (case for _, case in enumerator.pairs(base.targets)), outcome)
@@ -297,7 +297,7 @@ class Verification:
         self,
         name: str,
         target: str,
-        outcome: Outcome,
+        outcome: TargetOutcome,
         started: float,
         needs: list[tuple[int, Target]],
         unproved: Sequence[tuple[int, Target]] = (),

@@ -14,7 +14,7 @@ from typing import Any
 from op_registry.spec import SourceLocation
 
 from verify.processes.pool import LASTING
-from verify.programs.checks.context import LOCALISED, Outcome, Row
+from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor
 from verify.programs.prepare import Prepared
 from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
@@ -30,7 +30,7 @@ def make_report(
     request: PlanRequest,
     prepared: Prepared,
     reference: Trajectory | None,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CheckOutcome],
     proof: Proof | None,
     seconds: float,
 ) -> Report:
@@ -38,7 +38,7 @@ def make_report(
     program = prepared.program
     if not any(outcome.check.count for outcome in outcomes) and not any(o.findings for o in outcomes):
         nothing = Finding("nothing_checked", "there was nothing to compare")
-        outcomes = [*outcomes, Outcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
+        outcomes = [*outcomes, CheckOutcome(Check("", Verdict.INCONCLUSIVE, 0), (nothing,))]
     read = {STATE_CHECK, *(() if proof is None else (o.check.name for o in proof.outcomes))}
     findings = _ordered(outcomes, frozenset(read))
     command = prepared.context.command
@@ -57,7 +57,7 @@ def make_report(
     )
 
 
-def _attachments(prepared: Prepared, outcomes: Sequence[Outcome], proof: Proof | None) -> dict[str, Any]:
+def _attachments(prepared: Prepared, outcomes: Sequence[CheckOutcome], proof: Proof | None) -> dict[str, Any]:
     """Collect the attachments of a report: compared tensors, lemmas, and the manifest's records of a step."""
     manifest = prepared.program.manifest
     kept = {name: manifest[name] for name in ("timeline", "communication_profile", "memory") if name in manifest}
@@ -125,11 +125,11 @@ def _count(draws: int) -> str:
     return f"{draws} random operation{'s' * (draws != 1)} (dropout included)"
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ComparedTensor) -> dict[str, Any]:
     return {**asdict(row), "verdict": row.verdict.value}
 
 
-def _ordered(outcomes: Sequence[Outcome], proofs: frozenset[str]) -> list[Finding]:
+def _ordered(outcomes: Sequence[CheckOutcome], proofs: frozenset[str]) -> list[Finding]:
     """Sort the findings by how much they explain, and drop repetitions.
 
     First those of the text, which name the mechanism; then lines that compute something wrong; then differences by

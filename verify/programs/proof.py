@@ -15,7 +15,7 @@ from typing import Any
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.printer import print_graph
-from verify.programs.checks.context import Outcome
+from verify.programs.checks.context import CheckOutcome
 from verify.programs.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
 from verify.programs.typing import StaticResult, check_program
 from verify.results.catalogue import UNMATCHED
@@ -48,13 +48,13 @@ class Proof:
 
     static: StaticResult
     lemmas: LemmaResult | None
-    rows: Outcome | None
+    rows: CheckOutcome | None
     sizes: SizesResult | None
     certificate: Mapping[str, Any]
     problem: str | None = None
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[CheckOutcome, ...]:
         """All checks. Where the input sizes generalise, those of the text hold for all of them."""
         level = Verdict.PROVED_ALL_SIZES if self.all_sizes else Verdict.PROVED_BOUNDED
         text = tuple(replace(o, check=_raised(o.check, level)) for o in self.static.outcomes)
@@ -107,7 +107,7 @@ def prove_program(
     told = f"{static.statements} lines, {len(static.obligations)} classes"
     progress("read", static.seconds, f"{told}, {'typed' if static.proved else 'wrong'}")
     lemmas: LemmaResult | None = None
-    rows: Outcome | None = None
+    rows: CheckOutcome | None = None
     sizes: SizesResult | None = None
     memo = open_memo() if options.cached and static.proved else None
     if static.proved:
@@ -121,7 +121,7 @@ def prove_program(
     return Proof(static, lemmas, rows, sizes, _certificate(sources, graph, static, lemmas, sizes), problem)
 
 
-def combine(proof: Proof, ran: Sequence[Outcome]) -> list[Outcome]:
+def combine(proof: Proof, ran: Sequence[CheckOutcome]) -> list[CheckOutcome]:
     """Combine the proof's checks and the run's checks into one list.
 
     Where the proof holds, the run supports it: it lowers the verdict only if it fails. Where the proof only fails at
@@ -135,7 +135,7 @@ def combine(proof: Proof, ran: Sequence[Outcome]) -> list[Outcome]:
     return [*proof.outcomes, *ran]
 
 
-def _undecided(outcome: Outcome) -> Outcome:
+def _undecided(outcome: CheckOutcome) -> CheckOutcome:
     if outcome.check.verdict is not Verdict.REFUTED:
         return outcome
     check = replace(outcome.check, verdict=Verdict.INCONCLUSIVE, refuted=0, detail="not proved, and the run agrees")

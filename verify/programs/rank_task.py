@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nnscaler.files import save_tensors
 from nnscaler.runtime.program.loader import load_role
-from verify.programs.checks.context import Comparison, Outcome
+from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.failure import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task
@@ -16,7 +16,7 @@ from verify.programs.reference.eager import Trajectory, names_of
 from verify.programs.reference.randomised_state import logical_state
 from verify.programs.request import PlanRequest
 from verify.programs.single_steps import Trial
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.report import Check
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict
@@ -64,7 +64,7 @@ def make_comparison(
     """Make the input of the checks from the model's results and the ranks' results."""
     modules = [load_role(prepared.program.path / file) for file in prepared.program.role_files]
     parameters, buffers = holdings_of(modules)
-    places = Places(prepared.graph)
+    places = SourceMap(prepared.graph)
     names, used = names_of(prepared.model), places.of_parameters()
     loss = prepared.graph.loss
     return Comparison(
@@ -81,7 +81,7 @@ def make_comparison(
     )
 
 
-def failed(failure: Failure, prepared: Prepared, seconds: float) -> Outcome:
+def failed(failure: Failure, prepared: Prepared, seconds: float) -> CheckOutcome:
     refuted = int(failure.verdict is Verdict.REFUTED)
     check = Check("program ran on every rank", failure.verdict, refuted, refuted, seconds)
-    return Outcome(check, (finding_of(failure, prepared.program.path, Places(prepared.graph)),))
+    return CheckOutcome(check, (finding_of(failure, prepared.program.path, SourceMap(prepared.graph)),))

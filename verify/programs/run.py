@@ -26,7 +26,7 @@ from nnscaler.runtime.training.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.checks import forward_only, resume, run_checks, timed
 from verify.programs.checks import trials as trial_check
-from verify.programs.checks.context import LOCALISED, Comparison, Outcome, Row
+from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor, Comparison
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.backends import run_program
 from verify.programs.execution.failure import Failure
@@ -43,7 +43,7 @@ from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.reference.randomised_state import logical_state
 from verify.programs.request import PlanRequest, check_values
 from verify.programs.single_steps import plan_trials
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.finding import Finding
@@ -56,10 +56,10 @@ from verify.results.verdict import Verdict
 
 def low_precision(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, dtypes: Sequence[str]
-) -> list[Outcome]:
+) -> list[CheckOutcome]:
     """Run the program in each dtype, and compare every loss, gradient, parameter and buffer."""
 
-    def run(precision: str | None, loss_scale: float) -> Comparison | Outcome:
+    def run(precision: str | None, loss_scale: float) -> Comparison | CheckOutcome:
         task = make_task(request, prepared, reference, work)
         task = replace(task, precision=precision, loss_scale=loss_scale)
         outcome = run_program(task, request.rank_count, request.runs_on, request.timeout, prepared.context.server)
@@ -72,8 +72,8 @@ def low_precision(
     return [replace(first, rows=tuple(_row(row) for row in rows)), *others]
 
 
-def _row(row: NoiseRow) -> Row:
-    return Row(f"{row.kind} in {row.dtype}", row.step, row.name, row.error, row.allowed, row.verdict)
+def _row(row: NoiseRow) -> ComparedTensor:
+    return ComparedTensor(f"{row.kind} in {row.dtype}", row.step, row.name, row.error, row.allowed, row.verdict)
 
 
 MINIMISE_SECONDS = 20.0  # of processor time
@@ -95,7 +95,7 @@ def run_phases(request: PlanRequest, subject: PlanSubject, context: RunContext) 
         state = _check_folder(prepared, stored)
         proof = None if request.level == "run" else _prove(request, prepared)
         reference: Trajectory | None = None
-        outcomes: Sequence[Outcome] = ()
+        outcomes: Sequence[CheckOutcome] = ()
         if prepared.runs and request.level != "static":
             prepared, reference, outcomes = _run(request, prepared, work)
         outcomes = [*(outcomes if proof is None else combine(proof, outcomes)), *state]
@@ -132,14 +132,16 @@ def _unchecked(count: int) -> str:
     return f"{values}: the program was compiled without them (on the meta device), and its manifest has no hashes"
 
 
-def _check_folder(prepared: Prepared, stored: Stored | None) -> list[Outcome]:
+def _check_folder(prepared: Prepared, stored: Stored | None) -> list[CheckOutcome]:
     """Check the tensors in the program's folder: those that it starts from, and its sample batch."""
     program = prepared.program
     batch = check_batch(program.manifest["batch"], program.batch(), prepared.graph, str(program.path))
     return [*(() if stored is None else (check_state(stored, prepared.graph, str(program.path)),)), batch]
 
 
-def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared, Trajectory | None, Sequence[Outcome]]:
+def _run(
+    request: PlanRequest, prepared: Prepared, work: Path
+) -> tuple[Prepared, Trajectory | None, Sequence[CheckOutcome]]:
     """Run the reference and the program on every rank, and collect the results of both."""
     broken = _not_loadable(prepared)
     if broken is not None:
@@ -147,7 +149,7 @@ def _run(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[Prepared
     prepared, reference = _reference(request, prepared)
     not_finite = _not_finite(reference)
     if not_finite is not None:
-        return prepared, reference, [Outcome(Check("reference", Verdict.INCONCLUSIVE, 0), (not_finite,))]
+        return prepared, reference, [CheckOutcome(Check("reference", Verdict.INCONCLUSIVE, 0), (not_finite,))]
     if not request.exact:
         outcomes = low_precision(request, prepared, reference, work, [request.dtype])
         if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
@@ -210,7 +212,7 @@ def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory) -> 
 
 def run_and_compare(
     request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path, beside: Beside | None = None
-) -> list[Outcome]:
+) -> list[CheckOutcome]:
     """Run the program on all ranks and compare everything that comes out."""
     extra = beside or Beside()
     task = make_task(request, prepared, reference, work, extra)
@@ -223,7 +225,7 @@ def run_and_compare(
         return [*_random_numbers(prepared), failed(outcome, prepared, seconds)]
     context.progress("run", seconds, f"{ranks} ranks on {request.backend}, {request.steps} steps")
     comparison = make_comparison(request, prepared, reference, outcome)
-    ran = Outcome(Check("program ran on every rank", Verdict.TESTED_EXACT, ranks, 0, seconds))
+    ran = CheckOutcome(Check("program ran on every rank", Verdict.TESTED_EXACT, ranks, 0, seconds))
     comparison, compared = _compare(request, prepared, comparison)
     others = _compare_beside(comparison, task, extra)
     if request.depth == "deep" and task.checkpoint is not None:
@@ -236,7 +238,7 @@ def run_and_compare(
     return outcomes
 
 
-def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> tuple[Comparison, list[Outcome]]:
+def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -> tuple[Comparison, list[CheckOutcome]]:
     """Run the checks of the trajectory; return the comparison with the tolerance that decided, and the outcomes."""
     reference = comparison.reference
     buffers = {name: tensor for name, tensor in logical_state(prepared.model).items() if name in reference.buffers}
@@ -249,8 +251,10 @@ def _compare(request: PlanRequest, prepared: Prepared, comparison: Comparison) -
     return comparison, run_checks(comparison, buffers)
 
 
-def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[Outcome]:
-    checks: list[Callable[[], Outcome]] = [partial(trial_check.check, comparison, trial) for trial in beside.trials]
+def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[CheckOutcome]:
+    checks: list[Callable[[], CheckOutcome]] = [
+        partial(trial_check.check, comparison, trial) for trial in beside.trials
+    ]
     if beside.forward_only:
         checks.append(lambda: forward_only.check(comparison))
     if task.checkpoint is not None:
@@ -259,21 +263,23 @@ def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[
     return timed(checks)
 
 
-def _random_numbers(prepared: Prepared) -> Sequence[Outcome]:
+def _random_numbers(prepared: Prepared) -> Sequence[CheckOutcome]:
     """Report that the random numbers of model and program could not be matched, which leaves something open."""
     if prepared.unmatched is None:
         return ()
     message = f"random numbers were switched off on both sides, and are not compared: {prepared.unmatched}"
-    return (Outcome(Check("random numbers", Verdict.INCONCLUSIVE, 0), (Finding("random_numbers_unmatched", message),)),)
+    return (
+        CheckOutcome(Check("random numbers", Verdict.INCONCLUSIVE, 0), (Finding("random_numbers_unmatched", message),)),
+    )
 
 
-def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Outcome]:
+def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[CheckOutcome]:
     """Localise every line that is wrong by itself, in a run where nothing is dropped."""
     started = time.perf_counter()
-    found = localise_apart(task.plain(), prepared.graph, prepared.program, Places(prepared.graph), request.timeout)
+    found = localise_apart(task.plain(), prepared.graph, prepared.program, SourceMap(prepared.graph), request.timeout)
     text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
     prepared.context.progress("localise", time.perf_counter() - started, text)
-    return [Outcome(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []
+    return [CheckOutcome(Check(LOCALISED, Verdict.REFUTED, len(found), len(found)), found)] if found else []
 
 
 def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> tuple[str, ...]:

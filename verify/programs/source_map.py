@@ -10,7 +10,7 @@ from nnscaler.ir.graph import Graph
 from verify.programs.role_text import ModelLine
 
 
-class Places:
+class SourceMap:
     """Looks places up in a graph."""
 
     def __init__(self, graph: Graph) -> None:

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import Protocol
 
 from verify.report_formats import concise, full, github, html, json_lines, json_text, junit, sarif
-from verify.results.line import Line
+from verify.results.line import StyledLine
 from verify.results.report import Report
 
 
 class Format(Protocol):
     """The interface of a report format."""
 
-    def __call__(self, reports: Sequence[Report], seconds: float = 0.0) -> list[Line]: ...
+    def __call__(self, reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]: ...
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from verify.report_formats.problems import problems
 from verify.results.finding import Finding
-from verify.results.line import Line, last_line
+from verify.results.line import StyledLine, last_line
 from verify.results.report import Report
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return a line per finding, then the verdict."""
     return [*(concise_line(problem.finding) for problem in problems(reports)), last_line(reports, seconds)]
 
 
-def concise_line(finding: Finding) -> Line:
+def concise_line(finding: Finding) -> StyledLine:
     """`gpt.py:31: gradient_differs the gradient of ...`."""
     place = f"{finding.where}: " if finding.where is not None else ""
-    return Line(((place, "faint"), (finding.code, "bad"), (f" {one_line(finding.message)}", "")))
+    return StyledLine(((place, "faint"), (finding.code, "bad"), (f" {one_line(finding.message)}", "")))
 
 
 def one_line(text: str) -> str:

@@ -8,7 +8,7 @@ import re
 from op_registry.spec import SourceLocation
 
 from verify.results.finding import Finding
-from verify.results.line import Line, plain
+from verify.results.line import StyledLine, plain
 
 # Carets under the wrong identifier of an annotation.
 
@@ -35,9 +35,9 @@ WIDTH = 140  # a counter-example that is longer takes a line for each fact
 _COMPARED = ("expected", "found")
 
 
-def finding_lines(finding: Finding) -> list[Line]:
+def finding_lines(finding: Finding) -> list[StyledLine]:
     """Return the anatomy of a finding, a blank line not included."""
-    lines = [Line(((finding.code, "bad"), (f"  {finding.message}", "strong")))]
+    lines = [StyledLine(((finding.code, "bad"), (f"  {finding.message}", "strong")))]
     facts = dict(finding.counter_example)
     annotation = facts.get("annotation", "")
     carets = caret_line(annotation, facts.get("identifier", "")) if annotation else None
@@ -46,7 +46,7 @@ def finding_lines(finding: Finding) -> list[Line]:
         del facts["annotation"]
         if not shown:
             label = "  = annotation: "
-            lines += [plain(label + annotation), Line(((" " * len(label), ""), (carets, "bad")))]
+            lines += [plain(label + annotation), StyledLine(((" " * len(label), ""), (carets, "bad")))]
     for what, place in finding.related:
         lines.append(plain(f"  {what}: {place}"))
         if place.text:
@@ -62,7 +62,7 @@ def finding_lines(finding: Finding) -> list[Line]:
     return lines
 
 
-def _place_lines(where: SourceLocation | None, annotation: str, carets: str | None, lines: list[Line]) -> bool:
+def _place_lines(where: SourceLocation | None, annotation: str, carets: str | None, lines: list[StyledLine]) -> bool:
     """Add `--> file:line` and the line itself; return whether the carets could be put below that line."""
     if where is None:
         return False
@@ -73,12 +73,12 @@ def _place_lines(where: SourceLocation | None, annotation: str, carets: str | No
     gutter = f"  {' ' * len(number)} |"
     text = where.text.expandtabs(4)
     lines.append(plain(gutter, "faint"))
-    lines.append(Line(((f"  {number} | ", "faint"), (text, ""))))
+    lines.append(StyledLine(((f"  {number} | ", "faint"), (text, ""))))
     start = _start(text, annotation)
     if carets is None or start is None:
         lines.append(plain(gutter, "faint"))
         return False
-    lines.append(Line(((f"{gutter} ", "faint"), (" " * start + carets, "bad"))))
+    lines.append(StyledLine(((f"{gutter} ", "faint"), (" " * start + carets, "bad"))))
     return True
 
 
@@ -91,7 +91,7 @@ def _start(text: str, annotation: str) -> int | None:
     return None
 
 
-def _compared(facts: dict[str, str]) -> list[Line]:
+def _compared(facts: dict[str, str]) -> list[StyledLine]:
     """`= expected: ...` and `= found:    ...`, aligned; takes them out of `facts`."""
     if not all(key in facts and "\n" not in facts[key] for key in _COMPARED):
         return []
@@ -99,7 +99,7 @@ def _compared(facts: dict[str, str]) -> list[Line]:
     return [plain(f"  = {key + ':':<{width}} {facts.pop(key)}") for key in _COMPARED]
 
 
-def _counter_example(facts: dict[str, str]) -> list[Line]:
+def _counter_example(facts: dict[str, str]) -> list[StyledLine]:
     texts = [f"{key}={value}" for key, value in facts.items()]
     if not texts:
         return []
@@ -112,7 +112,7 @@ def _counter_example(facts: dict[str, str]) -> list[Line]:
     return lines
 
 
-def _labelled(label: str, text: str) -> list[Line]:
+def _labelled(label: str, text: str) -> list[StyledLine]:
     first, *rest = text.split("\n")
     indent = " " * (len(label) + 2)
     return [plain(f"  {label}: {first}"), *(plain(f"  {indent}{line}") for line in rest)]

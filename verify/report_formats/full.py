@@ -12,7 +12,7 @@ from verify.report_formats.concise import concise_line
 from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.problems import findings_of, problems, reproduce_once
 from verify.results.finding import Finding
-from verify.results.line import Line, last_line, plain, style_of
+from verify.results.line import StyledLine, last_line, plain, style_of
 from verify.results.report import Check, Report
 from verify.results.totals import totals
 
@@ -22,7 +22,7 @@ NOTES = 20  # different notes that are shown under several reports
 _WORDS = {"good": "PASS", "bad": "FAIL", "unsure": "OPEN"}
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return every line of the report."""
     if len(reports) == 1:
         lines = [*check_lines(reports[0].checks), *(plain(f"note: {note}", "faint") for note in reports[0].notes)]
@@ -38,7 +38,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     return [*lines, *([plain("")] if apart else []), *_levels(reports), last_line(reports, seconds)]
 
 
-def check_lines(checks: Sequence[Check]) -> list[Line]:
+def check_lines(checks: Sequence[Check]) -> list[StyledLine]:
     """Return a line per check; where there are very many, those that do not pass, and how many others do."""
     shown = list(checks) if len(checks) <= CHECKS else [check for check in checks if not check.verdict.passes]
     name = max((len(check.name) for check in shown), default=0)
@@ -47,11 +47,11 @@ def check_lines(checks: Sequence[Check]) -> list[Line]:
     if len(shown) < len(checks):
         rest = Counter(check.verdict for check in checks if check.verdict.passes)
         texts = [f"{number} {verdict}" for verdict, number in sorted(rest.items(), key=lambda item: -item[1])]
-        lines.append(Line((("PASS", "good"), (f"  {rest.total()} more checks: {', '.join(texts)}", ""))))
+        lines.append(StyledLine((("PASS", "good"), (f"  {rest.total()} more checks: {', '.join(texts)}", ""))))
     return lines
 
 
-def check_line(check: Check, name: int = 0, level: int = 0) -> Line:
+def check_line(check: Check, name: int = 0, level: int = 0) -> StyledLine:
     """`PASS  gradients  TESTED (exact)  96 of 96 agree, worst difference 3e-15  0.3 s`."""
     style = style_of(check.verdict)
     agreed = f"{check.count - check.refuted} of {check.count} agree" if check.count else "nothing compared"
@@ -59,23 +59,23 @@ def check_line(check: Check, name: int = 0, level: int = 0) -> Line:
     seconds = f"  {check.seconds:.1f} s" if check.seconds >= 0.05 else ""
     text = f"  {check.name:<{name}}  {check.verdict.value:<{level}}  {agreed}{detail}"
     word = "----" if check.verdict.passes and not check.count else _WORDS[style]
-    return Line(((word, "faint" if word == "----" else style), (text, ""), (seconds, "faint")))
+    return StyledLine(((word, "faint" if word == "----" else style), (text, ""), (seconds, "faint")))
 
 
-def _report_lines(reports: Sequence[Report]) -> list[Line]:
+def _report_lines(reports: Sequence[Report]) -> list[StyledLine]:
     """`PASS  aten.gelu.default  PROVED (all sizes)  24 of 24 agree  0.2 s`, and what does not pass below it."""
-    lines: list[Line] = []
+    lines: list[StyledLine] = []
     name = max((len(report.subject) for report in reports), default=0)
     level = max((len(report.verdict.value) for report in reports), default=0)
     for report in reports:
         whole = Check(report.subject, report.verdict, report.total, report.refuted, report.seconds)
         lines.append(check_line(whole, name, level))
         failing = [check for check in report.checks if not check.verdict.passes]
-        lines += [Line((("      ", ""), *line.pieces)) for line in check_lines(failing)]
+        lines += [StyledLine((("      ", ""), *line.pieces)) for line in check_lines(failing)]
     return lines
 
 
-def _shared_notes(reports: Sequence[Report]) -> list[Line]:
+def _shared_notes(reports: Sequence[Report]) -> list[StyledLine]:
     """Return each different note once, with the reports that have it."""
     subjects: dict[str, list[str]] = {}
     for report in reports:
@@ -91,7 +91,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _levels(reports: Sequence[Report]) -> Iterable[Line]:
+def _levels(reports: Sequence[Report]) -> Iterable[StyledLine]:
     """`180 PROVED (all sizes), 40 TESTED (exact)`, for several reports."""
     if len(reports) < 2:
         return []

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.problems import Problem, problems, relative
-from verify.results.line import Line, last_line, plain
+from verify.report_formats.problems import ReportedFinding, problems, relative
+from verify.results.line import StyledLine, last_line, plain
 from verify.results.report import Report
 
 ANNOTATIONS = 10  # GitHub shows no more of one kind per step
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return a command per finding, at most ten, and the verdict."""
     found = problems(reports)
     lines = [plain(_command(problem)) for problem in found[:ANNOTATIONS]]
@@ -22,7 +22,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     return [*lines, last_line(reports, seconds)]
 
 
-def _command(problem: Problem) -> str:
+def _command(problem: ReportedFinding) -> str:
     """`::error title=nnscaler (code),file=my_ops.py,line=12::text`."""
     finding = problem.finding
     properties = {"title": f"nnscaler ({finding.code})"}

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verify.report_formats.json_text import verdict_of
-from verify.results.line import Line, plain
+from verify.results.line import StyledLine, plain
 from verify.results.report import Report
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return lines of JSON objects, whose `type` is check, finding, note or, in the last line, verdict."""
     records = [record for report in reports for record in _records(report)]
     records.append({"type": "verdict", **verdict_of(reports, seconds)})

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from verify.results.line import Line, plain_lines
+from verify.results.line import StyledLine, plain_lines
 from verify.results.report import SCHEMA_VERSION, Report
 from verify.results.totals import totals
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return the document of the one report, or one that holds all of them."""
     document = reports[0].as_dict() if len(reports) == 1 else _several(reports, seconds)
     return plain_lines(json.dumps(document, indent=2, ensure_ascii=False))

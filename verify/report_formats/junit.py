@@ -15,13 +15,13 @@ from verify.report_formats.finding_text import finding_lines
 from verify.report_formats.full import check_line
 from verify.report_formats.problems import findings_by_check, findings_of
 from verify.results.finding import Finding
-from verify.results.line import Line, last_line, plain_lines
+from verify.results.line import StyledLine, last_line, plain_lines
 from verify.results.report import Check, Report
 from verify.results.totals import totals
 from verify.results.verdict import Verdict
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return the XML document."""
     found = totals(reports, seconds)
     root = ElementTree.Element("testsuites", name=legal(f"nnscaler {found.tool}".rstrip()))

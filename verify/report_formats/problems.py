@@ -44,7 +44,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ReportedFinding:
     """A finding and the report it is from.
 
     `fingerprint` is the same in each run that finds the same, whatever the seed and the line number; two findings of
@@ -57,16 +57,16 @@ class Problem:
     fingerprint: str
 
 
-def problems(reports: Sequence[Report]) -> list[Problem]:
+def problems(reports: Sequence[Report]) -> list[ReportedFinding]:
     """Return every problem, errors before warnings, else in the order of the reports. No reports are a problem too."""
     seen: Counter[str] = Counter()
-    found: list[Problem] = []
+    found: list[ReportedFinding] = []
     for report in reports or [Report("nnscaler", "nothing", "", 0, ())]:
         for finding in findings_of(report):
             key = _key(report, finding)
             seen[key] += 1
             digest = hashlib.sha256(f"{key}\0{seen[key]}".encode("utf-8", "backslashreplace")).hexdigest()[:32]
-            found.append(Problem(report, finding, _severity(report, finding), digest))
+            found.append(ReportedFinding(report, finding, _severity(report, finding), digest))
     return sorted(found, key=lambda problem: problem.severity != "error")
 
 

@@ -14,9 +14,9 @@ from urllib.parse import quote
 from op_registry.spec import SourceLocation
 
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.problems import Problem, as_uri, problems, relative
+from verify.report_formats.problems import ReportedFinding, as_uri, problems, relative
 from verify.results.catalogue import CODES, page, section
-from verify.results.line import Line, plain_lines
+from verify.results.line import StyledLine, plain_lines
 from verify.results.report import Report
 from verify.results.totals import Totals, totals
 
@@ -24,7 +24,7 @@ SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 BASE = "%SRCROOT%"
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return the log with its one run."""
     found = problems(reports)
     codes = list(dict.fromkeys(problem.finding.code for problem in found))
@@ -32,7 +32,7 @@ def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
     return plain_lines(json.dumps(log, indent=2, ensure_ascii=False))
 
 
-def _run(found: Sequence[Problem], codes: Sequence[str], total: Totals) -> dict[str, Any]:
+def _run(found: Sequence[ReportedFinding], codes: Sequence[str], total: Totals) -> dict[str, Any]:
     driver: dict[str, Any] = {"name": "nnscaler", "rules": [_rule(code) for code in codes]}
     if "nnscaler" in total.environment:
         driver["version"] = total.environment["nnscaler"]
@@ -74,7 +74,7 @@ def _rule(code: str) -> dict[str, Any]:
     return rule
 
 
-def _result(problem: Problem, rule: int) -> dict[str, Any]:
+def _result(problem: ReportedFinding, rule: int) -> dict[str, Any]:
     finding, report = problem.finding, problem.report
     location: dict[str, Any] = {"logicalLocations": [{"fullyQualifiedName": report.subject}]}
     place = finding.where or next((place for _, place in finding.related), None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from verify.report_formats.concise import one_line
 from verify.report_formats.finding_text import finding_lines
-from verify.report_formats.problems import Problem, problems
+from verify.report_formats.problems import ReportedFinding, problems
 from verify.results.line import counts
 from verify.results.report import Report
 from verify.results.totals import totals
@@ -49,7 +49,7 @@ def _table(reports: Sequence[Report]) -> list[str]:
     return lines
 
 
-def _details(problem: Problem) -> list[str]:
+def _details(problem: ReportedFinding) -> list[str]:
     text = "\n".join(line.text for line in finding_lines(problem.finding))
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     summary = f"<b>{problem.severity}</b> {problem.finding.code}: {_html(one_line(problem.finding.message))}"

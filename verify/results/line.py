@@ -14,7 +14,7 @@ Style = Literal["", "strong", "good", "bad", "unsure", "faint"]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StyledLine:
     """A line made of (text, style) pieces."""
 
     pieces: tuple[tuple[str, Style], ...]
@@ -25,12 +25,12 @@ class Line:
         return "".join(text for text, _ in self.pieces)
 
 
-def plain(text: str, style: Style = "") -> Line:
+def plain(text: str, style: Style = "") -> StyledLine:
     """Return a line of one style."""
-    return Line(((text, style),))
+    return StyledLine(((text, style),))
 
 
-def plain_lines(text: str) -> list[Line]:
+def plain_lines(text: str) -> list[StyledLine]:
     """Return a text of several lines.
 
     Only LF ends a line: the other characters that `splitlines` takes may stand in one.
@@ -45,7 +45,7 @@ def style_of(verdict: Verdict) -> Style:
     return "bad" if verdict is Verdict.REFUTED else "unsure"
 
 
-def last_line(reports: Sequence[Report], seconds: float = 0.0) -> Line:
+def last_line(reports: Sequence[Report], seconds: float = 0.0) -> StyledLine:
     """Return the verdict with its counts, always last.
 
     `VERIFIED  gpt.py on 8 ranks (dp=2 tp=2 pp=2): 214 checks, ...`, or
@@ -57,7 +57,7 @@ def last_line(reports: Sequence[Report], seconds: float = 0.0) -> Line:
     else:
         words = ", ".join(f"{number} {word.lower()}" for word, number in found.words.items() if number)
         head = f"{len(reports)} {found.noun}" + (f" ({words})" if words else "")
-    return Line(((found.verdict.word, style_of(found.verdict)), (f"  {head}: {counts(found)}", "")))
+    return StyledLine(((found.verdict.word, style_of(found.verdict)), (f"  {head}: {counts(found)}", "")))
 
 
 def counts(found: Totals) -> str:

@@ -28,7 +28,7 @@ FAMILY_SHARE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """A comparison of two tensors; the worst element is the one of the largest absolute difference.
 
     relative    the number above; inf where NaN, infinity or unequal shapes make a comparison pointless
@@ -74,16 +74,16 @@ def is_finite(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) or bool(torch.isfinite(tensor).all())
 
 
-def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> Difference:
+def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> TensorDifference:
     """Measure how far `actual` is from `expected`. `scale`: that of the family of tensors."""
     if actual.shape != expected.shape:
-        return Difference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+        return TensorDifference(inf, problem=f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
     if actual.numel() == 0:
-        return Difference(0.0)
+        return TensorDifference(0.0)
     dtype = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
     a, e = _numbers(actual.to(dtype)), _numbers(expected.to(dtype))
     if not is_finite(a) and is_finite(e):
-        return Difference(inf, inf, elements=a.numel(), problem=_not_finite(a))
+        return TensorDifference(inf, inf, elements=a.numel(), problem=_not_finite(a))
     gap = (a - e).abs()
     gap = torch.where((a == e) | (a.isnan() & e.isnan()), torch.zeros_like(gap), gap)
     place = int(gap.argmax())
@@ -93,7 +93,7 @@ def difference(actual: Tensor, expected: Tensor, scale: float = 0.0) -> Differen
     )
     relative = 0.0 if absolute == 0 else absolute / reference if reference > 0 else inf
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)) if a.dim() else ()
-    return Difference(
+    return TensorDifference(
         relative if isfinite(relative) else inf,
         absolute,
         index,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from verify.results.line import Line, Style, plain
+from verify.results.line import Style, StyledLine, plain
 from verify.self_test.operators.ablation import ANNOTATIONS, AblationTable
 from verify.self_test.operators.annotation_run import STAGES, SURVIVORS, AnnotationTable
 from verify.self_test.operators.operator_run import REQUIRED, OperatorTable
@@ -25,7 +25,7 @@ _EXPLAINED = {
 }
 
 
-def self_test_lines(found: OpsSelfTest) -> list[Line]:
+def self_test_lines(found: OpsSelfTest) -> list[StyledLine]:
     """Return all tables, the result last."""
     return [
         *_annotations(found.distinct, found.equal),
@@ -39,18 +39,18 @@ def self_test_lines(found: OpsSelfTest) -> list[Line]:
     ]
 
 
-def _rules(rules: RulesReport | None) -> Iterator[Line]:
+def _rules(rules: RulesReport | None) -> Iterator[StyledLine]:
     if rules is not None:
         yield _heading("transfer rules of proofs")
         yield from (plain(f"  {line}") for line in rules.lines())
         yield plain("")
 
 
-def _heading(text: str) -> Line:
+def _heading(text: str) -> StyledLine:
     return plain(text, "strong")
 
 
-def _annotations(distinct: AnnotationTable, equal: AnnotationTable) -> Iterator[Line]:
+def _annotations(distinct: AnnotationTable, equal: AnnotationTable) -> Iterator[StyledLine]:
     tables = (distinct, equal)
     yield _heading("annotation mutants")
     rows: list[Sequence[str]] = [("", "distinct sizes", "equal sizes")]
@@ -72,7 +72,7 @@ def _annotations(distinct: AnnotationTable, equal: AnnotationTable) -> Iterator[
         yield plain(f"  true, not claimed: {text}", "faint")
 
 
-def _operators(table: OperatorTable) -> Iterator[Line]:
+def _operators(table: OperatorTable) -> Iterator[StyledLine]:
     yield _heading("operator mutants")
     rows: list[Sequence[str]] = [("family", "mutants", "refuted", "by the right finding")]
     for family in (*table.families, ""):
@@ -92,7 +92,7 @@ def _operators(table: OperatorTable) -> Iterator[Line]:
         yield plain(f"  refuted as {', '.join(mutant.judgement.codes)}: {mutant.name}", "faint")
 
 
-def _ablation(table: AblationTable) -> Iterator[Line]:
+def _ablation(table: AblationTable) -> Iterator[StyledLine]:
     yield _heading("without one safeguard: how many are no longer noticed")
     columns = [*(c for c in table.totals if c != ANNOTATIONS), ANNOTATIONS]
     rows: list[Sequence[str]] = [("without", *columns, "all", "of them VERIFIED", "such as")]
@@ -106,7 +106,7 @@ def _ablation(table: AblationTable) -> Iterator[Line]:
         yield plain(f"  lowers no column: {name}", "unsure")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[Line]:
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[StyledLine]:
     """Yield a table with columns as wide as their widest entry; the first to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
@@ -122,7 +122,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,}, {part / whole:.2%}" if whole else "none"
 
 
-def _last(found: OpsSelfTest) -> Line:
+def _last(found: OpsSelfTest) -> StyledLine:
     style: Style = "good" if found.good else "bad"
     missing = [
         name
@@ -136,4 +136,4 @@ def _last(found: OpsSelfTest) -> Line:
         if not good
     ]
     rest = "every required rate holds" if found.good else f"required rates missed: {', '.join(missing)}"
-    return Line(((("PASSED" if found.good else "FAILED"), style), (f"  {rest}, {found.seconds:.1f} s", "")))
+    return StyledLine(((("PASSED" if found.good else "FAILED"), style), (f"  {rest}, {found.seconds:.1f} s", "")))

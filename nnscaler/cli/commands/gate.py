@@ -19,9 +19,9 @@ from nnscaler.files import check_temporary, check_writable
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
-    from verify.gate.baseline import Entry
+    from verify.gate.baseline import KnownFinding
     from verify.gate.items import Item
-    from verify.gate.outcome import Outcome, Result
+    from verify.gate.outcome import GateOutcome, ItemResult
     from verify.gate.run import Clock
     from verify.gate.settings import GateSettings
 
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     clock = Clock(time.perf_counter(), settings.get("budget"))
     if settings.sources or not options.list:
         preload()
-    results: dict[str, Result] = {}
+    results: dict[str, ItemResult] = {}
     stopped: KeyboardInterrupt | None = None
     every: list[Item] = list(settings.plans)
     chosen: list[Item] = []
@@ -165,7 +165,7 @@ def _shown(value: object) -> str:
     return "none" if value is None else f"{value:g} s" if isinstance(value, float) else str(value)
 
 
-def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry, ...]:
+def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[KnownFinding, ...]:
     """Read the known findings. Raises NnscalerError, `usage` among others, before anything runs."""
     from verify.gate.baseline import read_baseline
 
@@ -192,7 +192,7 @@ def _entries(options: argparse.Namespace, settings: GateSettings) -> tuple[Entry
     return read_baseline(file)
 
 
-def _chosen(every: Sequence[Item], failed: Sequence[Result], only: Sequence[str]) -> list[Item]:
+def _chosen(every: Sequence[Item], failed: Sequence[ItemResult], only: Sequence[str]) -> list[Item]:
     from verify.gate.items import check_names, select
 
     check_names(every)
@@ -200,7 +200,7 @@ def _chosen(every: Sequence[Item], failed: Sequence[Result], only: Sequence[str]
 
 
 def _run(
-    chosen: Sequence[Item], results: dict[str, Result], settings: GateSettings, clock: Clock, console: Console
+    chosen: Sequence[Item], results: dict[str, ItemResult], settings: GateSettings, clock: Clock, console: Console
 ) -> None:
     """Fill `results`, also where it is interrupted."""
     from contextlib import closing
@@ -222,7 +222,7 @@ def _run(
             console.progress(f"{done:>3} of {len(chosen)}  {_line(unit.phase, result)}")
 
 
-def _line(phase: str, result: Result) -> str:
+def _line(phase: str, result: ItemResult) -> str:
     """`PASS my_ops.py::f  PROVED (all sizes)  48 checks  0.2 s`."""
     report = result.report
     word = "PASS" if report.verdict.passes else "FAIL" if report.exit_code == 1 and not result.stop else "OPEN"
@@ -236,8 +236,8 @@ def _finish(
     options: argparse.Namespace,
     settings: GateSettings,
     items: tuple[Sequence[Item], Sequence[Item]],
-    results: dict[str, Result],
-    entries: Sequence[Entry],
+    results: dict[str, ItemResult],
+    entries: Sequence[KnownFinding],
     clock: Clock,
     interrupted: bool,
 ) -> int:
@@ -264,8 +264,8 @@ def _finish(
 
 
 def _updated(
-    options: argparse.Namespace, file: Path, results: Sequence[Result], old: Sequence[Entry], names: set[str]
-) -> tuple[Entry, ...]:
+    options: argparse.Namespace, file: Path, results: Sequence[ItemResult], old: Sequence[KnownFinding], names: set[str]
+) -> tuple[KnownFinding, ...]:
     from verify.gate.baseline import read_baseline, write_baseline
     from verify.gate.outcome import updated_entries
 
@@ -279,7 +279,7 @@ def _updated(
     return read_baseline(file)
 
 
-def _remember(settings: GateSettings, outcome: Outcome) -> None:
+def _remember(settings: GateSettings, outcome: GateOutcome) -> None:
     from verify.gate.state import Last, read_state, state_file, write_state
 
     file = state_file(settings.folder)
@@ -292,7 +292,7 @@ def _remember(settings: GateSettings, outcome: Outcome) -> None:
 
 
 def deliver(
-    outcome: Outcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
+    outcome: GateOutcome, options: argparse.Namespace, seconds: float, budget: float | None, interrupted: bool
 ) -> None:
     """Write the summary to stdout, and every format to where it was asked for.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from verify.evidence.options import OpOptions
     from verify.operators.run.job import Job
-    from verify.operators.run.many import Result, Settings
+    from verify.operators.run.many import JobResult, Settings
 
 EPILOG = """examples:
   nnscaler verify-op my_ops.py::my_op                 an operator of a file; imports the file
@@ -159,12 +159,12 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
     )
 
 
-def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Console) -> list[Result]:
+def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Console) -> list[JobResult]:
     """Every result; each is told on stderr as it comes."""
     from nnscaler.cli.output.progress import ProgressLine
     from verify.operators.run.many import run_many
 
-    found: list[Result] = []
+    found: list[JobResult] = []
     progress = ProgressLine(console, len(jobs), os.environ)
     with closing(run_many(jobs, asked, settings, progress.started)) as results, progress:
         for result in results:
@@ -175,7 +175,7 @@ def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Con
     return found
 
 
-def _line(result: Result) -> str:
+def _line(result: JobResult) -> str:
     """`PASS aten.linear.default  PROVED (all sizes)  12 of 12 agree  0.2 s`."""
     report = result.report
     word = "PASS" if report.verdict.passes else "FAIL" if report.exit_code == 1 else "OPEN"
@@ -184,7 +184,7 @@ def _line(result: Result) -> str:
     return f"{word} {report.subject}  {report.verdict}  {counts}  {how}"
 
 
-def _print(results: list[Result], options: argparse.Namespace, taken: float) -> None:
+def _print(results: list[JobResult], options: argparse.Namespace, taken: float) -> None:
     from nnscaler.cli.output.show import destinations, print_reports
     from verify.operators.run.summary import summary
 
@@ -195,7 +195,7 @@ def _print(results: list[Result], options: argparse.Namespace, taken: float) -> 
     print_reports(reports, options.output_format, console, taken)
 
 
-def _emit(results: list[Result], file: Path, asked: OpOptions, console: Console) -> None:
+def _emit(results: list[JobResult], file: Path, asked: OpOptions, console: Console) -> None:
     from verify.operators.run.replay import emit_tests
 
     written, problems = emit_tests([(result.job, result.report) for result in results], file, asked)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.markdown import Markdown
 
-    from verify.results.line import Line
+    from verify.results.line import StyledLine
 
 STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "unsure": "bold yellow", "faint": "dim"}
 
@@ -52,7 +52,7 @@ class Console:
         self._out = sys.stdout  # the user's code runs with another sys.stdout, so that what it prints is no result
         self.problem: str | None = None if self._out is not None else "cannot write to standard output: it is closed"
 
-    def lines(self, lines: Iterable[Line]) -> None:
+    def lines(self, lines: Iterable[StyledLine]) -> None:
         """Results, to stdout."""
         if not wants_color(self.color, os.environ, self._out):
             self._write("".join(line.text + "\n" for line in lines))

@@ -15,7 +15,7 @@ from nnscaler.planning.cost.analytic import EFFICIENCY
 from nnscaler.planning.cost.collectives import seconds
 from nnscaler.planning.cost.curves import from_others
 from nnscaler.planning.cost.model import AxisPlace
-from nnscaler.planning.cost.table import Calibration, CollectiveEntry, Entry
+from nnscaler.planning.cost.table import Calibration, CollectiveEntry, CostEntry
 from nnscaler.planning.cost.work import Work
 
 Factors = Mapping[str, tuple[float, float]]
@@ -61,14 +61,14 @@ def fit_level(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> Level:
     return replace(level, latency=max(latency, 1e-9), bandwidth=1 / max(per_byte, 1e-15))
 
 
-def operator_factors(entries: Sequence[Entry]) -> Factors:
+def operator_factors(entries: Sequence[CostEntry]) -> Factors:
     """Return operator -> (forward, backward): the median of measured through predicted; 1 where nothing is
     predicted."""
     names = dict.fromkeys(e.operator for e in entries)
     return {name: _factor([e for e in entries if e.operator == name]) for name in names}
 
 
-def operators_error(entries: Sequence[Entry]) -> Calibration:
+def operators_error(entries: Sequence[CostEntry]) -> Calibration:
     """Return how far the analytic model is from the measurements, as it is and with the operators' factors."""
     factors = operator_factors(entries)
     worth = [e for e in entries if e.forward + e.backward > 0]
@@ -84,7 +84,7 @@ def collectives_error(cluster: Cluster, measured: Sequence[CollectiveEntry]) -> 
     return _calibration(zip((e.seconds for e in measured), plain, strict=True), from_others(measured))
 
 
-def _factor(entries: Sequence[Entry]) -> tuple[float, float]:
+def _factor(entries: Sequence[CostEntry]) -> tuple[float, float]:
     forward = [e.forward / e.predicted[0] for e in entries if e.predicted[0] > 0]
     backward = [e.backward / e.predicted[1] for e in entries if e.predicted[1] > 0 and e.backward > 0]
     return median(forward) if forward else 1.0, median(backward) if backward else 1.0

@@ -15,7 +15,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.calibrate import collectives_error, fit_device, fit_level, operators_error
 from nnscaler.planning.cost.model import KINDS, Collective, Overheads
 from nnscaler.planning.cost.shards import ShardCall, shard_calls
-from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile
+from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile
 from nnscaler.planning.cost.work import Work, shard_work
 
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes of the tensors that collectives are timed on
@@ -107,8 +107,8 @@ def _passes(timed: Sequence[tuple[ShardCall, float, float]]) -> list[tuple[Work,
     return found
 
 
-def _entry(cost: AnalyticCost, call: ShardCall, forward: float, backward: float) -> Entry:
+def _entry(cost: AnalyticCost, call: ShardCall, forward: float, backward: float) -> CostEntry:
     predicted = cost.compute(call.signature, call.shapes_in, call.shapes_out, call.dtype)
     if backward == 0:
         predicted = predicted[0], 0.0  # nothing that needs a gradient goes in
-    return Entry(*call.key, forward, backward, predicted)
+    return CostEntry(*call.key, forward, backward, predicted)

@@ -21,7 +21,7 @@ _HELP = "`nnscaler profile MODEL.py --out FILE` writes a profile"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CostEntry:
     """Measured seconds of one shard of an operator.
 
     signature    text of the call, see `shards.signature_text`
@@ -97,7 +97,7 @@ class Profile:
 
     cluster: Cluster
     overheads: Overheads
-    entries: tuple[Entry, ...]
+    entries: tuple[CostEntry, ...]
     collectives: tuple[CollectiveEntry, ...]
     operators_error: Calibration
     collectives_error: Calibration
@@ -166,10 +166,10 @@ def _overheads(values: Mapping[str, Any]) -> Overheads:
     return Overheads(statement, again, step, tuple(map(float, values["crowding"])))
 
 
-def _entry(values: Mapping[str, Any]) -> Entry:
+def _entry(values: Mapping[str, Any]) -> CostEntry:
     def shapes(name: str) -> tuple[Shape | None, ...]:
         return tuple(None if shape is None else tuple(shape) for shape in values[name])
 
     forward, backward = values["predicted"]
     changed = {"shapes_in": shapes("shapes_in"), "shapes_out": shapes("shapes_out"), "predicted": (forward, backward)}
-    return Entry(**{**values, **changed})
+    return CostEntry(**{**values, **changed})

@@ -16,7 +16,7 @@ from nnscaler.planning.cost.calibrate import Factors, operator_factors
 from nnscaler.planning.cost.curves import Curve, fit_curves
 from nnscaler.planning.cost.model import AxisPlace, Collective, Overheads, Shapes
 from nnscaler.planning.cost.shards import Key, key_of
-from nnscaler.planning.cost.table import Entry, Profile
+from nnscaler.planning.cost.table import CostEntry, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TableCost:
         return Coverage(len(self._asked), tuple(key for key, found in self._asked.items() if not found))
 
     @cached_property
-    def _entries(self) -> dict[Key, Entry]:
+    def _entries(self) -> dict[Key, CostEntry]:
         return {entry.key: entry for entry in self.profile.entries}
 
     @cached_property

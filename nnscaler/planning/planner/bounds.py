@@ -22,12 +22,12 @@ from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layer_chain import Numbers
 from nnscaler.planning.planner.pipeline_bound import Layered
-from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.sharding.zero3_cost import gathering_rate
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
-from nnscaler.planning.solver.problem import Edge, Node, Problem, Table, TooWide, memory_floor
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
 
 # The Lagrangian bound under a budget at many prices of memory at once.
 # The price is one more node, with an edge to every other one, and the bound follows from the best value with it
@@ -37,7 +37,7 @@ from nnscaler.planning.solver.problem import Edge, Node, Problem, Table, TooWide
 LOW, HIGH, COUNT = 1 / 64, 64.0, 12  # of the prices, in prices at which the budget costs what the fastest nodes do
 
 
-def bound_by_prices(problem: Problem, budget: float) -> float:
+def bound_by_prices(problem: ChoiceProblem, budget: float) -> float:
     """Return a lower bound of the value of every choice within `budget`; +inf where it is clear that there is none.
 
     It may lie below the best Lagrangian bound, which has a price between these. Raises `TooWide`.
@@ -55,13 +55,13 @@ def bound_by_prices(problem: Problem, budget: float) -> float:
             if id(node.memory) not in shared:
                 shared[id(node.memory)] = node.memory[:, None] * prices
             edges.append(Edge(index, number, shared[id(node.memory)]))
-    values = min_marginal(Problem((*problem.nodes, Node("price", np.zeros(len(prices)))), tuple(edges)), number)
+    values = min_marginal(ChoiceProblem((*problem.nodes, Node("price", np.zeros(len(prices)))), tuple(edges)), number)
     # [prices]: `values` are the least priced values; less the price of the whole budget, each is a bound
     rounding = ROUNDING * (np.abs(values) + prices * abs(budget))
     return float((values - prices * budget - rounding).max())
 
 
-def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | None:
+def layered_of(subject: PlanningCache, c: Configuration, memory: float) -> Layered | None:
     """Return the chain in this configuration; None where the graph is none."""
     chain = subject.chain(c.tp, c.parts, c.shards)
     if chain is None:
@@ -72,12 +72,12 @@ def layered_of(subject: Subject, c: Configuration, memory: float) -> Layered | N
     return subject.layered[c, memory]
 
 
-def _sent(subject: Subject, c: Configuration, sizes: Sequence[float]) -> Numbers:
+def _sent(subject: PlanningCache, c: Configuration, sizes: Sequence[float]) -> Numbers:
     """Return, for each of these sizes in bytes, the seconds in which a stage hands so much on: [sizes]."""
     return np.array([send_seconds(subject.cost, c, size) if c.pp > 1 else 0.0 for size in sizes])
 
 
-def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 1) -> float:
+def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: int = 1) -> float:
     """Bound the seconds of a step in which all ranks have `memory` bytes, from the shapes of one of `parts` of the
     batch.
 
@@ -92,7 +92,7 @@ def rough_bound(subject: Subject, c: Configuration, memory: float, parts: int = 
     return rough.bound(c, memory, rate, each, sent)
 
 
-def gathering(subject: Subject, c: Configuration, size: float) -> float:
+def gathering(subject: PlanningCache, c: Configuration, size: float) -> float:
     """Return a lower bound of the seconds in which a micro-batch gathers `size` bytes of parameters and scatters their
     gradients."""
     place = c.places["dp"]
@@ -101,12 +101,12 @@ def gathering(subject: Subject, c: Configuration, size: float) -> float:
     return subject.gathering[place] * size
 
 
-def gathering_all(subject: Subject, c: Configuration) -> float:
+def gathering_all(subject: PlanningCache, c: Configuration) -> float:
     """Return that bound for all parameters; 0 where they rest whole on dp."""
     return gathering(subject, c, subject.gathered(c)) if c.zero else 0.0
 
 
-def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
+def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
     """Bound the seconds of a step from the shapes of the configuration's own micro-batches.
 
     Where the graph is no chain, the bound holds whatever the memory is.
@@ -116,7 +116,7 @@ def near_bound(subject: Subject, c: Configuration, memory: float) -> float:
     return rough_bound(subject, c, memory, c.parts)
 
 
-def bound_within(subject: Subject, c: Configuration, memory: float) -> float:
+def bound_within(subject: PlanningCache, c: Configuration, memory: float) -> float:
     """Bound the seconds of a step within `memory` by Lagrangian relaxation with prices about those that bind.
 
     0 where the tables would be too wide, and the bound says nothing.

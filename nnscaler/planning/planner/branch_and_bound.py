@@ -25,7 +25,7 @@ from nnscaler.planning.planner.lagrangian_bound import stages_of
 from nnscaler.planning.planner.layer_chain import Chain
 from nnscaler.planning.planner.memory_fit import StageFill, fill
 from nnscaler.planning.planner.pipeline_bound import Layered, Least
-from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.problem import Infeasible
 
@@ -34,7 +34,7 @@ from nnscaler.planning.solver.problem import Infeasible
 TRIES = 3  # limits of memory that are tried
 
 
-def evaluate_chain(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
+def evaluate_chain(subject: PlanningCache, c: Configuration, memory: float) -> Evaluated | None:
     """Return the fastest choices found that fit into `memory` bytes, or the last ones tried; None where none are found.
 
     The graph must be a chain. Where the real stages need more than the fill assumed, the limit is lowered by that much
@@ -61,7 +61,7 @@ def evaluate_chain(subject: Subject, c: Configuration, memory: float) -> Evaluat
     return best
 
 
-def _placed(subject: Subject, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:
+def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:
     """Evaluate a fill on the tables of the whole graph."""
     c = layered.configuration
     tables = subject.tables(c.tp, c.parts, c.shards)
@@ -130,7 +130,7 @@ class Search:
 
 
 def search(
-    subject: Subject,
+    subject: PlanningCache,
     ranks: int,
     memory: float,
     permitted: Callable[[Configuration], bool] = lambda _: True,
@@ -181,7 +181,7 @@ def search(
 
 
 def _queued(
-    subject: Subject, ranks: int, memory: float, permitted: Callable[[Configuration], bool]
+    subject: PlanningCache, ranks: int, memory: float, permitted: Callable[[Configuration], bool]
 ) -> tuple[list[Entry], int, float]:
     """Return the configurations that may fit, as a heap by their first bounds.
 
@@ -234,7 +234,7 @@ def may_fit(least: Least, c: Configuration, memory: float) -> bool:
     return least.resting / c.shards + kept <= memory * c.pp
 
 
-def _bound(subject: Subject, least: Least, c: Configuration) -> float:
+def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
     """Return the first lower bound of a configuration, in seconds of a step."""
     rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)

@@ -12,7 +12,7 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import CostModel
-from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull
@@ -106,7 +106,7 @@ class Evaluated:
         return max(stage.memory for stage in self.stages)
 
 
-def weights_of(subject: Subject, c: Configuration) -> Weights:
+def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     """Return how often the parts of a step count in a configuration."""
     rates = {
         axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in (("dp", c.dp), ("tp", c.tp)) if size > 1
@@ -114,7 +114,7 @@ def weights_of(subject: Subject, c: Configuration) -> Weights:
     return Weights(c.each, 1 / c.pp, rates, min(c.micro_batches, c.pp), c.recompute is True)
 
 
-def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | None:
+def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluated | None:
     """Return the fastest choices that fit into `memory` bytes, or, where none is found, the last ones tried.
 
     None where it is proved that nothing fits. All layers are recomputed, or none. The budget of the problem is that of
@@ -154,7 +154,7 @@ def evaluate(subject: Subject, c: Configuration, memory: float) -> Evaluated | N
     return replace(found, bound=bound, fits=found.memory <= memory)
 
 
-def _with(subject: Subject, c: Configuration, tables: Tables, weights: Weights, solution: Solution) -> Evaluated:
+def _with(subject: PlanningCache, c: Configuration, tables: Tables, weights: Weights, solution: Solution) -> Evaluated:
     """Evaluate a solution with its stages cut so that they are balanced."""
     again = frozenset(range(len(subject.layers))) if c.recompute else frozenset[int]()
     numbers = item_numbers(subject, tables, weights, solution.choices, again)
@@ -168,7 +168,7 @@ def _with(subject: Subject, c: Configuration, tables: Tables, weights: Weights, 
 
 
 def evaluated(
-    subject: Subject,
+    subject: PlanningCache,
     c: Configuration,
     tables: Tables,
     weights: Weights,
@@ -190,7 +190,7 @@ def evaluated(
 
 
 def item_numbers(
-    subject: Subject, tables: Tables, weights: Weights, choices: Sequence[int], again: frozenset[int]
+    subject: PlanningCache, tables: Tables, weights: Weights, choices: Sequence[int], again: frozenset[int]
 ) -> Mapping[str, Numbers]:
     """Add up the tables per item (before the layers, every layer, after them); each entry is [items].
 

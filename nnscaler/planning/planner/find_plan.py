@@ -83,7 +83,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
-from nnscaler.planning.planner.planning_cache import FREE, Subject
+from nnscaler.planning.planner.planning_cache import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch
@@ -143,7 +143,7 @@ class Found:
 
     plan: Plan
     certificate: Certificate
-    subject: Subject
+    subject: PlanningCache
     search: Search
 
     @property
@@ -204,7 +204,7 @@ def _find_plan(
 ) -> Found:
     limit = float(cluster.device.memory if memory is None else memory)
     model = cost or AnalyticCost(cluster)
-    subject = Subject(graph, signatures, model, constraint or FREE)
+    subject = PlanningCache(graph, signatures, model, constraint or FREE)
     known: dict[tuple[int, int], str | None] = {}
 
     def allowed(c: Configuration) -> bool:
@@ -235,7 +235,7 @@ def _find_plan(
     return Found(made, certificate(found, cluster.name, model.identity, limit), subject, found)
 
 
-def _refused(subject: Subject, c: Configuration) -> str | None:
+def _refused(subject: PlanningCache, c: Configuration) -> str | None:
     """Return why the batch cannot be cut into so many micro-batches: operations that couple them show only when asked
     for."""
     mesh = (("dp", c.dp),) if c.dp > 1 else ()
@@ -246,7 +246,7 @@ def _refused(subject: Subject, c: Configuration) -> str | None:
     return None
 
 
-def _may_be_cut(subject: Subject, c: Configuration) -> bool:
+def _may_be_cut(subject: PlanningCache, c: Configuration) -> bool:
     """Return whether there are stages that keep to the constraints."""
     return cuts_of(subject.items, [1.0] * (len(subject.layers) + 2), c.pp, subject.constraint) is not None
 
@@ -272,12 +272,12 @@ def _least_that_fits(look: Callable[[float], Search], limit: float) -> tuple[Eva
 
 
 def _without_choice(
-    subject: Subject, constraint: Constraint | None, cluster: Cluster, error: Infeasible | NnscalerError
+    subject: PlanningCache, constraint: Constraint | None, cluster: Cluster, error: Infeasible | NnscalerError
 ) -> NnscalerError:
     """Return the error for constraints that leave an operation no choice, whatever tp is; `error` where that is another
     one."""
     if constraint is not None:
-        free = Subject(subject.graph, subject.signatures, subject.cost)
+        free = PlanningCache(subject.graph, subject.signatures, subject.cost)
         space = configurations(cluster.devices, subject.batch, len(subject.layers))
         for tp in sorted({c.tp for c in space if c.tp > 1 and constraint.permits(c)}):
             found = without_choice(constraint, subject.graph, free.options(tp), tp)
@@ -294,7 +294,7 @@ def _without_choice(
 
 
 def _nothing(
-    subject: Subject,
+    subject: PlanningCache,
     found: Search,
     cluster: Cluster,
     limit: float,

@@ -107,7 +107,7 @@ def floors_of(chain: Chain) -> Floors:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageKind:
     """The place of a stage in its pipeline.
 
     live    micro-batches that are alive at once
@@ -120,9 +120,9 @@ class Stage:
     last: bool
 
 
-def stages_of(c: Configuration) -> tuple[Stage, ...]:
+def stages_of(c: Configuration) -> tuple[StageKind, ...]:
     """Return the stages of a 1F1B pipeline: stage s has min(m, p - s) live micro-batches."""
-    return tuple(Stage(min(c.micro_batches, c.pp - s), s == 0, s == c.pp - 1) for s in range(c.pp))
+    return tuple(StageKind(min(c.micro_batches, c.pp - s), s == 0, s == c.pp - 1) for s in range(c.pp))
 
 
 def ends_of(c: Configuration) -> Ends:
@@ -200,7 +200,7 @@ def values_of(
 
 def limited(
     values: Mapping[Kind, Numbers],
-    stage: Stage,
+    stage: StageKind,
     live: float,
     floors: Floors,
     memory: float,

@@ -15,11 +15,11 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.planner.lagrangian_bound import Pieces, Prices, Stage, stages_of
+from nnscaler.planning.planner.lagrangian_bound import Pieces, Prices, StageKind, stages_of
 from nnscaler.planning.planner.layer_chain import Numbers, Priced
 from nnscaler.planning.planner.layer_strategies import Ends, Way, ways_of
 from nnscaler.planning.planner.pipeline_bound import Layered
-from nnscaler.planning.planner.stage_partition_dp import Cut, best_cut
+from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
 
 STATES = 4  # of the cut that are tried
 LEVELS = 3  # of what ways leave to the end of a step, up to which they are taken
@@ -86,7 +86,7 @@ class Ways:
         return Ways(head, layer, tail)
 
 
-def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill, ...]]:
+def fill(layered: Layered, prices: Prices, cut: StagePartition) -> Iterator[tuple[StageFill, ...]]:
     """Yield the stages of the fastest pipelines that are found to fit.
 
     They are made from all ways, then from those alone that leave less and less to the end of the step. `cut` is that of
@@ -98,7 +98,7 @@ def fill(layered: Layered, prices: Prices, cut: Cut) -> Iterator[tuple[StageFill
 
 
 def _fill(
-    layered: Layered, prices: Prices, cut: Cut, pieces: Pieces, hubs: Mapping[int, int]
+    layered: Layered, prices: Prices, cut: StagePartition, pieces: Pieces, hubs: Mapping[int, int]
 ) -> Iterator[tuple[StageFill, ...]]:
     """Yield the pipelines with these choices of the hubs."""
     head, layer, tail = pieces
@@ -209,7 +209,7 @@ def _table(found: Mapping[Ends, Sequence[Mixes]], most: int, states: int) -> Num
     return seconds
 
 
-def _fastest(layered: Layered, ways: Ways, stage: Stage, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
+def _fastest(layered: Layered, ways: Ways, stage: StageKind, states: Sequence[int]) -> dict[Ends, list[Mixes]]:
     """Return the fastest mixes that fit, by the states that a stage begins and ends in.
 
     States are numbered as they are listed. The first stage begins in the first state, and the last one ends in it.

@@ -23,7 +23,7 @@ from nnscaler.planning.planner.lagrangian_bound import (
     Kind,
     Pieces,
     Prices,
-    Stage,
+    StageKind,
     at_prices,
     ends_of,
     floors_of,
@@ -34,7 +34,7 @@ from nnscaler.planning.planner.lagrangian_bound import (
     values_of,
 )
 from nnscaler.planning.planner.layer_chain import Chain, Numbers
-from nnscaler.planning.planner.stage_partition_dp import Cut, best_cut
+from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
 from nnscaler.planning.sharding.build_problem import Weights, once_of
 
 LOW, HIGH = 1 / 512, 64  # of the prices, in prices at which running a layer again pays
@@ -103,7 +103,7 @@ class Layered:
         )
 
     @cached_property
-    def bound(self) -> tuple[float, Prices, Cut | None]:
+    def bound(self) -> tuple[float, Prices, StagePartition | None]:
         """The bound of a step in seconds, and the prices and the cut that prove it; infinite, without a cut, where
         nothing fits."""
         lives = np.geomspace(1, max(s.live for s in stages_of(self.configuration)), LIVES)
@@ -120,7 +120,7 @@ class Layered:
         found = best_cut(np.maximum(seconds, self.lower(refined)[0]), self.layers, weight)
         return np.inf if found is None else found.value + self.once, prices.with_more(refined), found
 
-    def _refined(self, prices: Prices, binding: NDArray[np.int64], cut: Cut) -> Prices:
+    def _refined(self, prices: Prices, binding: NDArray[np.int64], cut: StagePartition) -> Prices:
         """Return finer prices about those that bind in the stages of a cut, for the stages' own numbers of live
         micro-batches."""
         step = (HIGH / LOW) ** (1 / (COARSE - 1))
@@ -262,7 +262,7 @@ class Rough:
         return np.inf if found is None else found.value
 
 
-def between(stage: Stage, sent: Numbers, states: int) -> Numbers:
+def between(stage: StageKind, sent: Numbers, states: int) -> Numbers:
     """Return the seconds in which a stage is handed a micro-batch and hands it on: [states, states].
 
     `sent` is by state; its least counts where states are not told apart.

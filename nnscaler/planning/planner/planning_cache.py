@@ -16,7 +16,7 @@ from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
-from nnscaler.planning.sharding.build_problem import Weights, Window, pose
+from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.memory import Kept, kept_by
 from nnscaler.planning.sharding.problem_config import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
@@ -45,7 +45,7 @@ class Repeated:
 
 
 @dataclass
-class Subject:
+class PlanningCache:
     """A graph with everything that the planner derives from it, cached by tp and by the size of a micro-batch.
 
     constraint   what a plan keeps to
@@ -125,10 +125,10 @@ class Subject:
             self._repeated[tp] = self.repeated if len(looks) == 1 else None
         return self._repeated[tp]
 
-    def window(self, tp: int) -> Window | None:
+    def window(self, tp: int) -> LayerWindow | None:
         """Return the layers that stand for all equal layers in bounds; None where layers differ."""
         found = self.repeated_on(tp)
-        return None if found is None else Window(frozenset(found.window), float(found.times))
+        return None if found is None else LayerWindow(frozenset(found.window), float(found.times))
 
     def _short(self, layers: range) -> frozenset[str]:
         """Return the operations outside of layers, of the first and the last layer, and of `layers`."""

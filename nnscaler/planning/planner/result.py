@@ -11,7 +11,7 @@ from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
-from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, RestStep, Step
 from nnscaler.transform.stages import StagePartition, partition_stages
@@ -99,7 +99,7 @@ def certificate(found: Search, cluster: str, cost_model: str, memory: float) -> 
     )
 
 
-def choices_of(subject: Subject, found: Evaluated) -> dict[str, Choice]:
+def choices_of(subject: PlanningCache, found: Evaluated) -> dict[str, Choice]:
     """Return, by operation, its choice on tp."""
     made = zip(subject.graph.operations, found.choices, strict=False)  # nodes of tensors follow
     strategies = found.tables.strategies
@@ -109,7 +109,7 @@ def choices_of(subject: Subject, found: Evaluated) -> dict[str, Choice]:
     }
 
 
-def plan_of(subject: Subject, found: Evaluated) -> Plan:
+def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     """Return the plan that runs a configuration with the choices found for it."""
     c, graph = found.configuration, subject.graph
     steps: list[Step] = []
@@ -128,7 +128,7 @@ def plan_of(subject: Subject, found: Evaluated) -> Plan:
     return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches)
 
 
-def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
+def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
     """Cut the graph into the stages of a pipeline.
 
     Raises NnscalerError("plan_illegal") where the graph cannot be cut so.
@@ -154,7 +154,7 @@ def partition_of(subject: Subject, found: Evaluated) -> StagePartition:
     )
 
 
-def operation_seconds(subject: Subject, found: Evaluated) -> Mapping[str, float]:
+def operation_seconds(subject: PlanningCache, found: Evaluated) -> Mapping[str, float]:
     """Return, by operation, the seconds of one micro-batch with the conversions of the tensors that it reads."""
     names = [op.name for op in subject.graph.operations]
     total = dict.fromkeys(names, 0.0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 
-class Cut(NamedTuple):
+class StagePartition(NamedTuple):
     """Layers spread over stages.
 
     value    seconds of a step
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     states: tuple[tuple[int, int], ...]
 
 
-def best_cut(seconds: Numbers, layers: int, weight: float) -> Cut | None:
+def best_cut(seconds: Numbers, layers: int, weight: float) -> StagePartition | None:
     """Minimise the sum of the stages' seconds plus `weight` times the largest of them; None where the layers cannot be
     spread.
 
@@ -48,7 +48,7 @@ def best_cut(seconds: Numbers, layers: int, weight: float) -> Cut | None:
             low = middle + 1
         else:
             high = middle
-    best: Cut | None = None
+    best: StagePartition | None = None
     while low < len(limits):
         if best is not None and weight * limits[low] + free.value >= best.value:
             break
@@ -60,7 +60,7 @@ def best_cut(seconds: Numbers, layers: int, weight: float) -> Cut | None:
         largest = max(float(seconds[stage, count, a, b]) for stage, (count, (a, b)) in taken)
         value = found.value + weight * largest
         if best is None or value < best.value:
-            best = Cut(value, *found[1:])
+            best = StagePartition(value, *found[1:])
         # up to the next limit that the least sum so far allows to pay
         low = max(low + 1, int(np.searchsorted(limits, largest, side="right")))
     return best
@@ -77,7 +77,7 @@ def _most(seconds: Numbers, limit: float) -> float:
     return float(reached.max())
 
 
-def _path(seconds: Numbers, layers: int, limit: float) -> Cut | None:
+def _path(seconds: Numbers, layers: int, limit: float) -> StagePartition | None:
     """Return the least sum with no stage over the limit, by a dynamic program over stages and layers."""
     allowed = np.where(seconds <= limit, seconds, np.inf)
     used = np.flatnonzero(np.isfinite(allowed).any(axis=(0, 2, 3)))
@@ -113,4 +113,4 @@ def _path(seconds: Numbers, layers: int, limit: float) -> Cut | None:
         found.append(count)
         ends.append((begin, state))
         at, state = at - count, begin
-    return Cut(value, tuple(reversed(found)), tuple(reversed(ends)))
+    return StagePartition(value, tuple(reversed(found)), tuple(reversed(ends)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nnscaler.planning.sharding.tables import Column, Columns, Tables
-from nnscaler.planning.solver.problem import Edge, Node, Problem
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LayerWindow:
     """Some of many equal layers, which stand for all of them in lower bounds.
 
     The problem of a window has a value that no choices for all layers come below: of any choices, some window of the
@@ -43,7 +43,9 @@ class Window:
     times: float
 
 
-def pose(tables: Tables, weights: Weights, window: Window | None = None, layers_only: bool = False) -> Problem:
+def pose(
+    tables: Tables, weights: Weights, window: LayerWindow | None = None, layers_only: bool = False
+) -> ChoiceProblem:
     """Return the problem whose value is the weighted time, and whose memory is that of one rank running the whole
     graph.
 
@@ -67,7 +69,7 @@ def pose(tables: Tables, weights: Weights, window: Window | None = None, layers_
         if (id(table), often) not in scaled:
             scaled[id(table), often] = table if often == 1.0 else often * table
         edges.append(Edge(first, second, scaled[id(table), often]))
-    return Problem(tuple(nodes), tuple(edges))
+    return ChoiceProblem(tuple(nodes), tuple(edges))
 
 
 def seconds_of(columns: Columns, weights: Weights, in_layer: bool) -> Column:

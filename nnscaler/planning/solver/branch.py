@@ -14,14 +14,14 @@ import numpy as np
 
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING, Hull, hull, line_at
-from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, TooWide, evaluate
+from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, TooWide, evaluate
 from nnscaler.planning.solver.reduce import Reduced, restrict
 from nnscaler.planning.solver.repair import repair_from
 
 Fixed = tuple[tuple[int, int], ...]  # nodes and their choices
 
 
-def branch(problem: Problem, budget: float, solution: Solution, swept: Hull, points: int, most: int) -> Solution:
+def branch(problem: ChoiceProblem, budget: float, solution: Solution, swept: Hull, points: int, most: int) -> Solution:
     """Return `solution` or a better one, and a bound that is no worse, after at most `most` subproblems.
 
     `swept` is the hull of `problem` that proves the bound of `solution`; subproblems have hulls of `points` points.
@@ -54,7 +54,7 @@ def branch(problem: Problem, budget: float, solution: Solution, swept: Hull, poi
 
 
 def _split(
-    problem: Problem, swept: Hull, budget: float, fixed: Fixed, value: float, waiting: list[tuple[float, Fixed]]
+    problem: ChoiceProblem, swept: Hull, budget: float, fixed: Fixed, value: float, waiting: list[tuple[float, Fixed]]
 ) -> bool:
     """Push the strategies of a node that differs on the two sides of the budget, where they are worth a look.
 
@@ -76,7 +76,7 @@ def _split(
     return True
 
 
-def _undecided(problem: Problem, swept: Hull, budget: float) -> int | None:
+def _undecided(problem: ChoiceProblem, swept: Hull, budget: float) -> int | None:
     """Return the first node of no layer that chooses differently at the two points about the budget."""
     within = swept.points.index(swept.fastest_within(budget))
     if within == 0:
@@ -86,7 +86,7 @@ def _undecided(problem: Problem, swept: Hull, budget: float) -> int | None:
     return next((index for index in differ if problem.nodes[index].group < 0), None)
 
 
-def _with(problem: Problem, fixed: Fixed) -> Reduced:
+def _with(problem: ChoiceProblem, fixed: Fixed) -> Reduced:
     """Return the problem in which some nodes have one strategy only."""
     kept = [np.arange(size) for size in problem.sizes]
     for node, choice in fixed:

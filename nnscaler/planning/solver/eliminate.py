@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nnscaler.planning.solver.order import Order, find_order
-from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, Table, evaluate
+from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, Table, evaluate
 
 BLOCK = 2**18  # entries of a table that are added at once: they stay in the processor's cache
 
@@ -109,13 +109,13 @@ def substitute(elimination: Elimination, choices: dict[int, int]) -> None:
         choices[bucket.variable] = int(total.argmin())
 
 
-def factors_of(problem: Problem) -> list[Factor]:
+def factors_of(problem: ChoiceProblem) -> list[Factor]:
     """Return the tables of `problem`: one per node and one per edge."""
     nodes = [Factor((index,), node.cost) for index, node in enumerate(problem.nodes)]
     return nodes + [Factor((edge.first, edge.second), edge.cost) for edge in problem.edges]
 
 
-def eliminate(problem: Problem) -> Solution:
+def eliminate(problem: ChoiceProblem) -> Solution:
     """Return the optimum of `problem`. Raises `TooWide`, and `Infeasible` where no choice is legal."""
     factors = factors_of(problem)
     order = find_order([factor.scope for factor in factors], range(len(problem.nodes)), problem.sizes)
@@ -125,7 +125,7 @@ def eliminate(problem: Problem) -> Solution:
     return exact_solution(problem, tuple(choices[index] for index in range(len(problem.nodes))), "elimination")
 
 
-def exact_solution(problem: Problem, choices: tuple[int, ...], how: str) -> Solution:
+def exact_solution(problem: ChoiceProblem, choices: tuple[int, ...], how: str) -> Solution:
     """Return optimal `choices` as a solution. Raises `Infeasible` where even they are forbidden."""
     value = evaluate(problem, choices)
     if value == inf:

@@ -14,7 +14,7 @@ import numpy as np
 
 from nnscaler.planning.solver.eliminate import Elimination, Factor, exact_solution, run_elimination, substitute
 from nnscaler.planning.solver.order import CAP, STEP, Order, find_order
-from nnscaler.planning.solver.problem import Problem, Solution, Table, TooWide
+from nnscaler.planning.solver.problem import ChoiceProblem, Solution, Table, TooWide
 from nnscaler.planning.solver.runs import Run, find_runs
 
 # Powers of a table in the (min, +) semiring by repeated squaring, and the states along the best path.
@@ -138,7 +138,7 @@ class Structure:
         return self.order.work + sum(fold.work for fold in self.folds)
 
 
-def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
+def find_structure(problem: ChoiceProblem, keep: Sequence[int] = ()) -> Structure:
     """Fold the runs that are worth it, and find the order for the rest.
 
     The nodes to `keep` are neither folded nor eliminated.
@@ -165,7 +165,7 @@ def find_structure(problem: Problem, keep: Sequence[int] = ()) -> Structure:
 
 
 def best_choices(
-    structure: Structure, problem: Problem, nodes: Sequence[Table], edges: Sequence[Table]
+    structure: Structure, problem: ChoiceProblem, nodes: Sequence[Table], edges: Sequence[Table]
 ) -> tuple[int, ...]:
     """Return optimal choices of the problem with these tables, which must be equal where those of `problem` are."""
     assert not structure.order.keep
@@ -177,7 +177,7 @@ def best_choices(
     return tuple(choices[index] for index in range(len(problem.nodes)))
 
 
-def solve_folded(problem: Problem, structure: Structure | None = None) -> Solution:
+def solve_folded(problem: ChoiceProblem, structure: Structure | None = None) -> Solution:
     """Return the optimum; `structure`: where it is known.
 
     Raises `TooWide`, and `Infeasible` where no choice is legal.
@@ -187,7 +187,7 @@ def solve_folded(problem: Problem, structure: Structure | None = None) -> Soluti
     return exact_solution(problem, choices, "folding" if structure.folds else "elimination")
 
 
-def min_marginal(problem: Problem, node: int, price: float = 0.0) -> Table:
+def min_marginal(problem: ChoiceProblem, node: int, price: float = 0.0) -> Table:
     """Return the best value with `node` fixed to each of its strategies, [k], the other layers folded.
 
     Raises `TooWide`.
@@ -199,12 +199,12 @@ def min_marginal(problem: Problem, node: int, price: float = 0.0) -> Table:
     return _eliminate(structure, problem, priced(problem, price), edges)[0].table()
 
 
-def tables_of(problem: Problem) -> tuple[list[Table], list[Table]]:
+def tables_of(problem: ChoiceProblem) -> tuple[list[Table], list[Table]]:
     """Return the costs of the nodes and of the edges."""
     return [node.cost for node in problem.nodes], [edge.cost for edge in problem.edges]
 
 
-def priced(problem: Problem, price: float) -> list[Table]:
+def priced(problem: ChoiceProblem, price: float) -> list[Table]:
     """Return the costs of the nodes with `price` per unit of memory."""
     found: dict[tuple[int, int], Table] = {}
     answer = []
@@ -220,7 +220,7 @@ def priced(problem: Problem, price: float) -> list[Table]:
 
 
 def _eliminate(
-    structure: Structure, problem: Problem, nodes: Sequence[Table], edges: Sequence[Table]
+    structure: Structure, problem: ChoiceProblem, nodes: Sequence[Table], edges: Sequence[Table]
 ) -> tuple[Elimination, list[tuple[Elimination, Power]]]:
     sizes = problem.sizes
     powers = [_power(fold, problem, nodes, edges) for fold in structure.folds]
@@ -234,7 +234,9 @@ def _eliminate(
     return run_elimination(factors, structure.order, sizes), powers
 
 
-def _power(fold: _Fold, problem: Problem, nodes: Sequence[Table], edges: Sequence[Table]) -> tuple[Elimination, Power]:
+def _power(
+    fold: _Fold, problem: ChoiceProblem, nodes: Sequence[Table], edges: Sequence[Table]
+) -> tuple[Elimination, Power]:
     """Return the elimination of one segment, and its power over all segments but the first."""
     sizes = problem.sizes
     factors = [Factor((index,), nodes[index]) for index in fold.run.segments[1]]
@@ -275,7 +277,7 @@ def _apart(state: int, sizes: Sequence[int]) -> list[int]:
     return [int(choice) for choice in np.unravel_index(state, tuple(sizes))] if sizes else []
 
 
-def _touching(problem: Problem) -> list[list[int]]:
+def _touching(problem: ChoiceProblem) -> list[list[int]]:
     """Return the edges (indices) at each node."""
     touching: list[list[int]] = [[] for _ in problem.nodes]
     for index, edge in enumerate(problem.edges):
@@ -289,19 +291,19 @@ def _extent(run: Run, sizes: Sequence[int]) -> tuple[int, int]:
     return prod(sizes[node] for node in run.hubs), prod(sizes[node] for node in run.cut_of(0))
 
 
-def _segment_edges(problem: Problem, touching: Sequence[Sequence[int]], run: Run, number: int) -> list[int]:
+def _segment_edges(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: Run, number: int) -> list[int]:
     """Return the edges of a segment inside of it, to the segment before, and to the hubs."""
     allowed = set(run.segments[number]) | set(run.segments[number - 1]) | set(run.hubs)
     found = {index for node in run.segments[number] for index in touching[node]}
     return sorted(i for i in found if problem.edges[i].first in allowed and problem.edges[i].second in allowed)
 
 
-def _counted(problem: Problem, touching: Sequence[Sequence[int]], run: Run) -> list[int]:
+def _counted(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: Run) -> list[int]:
     """Return the edges that the table of the run counts."""
     return [i for number in range(1, len(run.segments)) for i in _segment_edges(problem, touching, run, number)]
 
 
-def _worth(problem: Problem, touching: Sequence[Sequence[int]], run: Run) -> _Fold | None:
+def _worth(problem: ChoiceProblem, touching: Sequence[Sequence[int]], run: Run) -> _Fold | None:
     """Return how to fold the run, or None where plain elimination of all segments costs less, or the tables are too
     wide."""
     sizes = problem.sizes

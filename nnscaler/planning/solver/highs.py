@@ -15,7 +15,7 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.solver.problem import Infeasible, Problem, Solution, Table, evaluate, memory_of
+from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Solution, Table, evaluate, memory_of
 from nnscaler.planning.solver.reduce import merge_edges
 
 SLACK = 1e-6  # relative: what the tolerances of an integer program may hide
@@ -57,12 +57,12 @@ class _Program:
     pairs: tuple[tuple[int, int, int], ...]  # of each edge: its nodes and its first column
 
 
-def columns_of(problem: Problem) -> int:
+def columns_of(problem: ChoiceProblem) -> int:
     """Return how many columns the program has."""
     return sum(problem.sizes) + sum(edge.cost.size for edge in problem.edges)
 
 
-def relax(problem: Problem, budget: float | None = None, seconds: float = 60.0) -> Relaxation:
+def relax(problem: ChoiceProblem, budget: float | None = None, seconds: float = 60.0) -> Relaxation:
     """Return the linear relaxation, with a lower bound that holds even where `seconds` did not suffice.
 
     Raises `Infeasible` where the relaxation shows that no choice is legal within the budget.
@@ -82,7 +82,7 @@ def relax(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
 
 
 def optimise(
-    problem: Problem, budget: float | None = None, seconds: float = 60.0, start: Sequence[int] | None = None
+    problem: ChoiceProblem, budget: float | None = None, seconds: float = 60.0, start: Sequence[int] | None = None
 ) -> Solution | None:
     """Return the best choices that the integer program finds in `seconds`, and its bound; None where it finds none.
 
@@ -113,7 +113,7 @@ def optimise(
     return Solution(choices, value, min(value, bound - SLACK * magnitude), "integer program")
 
 
-def _program(problem: Problem, budget: float | None) -> _Program:
+def _program(problem: ChoiceProblem, budget: float | None) -> _Program:
     """Return the program: a row per node (its strategies sum to one), two blocks of rows per edge, and one for memory,
     if any."""
     merged = merge_edges(problem.edges)
@@ -201,7 +201,7 @@ def _run(solver: highspy.Highs) -> None:
         raise
 
 
-def _dual_bound(problem: Problem, program: _Program, duals: Table, budget: float | None) -> tuple[float, float]:
+def _dual_bound(problem: ChoiceProblem, program: _Program, duals: Table, budget: float | None) -> tuple[float, float]:
     """Return the bound that the multipliers of the edges' rows, and of memory, prove: minima of nodes and edges
     apart."""
     multiplier = 0.0
@@ -224,7 +224,7 @@ def _dual_bound(problem: Problem, program: _Program, duals: Table, budget: float
     return bound + sum(float(costs.min()) for costs in unary), multiplier
 
 
-def _as_columns(problem: Problem, program: _Program, choices: Sequence[int]) -> highspy.HighsSolution:
+def _as_columns(problem: ChoiceProblem, program: _Program, choices: Sequence[int]) -> highspy.HighsSolution:
     values = np.zeros(len(program.cost))
     for first, choice in zip(program.starts, choices, strict=True):
         values[first + choice] = 1.0

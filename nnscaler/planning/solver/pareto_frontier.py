@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nnscaler.planning.solver.fold import Structure, best_choices, find_structure, priced, tables_of
-from nnscaler.planning.solver.problem import Infeasible, Problem, Table, evaluate, memory_of
+from nnscaler.planning.solver.problem import ChoiceProblem, Infeasible, Table, evaluate, memory_of
 
 ROUNDING = 1e-12  # relative: by how much sums of tables may differ in their last digits
 STEEP = 1e6  # first price, in slopes of the whole hull: nothing but the least memory pays at it
@@ -36,7 +36,7 @@ class Point(NamedTuple):
     choices: tuple[int, ...]
 
 
-class Line(NamedTuple):
+class SupportLine(NamedTuple):
     """No choice has time + price * memory below `value`."""
 
     price: float
@@ -52,7 +52,7 @@ class Hull:
     """
 
     points: tuple[Point, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[SupportLine, ...]
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self.points)
@@ -73,7 +73,7 @@ class Hull:
         raise Infeasible(self.least_memory, budget)
 
 
-def hull(problem: Problem, points: int = 32, budget: float | None = None) -> Hull:
+def hull(problem: ChoiceProblem, points: int = 32, budget: float | None = None) -> Hull:
     """Return the hull, widest segments first, until it is exact or has `points` points.
 
     With `budget`, only the segment that holds it is refined, which gives the best Lagrangian bound for it. Raises
@@ -125,18 +125,18 @@ def line_at(found: Hull, budget: float) -> tuple[float, float]:
 class _Sweep:
     """One problem, solved at many prices. `lines` grows with each."""
 
-    def __init__(self, problem: Problem, structure: Structure) -> None:
+    def __init__(self, problem: ChoiceProblem, structure: Structure) -> None:
         self.problem = problem
         self.structure = structure
         self.edges = tables_of(problem)[1]
-        self.lines: list[Line] = []
+        self.lines: list[SupportLine] = []
 
     def at(self, price: float) -> Point:
         """Return the best point at `price`. Raises `Infeasible` where nothing is legal."""
         point = self._point(priced(self.problem, price), self.edges)
         if point.time == inf:
             raise Infeasible(inf)
-        self.lines.append(Line(price, point.time + price * point.memory))
+        self.lines.append(SupportLine(price, point.time + price * point.memory))
         return point
 
     def fastest(self) -> Point:

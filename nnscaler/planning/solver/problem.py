@@ -69,7 +69,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class ChoiceProblem:
     """Nodes and the edges between them. Several edges between the same two nodes add."""
 
     nodes: tuple[Node, ...]
@@ -124,25 +124,25 @@ class Solution:
         return 0.0 if self.value <= self.bound else (self.value - self.bound) / max(abs(self.value), 1e-300)
 
 
-def evaluate(problem: Problem, choices: Sequence[int]) -> float:
+def evaluate(problem: ChoiceProblem, choices: Sequence[int]) -> float:
     """Return the cost of `choices`, one strategy per node; +inf where they are forbidden."""
     assert len(choices) == len(problem.nodes)
     nodes = sum(float(node.cost[choice]) for node, choice in zip(problem.nodes, choices, strict=True))
     return nodes + sum(float(edge.cost[choices[edge.first], choices[edge.second]]) for edge in problem.edges)
 
 
-def memory_of(problem: Problem, choices: Sequence[int]) -> float:
+def memory_of(problem: ChoiceProblem, choices: Sequence[int]) -> float:
     """Return the memory of `choices`, one strategy per node."""
     pairs = zip(problem.nodes, choices, strict=True)
     return sum(float(node.memory[choice]) for node, choice in pairs if node.memory is not None)
 
 
-def memory_floor(problem: Problem) -> float:
+def memory_floor(problem: ChoiceProblem) -> float:
     """Return a lower bound of the memory of any choices: of each node the least, whether these go together or not."""
     return sum(float(node.memory.min()) for node in problem.nodes if node.memory is not None)
 
 
-def to_json(problem: Problem) -> dict[str, Any]:
+def to_json(problem: ChoiceProblem) -> dict[str, Any]:
     """Return `problem` as data for `json.dumps`. Each array is written once, and null is +inf."""
     tables: list[Any] = []
     places: dict[int, int] = {}
@@ -161,7 +161,7 @@ def to_json(problem: Problem) -> dict[str, Any]:
     return {"tables": tables, "nodes": nodes, "edges": edges}
 
 
-def from_json(data: Mapping[str, Any]) -> Problem:
+def from_json(data: Mapping[str, Any]) -> ChoiceProblem:
     """Return the problem that `to_json` wrote, with arrays shared as they were."""
     tables = [
         np.array([inf if value is None else value for value in table["values"]], np.float64).reshape(table["shape"])
@@ -171,4 +171,4 @@ def from_json(data: Mapping[str, Any]) -> Problem:
         Node(name, tables[cost], None if memory is None else tables[memory], group)
         for name, cost, memory, group in data["nodes"]
     )
-    return Problem(nodes, tuple(Edge(first, second, tables[cost]) for first, second, cost in data["edges"]))
+    return ChoiceProblem(nodes, tuple(Edge(first, second, tables[cost]) for first, second, cost in data["edges"]))

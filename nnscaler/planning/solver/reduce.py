@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, Table
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, Table
 
 Alive = NDArray[np.bool_]
 Pairs = Mapping[tuple[int, int], Table]
@@ -31,7 +31,7 @@ class Reduced:
     kept      by node, the numbers of its strategies in the larger problem
     """
 
-    problem: Problem
+    problem: ChoiceProblem
     kept: tuple[NDArray[np.intp], ...]
 
     def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Criteria:
     needs: Table
 
 
-def reduce_problem(problem: Problem, memory: bool = False) -> Reduced:
+def reduce_problem(problem: ChoiceProblem, memory: bool = False) -> Reduced:
     """Return `problem` without forbidden and dominated strategies, and with one edge per pair of nodes.
 
     Raises `Infeasible` where a node loses all its strategies, which shows that no choice is legal.
@@ -69,7 +69,7 @@ def reduce_problem(problem: Problem, memory: bool = False) -> Reduced:
     return Reduced(_cut(problem, pairs, kept), kept)
 
 
-def restrict(problem: Problem, kept: Sequence[NDArray[np.intp]]) -> Reduced:
+def restrict(problem: ChoiceProblem, kept: Sequence[NDArray[np.intp]]) -> Reduced:
     """Return `problem` with only the `kept` strategies of each node."""
     return Reduced(_cut(problem, merge_edges(problem.edges), kept), tuple(kept))
 
@@ -186,7 +186,7 @@ def _undominated(own: Criteria, left: Alive, tables: Sequence[Table]) -> Alive:
     return answer
 
 
-def _cut(problem: Problem, pairs: Pairs, kept: Sequence[NDArray[np.intp]]) -> Problem:
+def _cut(problem: ChoiceProblem, pairs: Pairs, kept: Sequence[NDArray[np.intp]]) -> ChoiceProblem:
     """Return the problem with the kept strategies only; arrays that were shared stay so where what is kept is the
     same."""
     found: dict[tuple[int, bytes, bytes], Table] = {}
@@ -202,4 +202,4 @@ def _cut(problem: Problem, pairs: Pairs, kept: Sequence[NDArray[np.intp]]) -> Pr
         for node, keep in zip(problem.nodes, kept, strict=True)
     )
     edges = (Edge(a, b, cut(table, kept[a], kept[b])) for (a, b), table in pairs.items())
-    return Problem(nodes, tuple(edge for edge in edges if edge.cost.any()))
+    return ChoiceProblem(nodes, tuple(edge for edge in edges if edge.cost.any()))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.solver.pareto_frontier import Hull, Point, bound_at
-from nnscaler.planning.solver.problem import Problem, Table, evaluate, memory_of
+from nnscaler.planning.solver.problem import ChoiceProblem, Table, evaluate, memory_of
 
 # All tables of a problem end to end in one array, so that many choices are looked up at once.
 
@@ -64,7 +64,7 @@ class Flat:
         return found
 
 
-def flatten(problem: Problem) -> Flat:
+def flatten(problem: ChoiceProblem) -> Flat:
     """Return the tables of `problem` as a `Flat`."""
     none = np.zeros(max(problem.sizes, default=0))
     cost, cost_start = _end_to_end(node.cost for node in problem.nodes)
@@ -97,7 +97,7 @@ NEAR = 4  # efficient points on each side of the budget that are crossed with th
 LEAST = 1e-9  # relative: smaller gains are rounding
 
 
-def repair_from(problem: Problem, swept: Hull, budget: float) -> Point:
+def repair_from(problem: ChoiceProblem, swept: Hull, budget: float) -> Point:
     """Return the best point within `budget` that crossings of the points of a hull lead to. Raises `Infeasible`."""
     start = swept.fastest_within(budget)
     place = swept.points.index(start)
@@ -107,7 +107,7 @@ def repair_from(problem: Problem, swept: Hull, budget: float) -> Point:
     return repair(problem, start, near, budget)
 
 
-def repair(problem: Problem, start: Point, others: Iterable[Point], budget: float) -> Point:
+def repair(problem: ChoiceProblem, start: Point, others: Iterable[Point], budget: float) -> Point:
     """Return the best point within `budget` that crossings of `start`, which is within, and single changes lead to."""
     best = start
     others = tuple(others)
@@ -124,7 +124,7 @@ def repair(problem: Problem, start: Point, others: Iterable[Point], budget: floa
     return best
 
 
-def best_crossing(problem: Problem, flat: Flat, first: Point, second: Point, budget: float) -> Point | None:
+def best_crossing(problem: ChoiceProblem, flat: Flat, first: Point, second: Point, budget: float) -> Point | None:
     """Return the fastest crossing of two points within `budget`; nodes of no layer all follow one of the two."""
     count = len(problem.nodes)
     variants = [np.arange(count)]
@@ -147,7 +147,7 @@ def best_crossing(problem: Problem, flat: Flat, first: Point, second: Point, bud
     return None
 
 
-def change_single_nodes(problem: Problem, start: Point, budget: float) -> Point:
+def change_single_nodes(problem: ChoiceProblem, start: Point, budget: float) -> Point:
     """Return the point after changes of one node at a time that gain time within `budget`, the best of each node
     first."""
     near: list[list[tuple[int, Table]]] = [[] for _ in problem.nodes]
@@ -178,7 +178,7 @@ def change_single_nodes(problem: Problem, start: Point, budget: float) -> Point:
 
 
 def _changes(
-    problem: Problem, near: Sequence[tuple[int, Table]], choices: Sequence[int], index: int
+    problem: ChoiceProblem, near: Sequence[tuple[int, Table]], choices: Sequence[int], index: int
 ) -> tuple[Table, Table]:
     """Return the cost of each strategy of a node, its neighbours as they are, and the memory that it needs more: both
     [k]."""

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from nnscaler.planning.solver.problem import Problem, Table
+from nnscaler.planning.solver.problem import ChoiceProblem, Table
 
 PERIODS = range(1, 9)
 
@@ -33,7 +33,7 @@ class Run:
         return tuple(self.segments[segment][position] for position in self.cut)
 
 
-def find_runs(problem: Problem, apart: Sequence[int] = ()) -> tuple[Run, ...]:
+def find_runs(problem: ChoiceProblem, apart: Sequence[int] = ()) -> tuple[Run, ...]:
     """Return the runs of at least three equal segments, first to last. Layers with a node of `apart` are in none."""
     layers = _layers(problem)
     if len(layers) < 3:
@@ -59,7 +59,7 @@ def find_runs(problem: Problem, apart: Sequence[int] = ()) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _layers(problem: Problem) -> list[list[int]]:
+def _layers(problem: ChoiceProblem) -> list[list[int]]:
     """Return the node indices of each layer; none where the numbers of layers have holes."""
     groups: dict[int, list[int]] = {}
     for index, node in enumerate(problem.nodes):
@@ -70,7 +70,7 @@ def _layers(problem: Problem) -> list[list[int]]:
     return [groups[number] for number in range(len(groups))]
 
 
-def _table_names(problem: Problem) -> dict[int, int]:
+def _table_names(problem: ChoiceProblem) -> dict[int, int]:
     """Return, by id of an array, a number that equal arrays share."""
     by_content: dict[Hashable, int] = {}
     names: dict[int, int] = {}
@@ -89,7 +89,7 @@ def _table_names(problem: Problem) -> dict[int, int]:
 
 
 def _signatures(
-    problem: Problem, layers: list[list[int]]
+    problem: ChoiceProblem, layers: list[list[int]]
 ) -> tuple[list[Hashable], list[Hashable], list[frozenset[int]]]:
     """Return, for each layer, its own tables, its edges to the layer before, and the nodes elsewhere that it
     touches."""
@@ -138,7 +138,7 @@ def _longest(own: Sequence[Hashable], link: Sequence[Hashable], start: int) -> t
     return best
 
 
-def _neighbours(problem: Problem) -> list[set[int]]:
+def _neighbours(problem: ChoiceProblem) -> list[set[int]]:
     near: list[set[int]] = [set() for _ in problem.nodes]
     for edge in problem.edges:
         near[edge.first].add(edge.second)
@@ -147,7 +147,7 @@ def _neighbours(problem: Problem) -> list[set[int]]:
 
 
 def _run(
-    problem: Problem,
+    problem: ChoiceProblem,
     near: Sequence[set[int]],
     layers: Sequence[Sequence[int]],
     touched: Sequence[frozenset[int]],

@@ -14,7 +14,7 @@ from nnscaler.planning.solver.branch import branch
 from nnscaler.planning.solver.fold import find_structure, solve_folded
 from nnscaler.planning.solver.highs import Relaxation, columns_of, optimise, relax
 from nnscaler.planning.solver.pareto_frontier import Hull, hull, line_at
-from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, Solution, TooWide, evaluate
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, Solution, TooWide, evaluate
 from nnscaler.planning.solver.reduce import Reduced, reduce_problem, restrict
 from nnscaler.planning.solver.repair import repair_from
 
@@ -29,7 +29,7 @@ BRANCHES = 12  # subproblems with hubs fixed
 POINTS = 64
 
 
-def solve_within(problem: Problem, budget: float, found: Hull | None = None, seconds: float = 10.0) -> Solution:
+def solve_within(problem: ChoiceProblem, budget: float, found: Hull | None = None, seconds: float = 10.0) -> Solution:
     """Return choices whose memory is at most `budget`, their value, and a bound of the optimum.
 
     `found` is a hull of the same problem; without one, the hull is refined about the budget. `seconds` is for the
@@ -48,7 +48,7 @@ def solve_within(problem: Problem, budget: float, found: Hull | None = None, sec
     return _closed(problem, budget, solution, seconds)
 
 
-def _closed(problem: Problem, budget: float, solution: Solution, seconds: float) -> Solution:
+def _closed(problem: ChoiceProblem, budget: float, solution: Solution, seconds: float) -> Solution:
     """Return the better of `solution` and the integer program's choices, with the better of both bounds."""
     reduced = reduce_problem(problem, memory=True)
     try:
@@ -69,7 +69,7 @@ NARROW = 2.0**27  # table entries of all eliminations that look for a start
 WORTH = 2.0**25  # table entries of an elimination, from which on it pays to remove dominated strategies first
 
 
-def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) -> Solution:
+def solve(problem: ChoiceProblem, budget: float | None = None, seconds: float = 60.0) -> Solution:
     """Return choices, their value, a bound that is at most the optimum, and how they were found.
 
     `budget` limits the sum of memory. `seconds` is for each program of HiGHS, and only a problem that needs longer has
@@ -92,14 +92,14 @@ def solve(problem: Problem, budget: float | None = None, seconds: float = 60.0) 
     return _restored(problem, reduced, found)
 
 
-def _exact(problem: Problem, budget: float | None, seconds: float) -> Solution:
+def _exact(problem: ChoiceProblem, budget: float | None, seconds: float) -> Solution:
     """Solve by folding, or by a hull within the budget. Raises `TooWide`."""
     if budget is None:
         return solve_folded(problem)
     return solve_within(problem, budget, seconds=min(seconds, 10.0))
 
 
-def _by_programs(problem: Problem, budget: float | None, seconds: float, wide: TooWide) -> Solution:
+def _by_programs(problem: ChoiceProblem, budget: float | None, seconds: float, wide: TooWide) -> Solution:
     """Return the better of a start and the integer program's choices, with the better of the programs' bounds."""
     try:
         relaxed = relax(problem, budget, seconds)
@@ -118,7 +118,7 @@ def _by_programs(problem: Problem, budget: float | None, seconds: float, wide: T
     return Solution(best.choices, best.value, min(bound, best.value), how, relaxed.multiplier)
 
 
-def _least(problem: Problem, budget: float | None, seconds: float) -> Infeasible:
+def _least(problem: ChoiceProblem, budget: float | None, seconds: float) -> Infeasible:
     """Return the error for a problem with nothing legal within the budget, with the least memory of any legal
     choice."""
     if budget is None:
@@ -129,12 +129,12 @@ def _least(problem: Problem, budget: float | None, seconds: float) -> Infeasible
     )
     edges = (Edge(e.first, e.second, np.where(np.isfinite(e.cost), 0.0, inf)) for e in problem.edges)
     try:
-        return Infeasible(solve(Problem(nodes, tuple(edges)), None, seconds).value, budget)
+        return Infeasible(solve(ChoiceProblem(nodes, tuple(edges)), None, seconds).value, budget)
     except Infeasible:
         return Infeasible(inf, budget)
 
 
-def _start(problem: Problem, relaxed: Relaxation, budget: float | None) -> Solution | None:
+def _start(problem: ChoiceProblem, relaxed: Relaxation, budget: float | None) -> Solution | None:
     """Return the best choices among the strategies of each node that the relaxation prefers: as many as can be
     eliminated."""
     ranks = [np.lexsort((node.cost, -np.round(w, 9))) for node, w in zip(problem.nodes, relaxed.weights, strict=True)]
@@ -155,7 +155,7 @@ def _start(problem: Problem, relaxed: Relaxation, budget: float | None) -> Solut
     return None
 
 
-def _restored(problem: Problem, smaller: Reduced, found: Solution) -> Solution:
+def _restored(problem: ChoiceProblem, smaller: Reduced, found: Solution) -> Solution:
     """Return the solution of a smaller problem as one of `problem`; the bound is that of the smaller one."""
     choices = smaller.restore(found.choices)
     value = evaluate(problem, choices)

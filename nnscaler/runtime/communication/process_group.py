@@ -24,7 +24,7 @@ _NO_LIMIT = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """The place of this process in a job.
 
     rank               among all processes
@@ -39,7 +39,7 @@ class Place:
     local_world_size: int
 
 
-def torchrun_place(environment: Mapping[str, str] | None = None) -> Place | None:
+def torchrun_place(environment: Mapping[str, str] | None = None) -> ProcessPlace | None:
     """Read torchrun's environment variables; None when this process was not started by it. Raises ProgramError."""
     variables = os.environ if environment is None else environment
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
@@ -47,7 +47,7 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> Place | None
     try:
         rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
         local_rank, local_size = variables.get("LOCAL_RANK", rank), variables.get("LOCAL_WORLD_SIZE", world_size)
-        place = Place(rank, world_size, int(local_rank), int(local_size))
+        place = ProcessPlace(rank, world_size, int(local_rank), int(local_size))
     except (KeyError, ValueError) as error:
         raise ProgramError(f"RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE is set wrongly: {error}") from None
     if not 0 <= place.rank < place.world_size:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.export.locations import plain_path
 from nnscaler.tracing.repeated_layers.looks import CannotStitch, join_history
-from nnscaler.tracing.repeated_layers.record import Innermost, Places, Record, Step
+from nnscaler.tracing.repeated_layers.record import CallPlaces, Innermost, Record, RecordedCall
 from nnscaler.tracing.repeated_layers.sites import Site
 
 REGIONS = frozenset(_side_effectful_need_to_be_preserved_pre_dispatch)
@@ -33,7 +33,7 @@ class Active:
     silent: bool
     model: Mapping[int, str]  # names of all stored tensors
     alike: list[Record]  # of calls that were traced: those that this one equals so far
-    places: Places
+    places: CallPlaces
     track: Callable[[Any, Tensor], int]
     nodes: int = 0
     given: list[Any] = field(default_factory=list)
@@ -94,9 +94,9 @@ class Active:
                     join_history(value)
         return func(*args, **kwargs)
 
-    def _step(self, func: Any, args: Any, kwargs: Any) -> Step:
+    def _step(self, func: Any, args: Any, kwargs: Any) -> RecordedCall:
         notes = dict(get_current_meta().get("custom") or {})
-        return Step(func, args, kwargs, self.places.here(), dict(self.tracer.module_stack), notes)
+        return RecordedCall(func, args, kwargs, self.places.here(), dict(self.tracer.module_stack), notes)
 
     def _compare(self) -> None:
         """Drop the records that this one no longer equals."""
@@ -146,7 +146,7 @@ class Active:
             track_tensor_tree(result, proxy, constant=None, tracer=self.tracer)
             self._add_made(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
-    def _replay_region(self, step: Step) -> None:
+    def _replay_region(self, step: RecordedCall) -> None:
         args: tuple[Any, ...] = tuple(step.args)
         if step.function is torch.amp.autocast_mode._exit_autocast:
             args = (self._regions.enter_autocast_nodes.pop(),)
@@ -188,7 +188,7 @@ class Active:
         return plain_path(path), kind if isinstance(kind, str) else kind.__name__
 
 
-def _describe(node: Any, step: Step) -> None:
+def _describe(node: Any, step: RecordedCall) -> None:
     """Where in the model and in the user's code a node that was told later belongs."""
     node.meta["nn_module_stack"] = {
         key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind)

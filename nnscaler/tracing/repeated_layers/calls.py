@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from nnscaler.tracing.export.locations import is_library
 from nnscaler.tracing.repeated_layers.active_call import Active
 from nnscaler.tracing.repeated_layers.looks import CannotStitch, join_history
-from nnscaler.tracing.repeated_layers.record import Places, Record
+from nnscaler.tracing.repeated_layers.record import CallPlaces, Record
 from nnscaler.tracing.repeated_layers.sites import Run, Site
 
 # Operators that mark calls of layers in an export. They compute nothing and are gone in the final graph.
@@ -53,7 +53,7 @@ for _mark in (BEGIN, END, AGAIN):
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer that repeats.
 
     site        the layer
@@ -74,13 +74,13 @@ class Calls:
 
     model: nn.Module
     sites: Mapping[int, Site]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     _traced: dict[Run, list[tuple[Record, int]]] = field(default_factory=dict)  # what later layers are compared with
     _plain: set[Run] = field(default_factory=set)  # runs whose layers are traced one by one
     _pending: dict[int, tuple[Tensor, int, int]] = field(default_factory=dict)
     _stored: dict[int, str] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
-    _places: Places = field(default_factory=lambda: Places(is_library))
+    _places: CallPlaces = field(default_factory=lambda: CallPlaces(is_library))
     _active: Active | None = None
     _tracer: Any = None
 
@@ -208,8 +208,8 @@ class Calls:
         return active.function(real, mode, func, types, args, kwargs)
 
 
-def _described(active: Active, like: int | None) -> Call:
-    return Call(active.site, like, tuple(active.record.constants), tuple(active.record.names))
+def _described(active: Active, like: int | None) -> LayerCall:
+    return LayerCall(active.site, like, tuple(active.record.constants), tuple(active.record.names))
 
 
 def _surroundings() -> tuple[Any, ...]:

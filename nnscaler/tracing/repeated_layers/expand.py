@@ -13,7 +13,7 @@ from nnscaler.ir.operation import LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical import with_names
 from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.infer import dtype_name
-from nnscaler.tracing.repeated_layers.calls import NAMESPACE, Call
+from nnscaler.tracing.repeated_layers.calls import NAMESPACE, LayerCall
 from nnscaler.tracing.repeated_layers.looks import CannotStitch
 
 STORED = ("parameter", "buffer")
@@ -30,14 +30,16 @@ class Body:
     constants    tensors with data
     """
 
-    call: Call
+    call: LayerCall
     operations: tuple[Operation, ...]
     given: tuple[str, ...]
     made: tuple[str | None, ...]
     constants: tuple[str, ...]
 
 
-def expand(raw: RawGraph, state: Mapping[str, Tensor], calls: Sequence[Call]) -> tuple[RawGraph, dict[str, Tensor]]:
+def expand(
+    raw: RawGraph, state: Mapping[str, Tensor], calls: Sequence[LayerCall]
+) -> tuple[RawGraph, dict[str, Tensor]]:
     """Return the graph without marks, and the stored tensors with the constants that copies have.
 
     Raises CannotStitch where a copy would not be what the trace of the layer gives.
@@ -52,7 +54,7 @@ def expand(raw: RawGraph, state: Mapping[str, Tensor], calls: Sequence[Call]) ->
 class _Expander:
     raw: RawGraph
     state: dict[str, Tensor]
-    calls: Sequence[Call]
+    calls: Sequence[LayerCall]
     tensors: dict[str, LogicalTensor] = field(default_factory=dict)
     storages: dict[str, int] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
@@ -130,7 +132,7 @@ class _Expander:
         for operation in body.operations:
             self.operations.append(_renamed(operation, number, names, body.call, call))
 
-    def _counterpart(self, name: str, body: Body, call: Call) -> str:
+    def _counterpart(self, name: str, body: Body, call: LayerCall) -> str:
         """Return the tensor that a copy reads in place of a stored tensor or constant that the body reads."""
         tensor = self.tensors[name]
         if tensor.role in STORED:
@@ -181,7 +183,7 @@ def _same_kind(one: LogicalTensor, other: LogicalTensor) -> bool:
     return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _renamed(operation: Operation, number: int, names: Mapping[str, str], old: Call, new: Call) -> Operation:
+def _renamed(operation: Operation, number: int, names: Mapping[str, str], old: LayerCall, new: LayerCall) -> Operation:
     module = operation.module
     path, other = old.site.path, new.site.path
     if module == path or module.startswith(path + "."):

@@ -28,7 +28,7 @@ Innermost = tuple[str, str]  # path and class of the module that runs
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ReturnedTensor:
     """A tensor that an operator returned.
 
     old      its label before, if the operator wrote into it
@@ -42,7 +42,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedCall:
     """One operator, or one entry into (exit from) a region.
 
     function   that is called
@@ -52,7 +52,7 @@ class Step:
     modules    the stack of modules around it
     notes      the annotations of `torch.fx.traceback.annotate`
     spec       the structure of its result
-    leaves     of its result: `Result`s, and values that are no tensors
+    leaves     of its result: `ReturnedTensor`s, and values that are no tensors
     first      the number of its first tensor among those made
     quick      whether a result can be made from the looks
     """
@@ -79,7 +79,7 @@ class Record:
     model: Mapping[int, str]
     is_given: Callable[[Tensor], bool]
     key: list[Any] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedCall] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
     made: list[Tensor | None] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Record:
     _sharers: dict[int, set[int]] = field(default_factory=dict)
     _new: list[tuple[int, int, weakref.ref[Tensor]]] = field(default_factory=list)
 
-    def written(self, step: Step, innermost: Innermost | None) -> None:
+    def written(self, step: RecordedCall, innermost: Innermost | None) -> None:
         """Note an operator before it runs: it may write into its arguments."""
         self.settle()
         inside = None
@@ -102,21 +102,23 @@ class Record:
         noted = tuple((k, self.names.setdefault(v, len(self.names))) for k, v in sorted(step.notes.items()))
         self.key.append((step.function, self._freeze(step.args), self._freeze(step.kwargs), inside, step.place, noted))
 
-    def returned(self, step: Step, result: Any) -> tuple[Tensor, ...]:
+    def returned(self, step: RecordedCall, result: Any) -> tuple[Tensor, ...]:
         """Note the results of the operator just written. Nothing here may hold on to them: torch copies a new tensor
         that has two owners."""
         flat, spec = tree_flatten(result)
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
         known = len(self._memories)
         leaves = tuple(self._result(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat)
-        self.key.append(tuple(leaf if isinstance(leaf, Result) else (type(leaf), leaf) for leaf in leaves))
+        self.key.append(tuple(leaf if isinstance(leaf, ReturnedTensor) else (type(leaf), leaf) for leaf in leaves))
         first, quick = len(self.made), all(self._is_quick(leaf, known) for leaf in leaves)
         for tensor in tensors:
             self._new.append((len(self.made), id(tensor), weakref.ref(tensor)))
             self._labels[id(tensor)] = ("made", len(self.made))
             self.made.append(None)
         more = (spec, leaves, first, quick)
-        self.steps.append(Step(step.function, step.args, step.kwargs, step.place, step.modules, step.notes, *more))
+        self.steps.append(
+            RecordedCall(step.function, step.args, step.kwargs, step.place, step.modules, step.notes, *more)
+        )
         return tensors
 
     def settle(self) -> None:
@@ -131,13 +133,13 @@ class Record:
         """Return the tensors made or written, by identity, and the number of the last result that they are."""
         return {id(tensor): (tensor, number) for number, tensor in enumerate(self.made) if tensor is not None}
 
-    def result_like(self, other: Step, args: Any) -> Any:
+    def result_like(self, other: RecordedCall, args: Any) -> Any:
         """Return the result of the operator just written without running it, given that it is `other` of a record equal
         so far."""
         assert other.spec is not None and self.mode is not None
         leaves = []
         for leaf in other.leaves:
-            if not isinstance(leaf, Result):
+            if not isinstance(leaf, ReturnedTensor):
                 leaves.append(leaf)
             elif leaf.old is not None:
                 found = (t for t in tree_leaves(args) if isinstance(t, Tensor) and self._labels[id(t)] == leaf.old)
@@ -149,13 +151,13 @@ class Record:
                 leaves.append(made_like(leaf.look, memory, self.mode))
         return tree_unflatten(leaves, other.spec)
 
-    def result_of(self, step: Step) -> Any:
+    def result_of(self, step: RecordedCall) -> Any:
         """Return the result of a step of this record; what is gone is made again."""
         if step.spec is None:
             return None
         leaves, number = [], step.first
         for leaf in step.leaves:
-            if isinstance(leaf, Result):
+            if isinstance(leaf, ReturnedTensor):
                 tensor = self.made[number]
                 if tensor is None:
                     assert self.mode is not None
@@ -166,13 +168,13 @@ class Record:
                 leaves.append(leaf)
         return tree_unflatten(leaves, step.spec)
 
-    def _result(self, tensor: Tensor) -> Result:
+    def _result(self, tensor: Tensor) -> ReturnedTensor:
         if isinstance(tensor, FakeTensor):
             self.mode = tensor.fake_mode
-        return Result(self._labels.get(id(tensor)), self._memory(tensor), look_of(tensor))
+        return ReturnedTensor(self._labels.get(id(tensor)), self._memory(tensor), look_of(tensor))
 
     def _is_quick(self, leaf: Any, known: int) -> bool:
-        if not isinstance(leaf, Result):
+        if not isinstance(leaf, ReturnedTensor):
             return leaf is None
         if not leaf.look.plain:
             return False
@@ -228,7 +230,7 @@ def data_of(tensor: Tensor) -> Any:
         return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
-class Places:
+class CallPlaces:
     """Where the user's code calls an operator: the last `forward` outside of torch and of this project. Torch's tracer
     notes the functions of that name."""
 

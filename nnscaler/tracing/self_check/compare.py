@@ -31,7 +31,7 @@ _HELP = (
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """The results of one forward and backward. Tensors are by their first name in the model.
 
     loss        scalar
@@ -75,7 +75,7 @@ def _loose_tolerance(graph: Graph) -> float:
     return float(max(torch.finfo(d).eps for d in floating) ** 0.5)
 
 
-def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision: str | None) -> Step:
+def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision: str | None) -> TrainingStep:
     inputs = _inputs(sample, precision)
     model.zero_grad(set_to_none=True)
     args, kwargs = sample.rebuild(inputs)
@@ -86,7 +86,7 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
             run_backward(loss, torch.ones_like(loss))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return Step(
+    return TrainingStep(
         loss.detach(),
         {t.fqns[0]: parameters[t.fqns[0]].grad for t in graph.with_role("parameter")},
         {t.fqns[0]: buffers[t.fqns[0]].detach() for t in graph.with_role("buffer")},
@@ -109,7 +109,7 @@ def second_forward(module: nn.Module, sample: SampleInputs) -> Mapping[str, str]
     return changed
 
 
-def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Step:
+def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> TrainingStep:
     """Run a step of the module in its own dtype. Raises NnscalerError "model_raised"."""
     try:
         with without_dropout(module):
@@ -122,7 +122,7 @@ def _native_step(module: nn.Module, graph: Graph, sample: SampleInputs) -> Step:
         raise NnscalerError("model_raised", message, location_of_exception(error)) from error
 
 
-def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, precision: str | None) -> Step:
+def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs, precision: str | None) -> TrainingStep:
     leaves: dict[str, Tensor] = {}
     for tensor in graph.with_role("parameter", "buffer", "constant"):
         fqn = tensor.fqns[0]
@@ -139,7 +139,7 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
         found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
     by_name = dict(zip(trainable, found, strict=True))
     after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
-    return Step(
+    return TrainingStep(
         loss.detach(),
         {t.fqns[0]: by_name.get(t.fqns[0]) for t in graph.with_role("parameter")},
         {t.fqns[0]: after.get(t.fqns[0], leaves[t.fqns[0]]) for t in graph.with_role("buffer")},
@@ -157,7 +157,7 @@ def _inputs(sample: SampleInputs, precision: str | None) -> dict[str, Tensor]:
     return {name: exact_tensor(t, floating).clone() for name, t in sample.tensors.items()}
 
 
-def _compare(graph: Graph, eager: Step, traced: Step, tolerance: float) -> None:
+def _compare(graph: Graph, eager: TrainingStep, traced: TrainingStep, tolerance: float) -> None:
     _compare_family(graph, "the loss", {"": eager.loss}, {"": traced.loss}, tolerance)
     _compare_family(graph, "the gradient of {}", eager.gradients, traced.gradients, tolerance)
     _compare_family(graph, "the buffer {} after the step", eager.buffers, traced.buffers, tolerance)
@@ -185,7 +185,7 @@ def _compare_family(
             raise _unfaithful(what.format(name), f"differs by {error:.1e} (relative)", _first_use(graph, name))
 
 
-def _zero_gradients(eager: Step, traced: Step) -> tuple[str, ...]:
+def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...]:
     """Eager's autograd gives zeros for what is overwritten in place; in a graph of values nothing leads there."""
     names = [n for n, g in eager.gradients.items() if g is not None and traced.gradients[n] is None]
     listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from nnscaler.cli.output.console import Console, wants_color
-from verify.results.line import Line, plain
+from verify.results.line import StyledLine, plain
 
 
 class Terminal(io.StringIO):
@@ -35,7 +35,7 @@ def test_order(choice: str, environment: dict[str, str], terminal: bool, expecte
 
 
 def test_styles_only_where_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    line = Line((("PASS", "good"), ("  loss [8]", "")))
+    line = StyledLine((("PASS", "good"), ("  loss [8]", "")))
     Console("never").lines([line])
     assert capsys.readouterr().out == "PASS  loss [8]\n"
     Console("always").lines([line])

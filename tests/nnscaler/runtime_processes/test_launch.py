@@ -15,7 +15,7 @@ import torch
 
 from nnscaler.runtime import launch
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.communication.process_group import Place, torchrun_place
+from nnscaler.runtime.communication.process_group import ProcessPlace, torchrun_place
 from nnscaler.runtime.program.program_directory import (
     describe_state,
     groups_of,
@@ -239,7 +239,7 @@ def test_groups_and_pairs(tmp_path: Path) -> None:
 
 def test_what_torchrun_says() -> None:
     assert torchrun_place({}) is None
-    assert torchrun_place({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Place(
+    assert torchrun_place({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == ProcessPlace(
         3, 4, 1, 2
     )
     for wrong in ({"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1"}):

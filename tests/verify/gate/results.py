@@ -6,8 +6,8 @@ from datetime import date
 
 from op_registry.spec import SourceLocation
 
-from verify.gate.baseline import Entry
-from verify.gate.outcome import Result
+from verify.gate.baseline import KnownFinding
+from verify.gate.outcome import ItemResult
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
@@ -32,9 +32,9 @@ def report(*findings: Finding, verdict: Verdict | None = None, checks: tuple[str
     return Report("verify-plan", "model.py", "on 2 ranks", 0, (passed, *made), findings, (), ENVIRONMENT, 1.5)
 
 
-def result(name: str, *findings: Finding, stop: int = 0, finished: bool = True, **of: object) -> Result:
-    return Result(name, report(*findings, **of), stop, finished)  # type: ignore[arg-type]
+def result(name: str, *findings: Finding, stop: int = 0, finished: bool = True, **of: object) -> ItemResult:
+    return ItemResult(name, report(*findings, **of), stop, finished)  # type: ignore[arg-type]
 
 
-def entry(item: str = "a", code: str = "gradient_differs", expires: date = LATER, **more: object) -> Entry:
-    return Entry(item, code, "ann@example.org", expires, "the fix is in review", **more)  # type: ignore[arg-type]
+def entry(item: str = "a", code: str = "gradient_differs", expires: date = LATER, **more: object) -> KnownFinding:
+    return KnownFinding(item, code, "ann@example.org", expires, "the fix is in review", **more)  # type: ignore[arg-type]

@@ -10,14 +10,14 @@ import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, report, result
 from verify.gate.baseline import fingerprints
-from verify.gate.outcome import KNOWN, Outcome, judge, updated_entries, worst_code
+from verify.gate.outcome import KNOWN, GateOutcome, judge, updated_entries, worst_code
 from verify.results.catalogue import UNFINISHED
 from verify.results.verdict import Verdict
 
 PASS = result("b")
 
 
-def judged(*results: object, entries: object = (), items: set[str] | None = None, today: date = TODAY) -> Outcome:
+def judged(*results: object, entries: object = (), items: set[str] | None = None, today: date = TODAY) -> GateOutcome:
     names = items if items is not None else {r.name for r in results}  # type: ignore[attr-defined]
     return judge(list(results), tuple(entries), names, today, "baseline.toml")  # type: ignore[arg-type]
 

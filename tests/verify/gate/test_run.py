@@ -18,7 +18,7 @@ from nnscaler.errors import NnscalerError, SourceLocation
 from tests.verify.gate.results import finding, report
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.order import Phase, batches, expected, first_units, other_units
-from verify.gate.outcome import Result, judge
+from verify.gate.outcome import ItemResult, judge
 from verify.gate.run import Clock, complete, find_operators, run_items
 from verify.gate.state import Last, State, read_state, state_file, write_state
 from verify.programs.request import PlanRequest
@@ -72,7 +72,7 @@ class Told(Clock):
         return left.pop(0) if len(left) > 1 else left[0]
 
 
-def run(items: list[Item], clock: Clock | None = None, jobs: int = 2) -> dict[str, Result]:
+def run(items: list[Item], clock: Clock | None = None, jobs: int = 2) -> dict[str, ItemResult]:
     clock = clock or Clock(time.perf_counter(), BUDGET)
     found = {unit.item.name: result for unit, result in run_items(items, State(), clock, behave, jobs)}
     return {result.name: result for result in complete(items, found, "budget")}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.verify.gate.results import LATER, TODAY, entry, finding, result
 from verify.gate.marked import render
-from verify.gate.outcome import Outcome, judge
+from verify.gate.outcome import GateOutcome, judge
 from verify.gate.summary import cell, summary
 from verify.report_formats import FORMATS
 from verify.results.verdict import Verdict
@@ -20,7 +20,7 @@ from verify.results.verdict import Verdict
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
-def outcome(expired: bool = False) -> Outcome:
+def outcome(expired: bool = False) -> GateOutcome:
     results = [
         result("model.py ranks=2", finding()),
         result("ops|pipe.py::f_1", finding("annotation_wrong", "x")),

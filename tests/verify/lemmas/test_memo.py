@@ -119,7 +119,7 @@ def test_two_hooks_of_one_factory_are_two_entries(tmp_path: Path) -> None:
         assert spec is not None
         call = called("aten.roll.default", [(6, 4)], floats(6, 4), [1], [1])
         small = represent(stated(replace(spec, localize=localize), call, Split("a")).signature, 0)
-        return Memo(disk)._key(evidence.Subject(small, {Splits("a"): None}))
+        return Memo(disk)._key(evidence.ClaimedCall(small, {Splits("a"): None}))
 
     hooks = [None, made(True), made(False), partial(hook, True), partial(hook, False), other.localize, planar.localize]
     keys = [key(localize) for localize in hooks]
@@ -136,7 +136,7 @@ def test_a_run_that_was_cut_short_is_gone_on_with(how: str, tmp_path: Path, monk
     """Tests that are done are not done again, whether the limit was reached or the user pressed Ctrl-C."""
     disk, real = Cache(tmp_path / "lemmas"), evidence.prove
 
-    def cut(subject: evidence.Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+    def cut(subject: evidence.ClaimedCall, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
         if how == "interrupt":
             raise Stopped
         return real(subject, tested, deadline - 2 * SECONDS)

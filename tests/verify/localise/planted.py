@@ -21,7 +21,7 @@ from verify.programs.prepare import Prepared, prepare
 from verify.programs.program_directory import open_program
 from verify.programs.reference.randomised_state import logical_state
 from verify.programs.request import PlanRequest
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.programs.subject import PlanSubject
 from verify.results.finding import Finding
 
@@ -139,7 +139,7 @@ class Score:
 def score(bench: Bench, bugs: Sequence[Planted], folder: Path, localiser: Localiser = localise_all) -> Score:
     """Plants the bugs, and asks where they are."""
     prepared, task = bench.broken(folder, [edit for bug in bugs for edit in bug.edits])
-    found = localiser(task, prepared.graph, prepared.program, Places(prepared.graph), 60.0)
+    found = localiser(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
     findings = found if isinstance(found, tuple) else () if found is None else (found,)
     edited = bench.changed_lines(folder)
     named = [_named(finding) for finding in findings]

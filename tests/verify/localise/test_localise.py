@@ -13,7 +13,7 @@ from tests.verify.localise.planted_gradients import BACKWARD
 from tests.verify.localise.planted_values import FORWARD
 from verify.programs.localise import first_divergent, localise
 from verify.programs.localise.localise import find_culprits
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 
 EVERY = (*FORWARD, *BACKWARD)
 Get = Callable[[str], Bench]
@@ -47,7 +47,7 @@ def test_right_programs_have_no_culprits(get: Get, name: str) -> None:
     bench = get(name)
     prepared = bench.prepared
     assert find_culprits(bench.task, prepared.graph, prepared.program, 60.0) == []
-    assert localise(bench.task, prepared.graph, prepared.program, Places(prepared.graph), 60.0) is None
+    assert localise(bench.task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0) is None
 
 
 PAIRS = [
@@ -83,7 +83,7 @@ def test_more_than_five_are_counted(get: Get, tmp_path: Path) -> None:
     prepared, task = bench.broken(tmp_path / "program", edits)
     culprits = find_culprits(task, prepared.graph, prepared.program, 60.0)
     assert [c.line.text.split(" = ")[0] for c in culprits if c.line] == [f"{name}_v1" for name in names]
-    first = localise(task, prepared.graph, prepared.program, Places(prepared.graph), 60.0)
+    first = localise(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
     assert first is not None
     assert first.counter_example["places"] == "6 lines are wrong by themselves, the first 5 are shown"
 
@@ -102,7 +102,7 @@ def test_program_that_cannot_be_taught(get: Get, tmp_path: Path) -> None:
         Edit("aten.gelu(linear_6)", "aten.gelu(linear_6.reshape(7, 7))"),
     ]
     prepared, task = bench.broken(tmp_path / "program", edits)
-    found = localise(task, prepared.graph, prepared.program, Places(prepared.graph), 60.0)
+    found = localise(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
     assert found is not None
     assert found.code.startswith("tensor_")
     assert "first tensor that differs" in found.message or "last that differs" in found.message

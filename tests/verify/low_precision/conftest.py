@@ -17,7 +17,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from verify.programs.checks.context import Comparison, Outcome
+from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.rank_program import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
@@ -62,7 +62,7 @@ class Case:
         names, steps = names_of(self.model), len(self.reference.losses)
         return Comparison(self.reference, tuple(results), parameters, buffers, names, {}, exact_tolerance(), steps)
 
-    def outcomes(self, *dtypes: str) -> tuple[list[Outcome], tuple[NoiseRow, ...]]:
+    def outcomes(self, *dtypes: str) -> tuple[list[CheckOutcome], tuple[NoiseRow, ...]]:
         return low_precision_outcomes(self, self, self.reference, dtypes, self.run, self.progress)
 
 

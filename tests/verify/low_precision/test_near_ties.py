@@ -16,7 +16,7 @@ from verify import verify_plan
 from verify.programs.low_precision import run as level
 from verify.programs.low_precision.measure import Measured
 from verify.programs.low_precision.measures import Statistics
-from verify.programs.low_precision.noise import NearTies, Noise, Subject, Target, draw_noise
+from verify.programs.low_precision.noise import NearTies, Noise, NoisyModel, Target, draw_noise
 from verify.programs.low_precision.rows import FIRST_DRAWS
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict, merge
@@ -141,7 +141,7 @@ def test_an_error_that_the_model_makes_now_and_then_is_not_refuted(case: Case, m
     refuted = level.compare(calibration, comparison)
     assert merge(o.check.verdict for o in refuted.outcomes) is Verdict.REFUTED and refuted.draws == 2 * FIRST_DRAWS
 
-    def draws(subject: Subject, targets: Mapping[Key, Target], first: int, count: int) -> Noise:
+    def draws(subject: NoisyModel, targets: Mapping[Key, Target], first: int, count: int) -> Noise:
         return draw_noise(subject, targets, first, count).joined(Noise(0, {key: rare}))
 
     monkeypatch.setattr(level, "draw_noise", draws)

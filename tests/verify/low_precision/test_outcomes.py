@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.verify.low_precision.conftest import Case, make_case
-from verify.programs.checks.context import Outcome
+from verify.programs.checks.context import CheckOutcome
 from verify.programs.low_precision import run as level
 from verify.programs.low_precision.noise import Noise, choose_loss_scale, draw, parts_of, subject_of, targets_of
 from verify.programs.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 DTYPES = ("bfloat16", "float16")
 
 
-def verdict_of(outcomes: list[Outcome]) -> Verdict:
+def verdict_of(outcomes: list[CheckOutcome]) -> Verdict:
     codes = {finding.code for outcome in outcomes for finding in outcome.findings}
     assert codes <= set(CODES)
     return merge(outcome.check.verdict for outcome in outcomes)
@@ -107,7 +107,7 @@ def test_gradients_missing_and_extra_are_refuted(case: Case) -> None:
 
 
 def test_a_program_that_does_not_run_says_so(case: Case) -> None:
-    failed = Outcome(Check("program ran", Verdict.REFUTED, 1, 1), (Finding("rank_raises", "rank 0 raises"),))
+    failed = CheckOutcome(Check("program ran", Verdict.REFUTED, 1, 1), (Finding("rank_raises", "rank 0 raises"),))
     outcomes, rows = level.low_precision_outcomes(case, case, case.reference, ["float16"], lambda p, s: failed)
     assert [o.check.name for o in outcomes] == ["program ran in float16"] and rows == ()
     assert verdict_of(outcomes) is Verdict.REFUTED and outcomes[0].findings == failed.findings

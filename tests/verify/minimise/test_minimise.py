@@ -10,7 +10,7 @@ import torch
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir import conversion
-from nnscaler.ir.conversion import Row
+from nnscaler.ir.conversion import ConversionRow
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
@@ -74,7 +74,7 @@ def test_a_wrong_conversion_needs_one_operation(
     function: str,
 ) -> None:
     row = conversion.ROWS[source, target]
-    monkeypatch.setitem(conversion.ROWS, (source, target), Row(function, row.forward, row.backward))
+    monkeypatch.setitem(conversion.ROWS, (source, target), ConversionRow(function, row.forward, row.backward))
     found = minimise(plan, prepared.graph, trial.fails, seconds=120.0)
     assert found is not None
     assert found.finished

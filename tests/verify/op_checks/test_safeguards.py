@@ -17,7 +17,7 @@ import verify
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.check import as_check
 from verify.evidence.oracle.enumerate import enumerate_cases
-from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.outcome import TargetOutcome
 from verify.operators.operator_report import verify_spec
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
@@ -144,7 +144,7 @@ def test_a_constant_result_is_void_and_said_so() -> None:
 
 
 def test_what_a_wrong_variant_survives_is_open() -> None:
-    outcome = Outcome(cases=3, count=6)
+    outcome = TargetOutcome(cases=3, count=6)
     outcome.variants["output 0", "swapped"] = (True, True, frozenset({0, 1, 2}))
     outcome.variants["output 0", "strided"] = (False, False, frozenset({0, 1, 2}))
     assert as_check("split `a`", outcome, 0.0).verdict is Verdict.INCONCLUSIVE

@@ -11,7 +11,7 @@ from op_registry.builtin.tensors import diagonal
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 
-from verify.evidence.dimension_types.survey import Row, survey
+from verify.evidence.dimension_types.survey import SurveyRow, survey
 
 # Operators of which something is not proved, by a part of the reason.
 _UNPROVED = {
@@ -117,7 +117,7 @@ SLOW = ("aten.grid_sampler.default", "nnscaler.grouped_mm")
 
 
 @cache
-def _rows(full: bool) -> tuple[Row, ...]:
+def _rows(full: bool) -> tuple[SurveyRow, ...]:
     """A third of the operators, or all of them."""
     registry = default_registry()
     names = list(dict.fromkeys(sample.operator for sample in SAMPLES if sample.operator not in TESTED))

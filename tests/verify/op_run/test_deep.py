@@ -14,7 +14,7 @@ from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import bases
 from verify.evidence.oracle.runner import Runner
 from verify.operators.run import deep
-from verify.operators.run.deep import NAME, Tally, draw_cases, require_hypothesis, verify_deep
+from verify.operators.run.deep import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.many import Settings, run_many
 from verify.operators.run.one import Reproduce
@@ -38,7 +38,7 @@ def job_of(function: Callable[..., Tensor], annotation: str) -> Job:
     return make_job(spec, annotation)
 
 
-def drawn(job: Job, seed: int, examples: int) -> Tally:
+def drawn(job: Job, seed: int, examples: int) -> DrawTally:
     runner = Runner(job.spec, OpOptions(seed=seed))
     return draw_cases(runner, bases(runner), seed, examples)
 
@@ -83,7 +83,7 @@ def test_it_is_a_check_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_finding_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(odd, "a b -> a b")
     failed = next(result for seed in range(3) if (result := drawn(job, seed, 500).failed) is not None)
-    monkeypatch.setattr(deep, "draw_cases", lambda *_: Tally(1, 1, 0, failed))
+    monkeypatch.setattr(deep, "draw_cases", lambda *_: DrawTally(1, 1, 0, failed))
     report = verify_deep(job, OPTIONS, Reproduce(job, 0), lambda text: None)
     assert report.verdict is Verdict.REFUTED
     assert "nnscaler reproduce nns1:" in (report.findings[-1].reproduce or "")

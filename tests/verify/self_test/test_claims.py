@@ -15,24 +15,24 @@ from verify.self_test.operators.annotation_run import AnnotationTable, run_annot
 from verify.self_test.operators.claim_oracle import Answer, Claim, ask, bind_mutant, claims_of, confirmed, truly_holds
 from verify.self_test.operators.mutants.mutant import spec_of
 from verify.self_test.operators.second_opinion import holds, positions
-from verify.self_test.operators.subjects import Subject, composed_subjects
+from verify.self_test.operators.subjects import SampledCall, composed_subjects
 
 ALL = Safeguards()
 
 
-def _subject(annotation: str, function: Callable[..., Tensor], **sizes: int) -> Subject:
+def _subject(annotation: str, function: Callable[..., Tensor], **sizes: int) -> SampledCall:
     spec = spec_of("an operator", annotation, function)
     runner = Runner(spec, OpOptions(prove=False))
     inputs = (Inputs(None, tuple(sizes.items()), "integers", 1), Inputs(None, tuple(sizes.items()), "normal", 2))
     runs = tuple(runner.prepare(i) for i in inputs)
-    return Subject("an operator", spec, annotation, (), runs, runner, inputs)
+    return SampledCall("an operator", spec, annotation, (), runs, runner, inputs)
 
 
-def _matmul() -> Subject:
+def _matmul() -> SampledCall:
     return _subject("m k+, k+ n -> m n", torch.matmul, m=6, k=12, n=18)
 
 
-def _answer(subject: Subject, text: str, identifier: str) -> Answer:
+def _answer(subject: SampledCall, text: str, identifier: str) -> Answer:
     signature = bind_mutant(subject, text)
     assert not isinstance(signature, str)
     return ask(subject, signature, identifier, ALL)
@@ -109,7 +109,7 @@ def test_partial_inputs_are_terms_and_their_gradients_copies() -> None:
     assert not holds(whole, subject.signature, Split("k"), 3, 0, copied)
 
 
-def _table(subject: Subject) -> AnnotationTable:
+def _table(subject: SampledCall) -> AnnotationTable:
     return run_annotations([subject], lambda _: None)
 
 

@@ -8,7 +8,7 @@ import pytest
 from nnscaler.cli.main import main
 from verify.results.verdict import Verdict
 from verify.self_test.operators import ops
-from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationTable, Row
+from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationRow, AblationTable
 from verify.self_test.operators.annotation_run import AnnotationTable
 from verify.self_test.operators.operator_run import Judged, Judgement, OperatorTable
 from verify.self_test.operators.ops import OpsSelfTest
@@ -25,7 +25,7 @@ class _Good(AnnotationTable):
 def _found(
     *mutants: Judged,
     twins: tuple[Judged, ...] = (),
-    rows: tuple[Row, ...] = tuple(Row(name, Counter(reduction=1)) for name in EARNERS),
+    rows: tuple[AblationRow, ...] = tuple(AblationRow(name, Counter(reduction=1)) for name in EARNERS),
 ) -> OpsSelfTest:
     operators = OperatorTable(mutants or (KILL,), 1, twins, 0.5)
     return OpsSelfTest(_Good(), _Good(), operators, AblationTable(Counter(reduction=1), rows), None, 1.0)
@@ -46,7 +46,7 @@ def test_a_good_run() -> None:
     [
         (_found(KILL, PASS), "survives: index/shift: TESTED (exact)"),
         (_found(twins=(PASS,)), "does not pass: index/shift"),
-        (_found(rows=tuple(Row(name, Counter()) for name in EARNERS)), "lowers no column: finite differences"),
+        (_found(rows=tuple(AblationRow(name, Counter()) for name in EARNERS)), "lowers no column: finite differences"),
         (_found(rows=()), "required rates missed: safeguards"),
         (replace(_found(), distinct=AnnotationTable()), "required rates missed: annotation mutants (distinct sizes)"),
     ],
@@ -59,7 +59,7 @@ def test_what_is_missed_is_said(found: OpsSelfTest, said: str) -> None:
 
 def test_the_columns_of_the_ablation_table() -> None:
     table = AblationTable(
-        Counter({"reduction": 4, ANNOTATIONS: 7}), (Row("audit", Counter(reduction=2), 1, ("a", "b")),)
+        Counter({"reduction": 4, ANNOTATIONS: 7}), (AblationRow("audit", Counter(reduction=2), 1, ("a", "b")),)
     )
     text = _text(replace(_found(), ablation=table))
     row = next(line for line in text.splitlines() if line.strip().startswith("audit"))

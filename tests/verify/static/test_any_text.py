@@ -17,7 +17,7 @@ from nnscaler.codegen.program import Program
 from verify.programs.typing import check, check_program
 from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.operations import Typer
-from verify.programs.typing.roles.text import Line, Variable
+from verify.programs.typing.roles.text import Assignment, Variable
 from verify.results.finding import Finding
 
 HUGE = "1" + "0" * 400
@@ -216,7 +216,7 @@ def test_an_overload_that_depends_on_values_is_not_chosen(number: float) -> None
     known = refused = 0
     for (packet, _), args in _calls(lambda: torch.tensor(number)).items():
         variables = [Variable(f"x{i}") if isinstance(a, Tensor) else a for i, a in enumerate(args)]
-        line = Line(1, "", ("y",), f"aten.{packet}", tuple(variables), {})
+        line = Assignment(1, "", ("y",), f"aten.{packet}", tuple(variables), {})
         if not hasattr(torch.ops.aten, packet):
             continue
         try:

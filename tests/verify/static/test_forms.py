@@ -26,20 +26,20 @@ from verify.evidence.inputs.draw_calls import builtin_call
 from verify.programs.typing import check_program
 from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, dim_arguments, python_operator, wrapped
 from verify.programs.typing.roles.text import Variable
-from verify.self_test.programs.mutants.role_source import Subject
-from verify.self_test.programs.soundness.harmless import FORMS, Form
+from verify.self_test.programs.mutants.role_source import RightProgram
+from verify.self_test.programs.soundness.harmless import FORMS, Rewriting
 from verify.self_test.programs.table_t.bases import BASES
 
-Get = Callable[[str], Subject]
+Get = Callable[[str], RightProgram]
 EVERYWHERE = ("sharded stages", "experts", "rotary", "recomputed")  # tp and pp, dp and tp; hooks, regions, sequences
 NOWHERE = {("results by their numbers", "experts")}  # no such line
 
 
 @pytest.fixture(scope="session")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Get:
-    known: dict[str, Subject] = {}
+    known: dict[str, RightProgram] = {}
 
-    def get(name: str) -> Subject:
+    def get(name: str) -> RightProgram:
         if name not in known:
             known[name] = BASES[name].build(tmp_path_factory.mktemp("forms")).subject
         return known[name]
@@ -47,7 +47,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Get:
     return get
 
 
-def findings(found: Subject, changed: dict[str, str]) -> list[str]:
+def findings(found: RightProgram, changed: dict[str, str]) -> list[str]:
     result = check_program({**found.program.sources, **changed}, found.program.graph)
     said = [f"{f.counter_example} {f.message} ({f.cause})" for o in result.outcomes for f in o.findings]
     assert result.proved == (not said)
@@ -55,7 +55,7 @@ def findings(found: Subject, changed: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.kind)
-def test_another_form_is_proved(form: Form, subject: Get) -> None:
+def test_another_form_is_proved(form: Rewriting, subject: Get) -> None:
     changed = 0
     for name in EVERYWHERE:
         found = subject(name)

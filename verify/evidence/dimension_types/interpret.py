@@ -14,7 +14,7 @@ from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call import Operand, RuleCall, arguments_of, operands_in, unknown
 from verify.evidence.dimension_types.sizes import Symbols, symbols_of
 from verify.evidence.dimension_types.states import SAME, Constant, Same, State, Unknown, Zero, checked
-from verify.evidence.dimension_types.trace import Ref, Step, Trace
+from verify.evidence.dimension_types.trace import FunctionalCall, Ref, Trace
 
 
 def interpret(trace: Trace, given: Mapping[int, State], split: Symbols) -> dict[int, State]:
@@ -43,7 +43,7 @@ def varies(call: RuleCall, varying: Symbols) -> bool:
     return bool(varying) and not varying.isdisjoint(symbols_of([sizes, list(call.arguments.values())]))
 
 
-def rule_call(trace: Trace, step: Step, known: Mapping[int, State], split: Symbols) -> RuleCall:
+def rule_call(trace: Trace, step: FunctionalCall, known: Mapping[int, State], split: Symbols) -> RuleCall:
     """Return the step as its rule sees it."""
 
     def convert(value: Any) -> Any:

@@ -86,7 +86,7 @@ def _splits(bound: BoundAnnotation, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _SymbolicTrace:
     """A trace and the symbols that it is written in. `whole`: the call of the model, unless a hook has another."""
 
     call: SymbolicCall
@@ -101,7 +101,7 @@ class _Prover:
         self.signature = signature
         self.concrete = concrete
         self.deadline = time.thread_time() + seconds
-        self.traces: dict[str, _Traced | str] = {}
+        self.traces: dict[str, _SymbolicTrace | str] = {}
         self.blocks: dict[str, Call | NoProof | None] = {}
         self.hooked: dict[str, Call | NoProof | None] = {}
 
@@ -197,14 +197,14 @@ class _Prover:
             f"{name} == {size}" for name, size in self.signature.bound.sizes.items() if name not in wanted and size > 1
         )
 
-    def traced(self, call: Call | None, wanted: frozenset[str]) -> _Traced | str:
+    def traced(self, call: Call | None, wanted: frozenset[str]) -> _SymbolicTrace | str:
         """Return the trace, or why there is none."""
         key = repr((call, sorted(wanted)))
         if key not in self.traces:
             self.traces[key] = self.trace(call, wanted)
         return self.traces[key]
 
-    def trace(self, call: Call | None, wanted: frozenset[str]) -> _Traced | str:
+    def trace(self, call: Call | None, wanted: frozenset[str]) -> _SymbolicTrace | str:
         seconds = self.deadline - time.thread_time()
         try:
             with quiet(), symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ class _Prover:
                 trace = record(function, made, seconds)
                 known = made.world.shape_env.replacements
                 sizes, symbols = substituted(made.outputs, known), substituted(dict(made.symbols), known)
-                return _Traced(replace(made, outputs=sizes, symbols=symbols), simplified(trace, known))
+                return _SymbolicTrace(replace(made, outputs=sizes, symbols=symbols), simplified(trace, known))
         except Exception as error:  # noqa: BLE001 - whatever the operator raises on fake tensors is the answer
             text = str(error).strip().splitlines()
             return f"its trace raises {type(error).__name__}: {text[0][:160] if text else ''}"
@@ -232,7 +232,7 @@ def _blocked(target: Choice, blocker: str) -> Proof:
     return Proof(target, False, blocker)
 
 
-def _follow(signature: Signature, target: Choice, traced: _Traced) -> Proof:
+def _follow(signature: Signature, target: Choice, traced: _SymbolicTrace) -> Proof:
     call, trace = traced.call, traced.trace
     split = _split_symbols(signature, target, call)
     names = {symbol: name for name, symbol in call.world.symbols.items()}

@@ -18,7 +18,7 @@ from verify.evidence.inputs.draw_calls import builtin_call
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SurveyRow:
     """One operator. `blockers`: why something is not proved, with how often; `calls` is the number of sample calls."""
 
     operator: str
@@ -34,12 +34,12 @@ class Row:
         return self.calls > 0 and self.proved == self.targets
 
 
-def survey(specs: Iterable[OperatorSpec]) -> tuple[Row, ...]:
+def survey(specs: Iterable[OperatorSpec]) -> tuple[SurveyRow, ...]:
     """Prove what it can of the sample calls of built-in operators. Raises what a sample call raises."""
     return tuple(_row(spec) for spec in specs)
 
 
-def _row(spec: OperatorSpec) -> Row:
+def _row(spec: OperatorSpec) -> SurveyRow:
     proofs: list[Proof] = []
     seconds = 0.0
     samples = samples_of(spec.name)
@@ -52,7 +52,7 @@ def _row(spec: OperatorSpec) -> Row:
     for proof in proofs:
         if not proof.proved:
             blockers[proof.blocker] = blockers.get(proof.blocker, 0) + 1
-    return Row(spec.name, len(samples), sum(p.proved for p in proofs), len(proofs), blockers, seconds)
+    return SurveyRow(spec.name, len(samples), sum(p.proved for p in proofs), len(proofs), blockers, seconds)
 
 
 def signature_of(spec: OperatorSpec, concrete: ConcreteCall) -> Signature:

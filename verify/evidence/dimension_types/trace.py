@@ -77,7 +77,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FunctionalCall:
     """One ATen operator, in its functional form: tensors that it writes to are among the outputs.
 
     outputs  numbers of tensors; None for what is no tensor
@@ -101,7 +101,7 @@ class Trace:
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[FunctionalCall] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     cotangents: list[int | None] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
                 self.renew(target)
             made = [*made, *(t for t in targets if not any(t is m for m in made))]
         outputs = tuple(self.seen(t, True) if isinstance(t, Tensor) else None for t in made)
-        self.trace.steps.append(Step(func, noted_args, noted_kwargs, outputs, self.fresh(made)))
+        self.trace.steps.append(FunctionalCall(func, noted_args, noted_kwargs, outputs, self.fresh(made)))
         return result
 
     def fresh(self, made: Sequence[Any]) -> Symbols:

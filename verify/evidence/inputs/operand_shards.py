@@ -21,7 +21,7 @@ from nnscaler.ir.layout import Partial, Sharded, State
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class UnevenCut:
     """`bounds` are the ends of the ranks' ranges of `length`; with `sections`, each section is cut by itself."""
 
     dim: int
@@ -35,7 +35,7 @@ class Cut:
         return len(self.bounds)
 
 
-Held = Cut | Literal["copy", "sum", "max"]
+Held = UnevenCut | Literal["copy", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
                 if other != axis and isinstance(s, Sharded) and s.dim == state.dim and s.outer < state.outer
             )
             ends = tuple(accumulate(state.sizes)) or tuple(range(1, parts[axis] + 1))
-            held.append(Cut(state.dim, state.outer // inside, ends[-1], ends, state.sections))
+            held.append(UnevenCut(state.dim, state.outer // inside, ends[-1], ends, state.sections))
         elif isinstance(state, Partial):
             held.append("sum" if state.reduction == "sum" else "max")
         else:
@@ -77,11 +77,11 @@ def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
     return Lay(tuple(held), tuple(parts), tuple(order))
 
 
-def take(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
+def take(tensor: Tensor, cut: UnevenCut, rank: int) -> Tensor:
     """Return the piece of `rank`; a view where possible."""
     start, end = (cut.bounds[rank - 1] if rank else 0), cut.bounds[rank]
     if cut.sections:
-        plain = Cut(cut.dim, 1, cut.length, cut.bounds)
+        plain = UnevenCut(cut.dim, 1, cut.length, cut.bounds)
         return torch.cat([take(piece, plain, rank) for piece in tensor.split(list(cut.sections), cut.dim)], cut.dim)
     size = tensor.shape[cut.dim]
     inner = size // (cut.outer * cut.length)
@@ -93,10 +93,10 @@ def take(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
     return piece.reshape(*shape[: cut.dim], cut.outer * (end - start) * inner, *shape[cut.dim + 1 :])
 
 
-def join(pieces: Sequence[Tensor], cut: Cut) -> Tensor:
+def join(pieces: Sequence[Tensor], cut: UnevenCut) -> Tensor:
     """Join the ranks' pieces: the inverse of `take`."""
     if cut.sections:
-        plain = Cut(cut.dim, 1, cut.length, cut.bounds)
+        plain = UnevenCut(cut.dim, 1, cut.length, cut.bounds)
         local = [[s // cut.parts for s in cut.sections]] * len(pieces)
         columns = [piece.split(sizes, cut.dim) for piece, sizes in zip(pieces, local, strict=True)]
         return torch.cat([join([c[i] for c in columns], plain) for i in range(len(cut.sections))], cut.dim)
@@ -117,7 +117,7 @@ def local_shape(shape: Sequence[int], lay: Lay, rank: Sequence[int]) -> tuple[in
     """Return the shape of what `rank` holds."""
     local = list(shape)
     for axis, held in enumerate(lay.held):
-        if isinstance(held, Cut):
+        if isinstance(held, UnevenCut):
             start = held.bounds[rank[axis] - 1] if rank[axis] else 0
             local[held.dim] = local[held.dim] // held.length * (held.bounds[rank[axis]] - start)
     return tuple(local)
@@ -144,7 +144,7 @@ def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]
 
 
 def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if isinstance(held, Cut):
+    if isinstance(held, UnevenCut):
         return [take(tensor, held, rank) for rank in range(parts)]
     if held == "sum":
         return random_terms(tensor, parts, generator)
@@ -192,7 +192,7 @@ def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], 
 
 
 def _combined(group: Sequence[Tensor], held: Held, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
-    if isinstance(held, Cut):
+    if isinstance(held, UnevenCut):
         return join(group, held)
     total = group[0]
     for piece in group[1:]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from verify.evidence.cases import Case
 from verify.evidence.options import DRAWS
 from verify.evidence.oracle.enumerate import Enumerator, Target
-from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import Runner, WholeRaised
 from verify.evidence.strength import TESTED, Strength
 from verify.results.report import Check
@@ -17,7 +17,7 @@ AGAIN = 8  # rounds of other inputs, where a wrong result looks right
 SHOWN = 3  # untested claims in a check's detail
 
 
-def check_target(enumerator: Enumerator, target: Target, outcome: Outcome | None = None) -> Outcome:
+def check_target(enumerator: Enumerator, target: Target, outcome: TargetOutcome | None = None) -> TargetOutcome:
     """Run every case of one identifier or linear set; stop at the first failure.
 
     Where a wrong result looks right on all of these inputs (that of `any` is nearly constant), others are drawn.
@@ -31,9 +31,9 @@ def check_target(enumerator: Enumerator, target: Target, outcome: Outcome | None
     return outcome
 
 
-def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = None) -> Outcome:
+def run_cases(runner: Runner, cases: Iterable[Case], outcome: TargetOutcome | None = None) -> TargetOutcome:
     """Add the cases' results to an outcome; stops at the first failure, and where the budget of one claim is spent."""
-    outcome = outcome or Outcome()
+    outcome = outcome or TargetOutcome()
     budget = runner.options.cases
     before = outcome.cases
     for case in cases:
@@ -48,7 +48,7 @@ def run_cases(runner: Runner, cases: Iterable[Case], outcome: Outcome | None = N
     return outcome
 
 
-def as_check(name: str, outcome: Outcome, seconds: float, strength: Strength = TESTED) -> Check:
+def as_check(name: str, outcome: TargetOutcome, seconds: float, strength: Strength = TESTED) -> Check:
     """Return the check of one target.
 
     Nothing compared is open; so is what a wrong variant survives. A proof strengthens only what has passed its tests.

@@ -9,7 +9,7 @@ from verify.evidence.oracle.runner import CaseResult, Declined
 
 
 @dataclass(slots=True)
-class Outcome:
+class TargetOutcome:
     """The results of one target's cases, added up.
 
     cases       cases that ran

@@ -21,13 +21,13 @@ from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State, 
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
-from verify.evidence.inputs.operand_shards import Cut, Lay, gather, lay_of, local_shape, ranks_of, spread
+from verify.evidence.inputs.operand_shards import Lay, UnevenCut, gather, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
 from verify.evidence.oracle.variants import Variant, variants_of
 from verify.evidence.oracle.whole import Whole, as_leaves, gradients_of
-from verify.results.tolerance import Difference, difference, largest
+from verify.results.tolerance import TensorDifference, difference, largest
 
 AXES = ("shards", "groups")
 
@@ -37,7 +37,7 @@ class Mismatch:
     """`what` is "output 0" or "gradient of input 1"; `layout`: how the annotation says that it lies."""
 
     what: str
-    difference: Difference
+    difference: TensorDifference
     layout: str = ""
     values: tuple[str, str] | None = None  # expected and found, of small tensors
 
@@ -231,7 +231,7 @@ class _Comparison:
             if list(other) != list(expected):
                 shown = f"{list(other)!r} instead of {list(expected)!r}"
                 self.mismatches.append(
-                    Mismatch("outputs that are no tensors", Difference(float("inf"), problem=shown), "Replicated")
+                    Mismatch("outputs that are no tensors", TensorDifference(float("inf"), problem=shown), "Replicated")
                 )
                 return
 
@@ -244,7 +244,7 @@ class _Comparison:
             for piece in column:
                 if piece is not None and piece.dtype != expected.dtype:
                     problem = f"dtype {piece.dtype} on a shard, {expected.dtype} of the whole"
-                    self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem)))
+                    self.mismatches.append(Mismatch(what, TensorDifference(float("inf"), problem=problem)))
                     return
             self.compare(what, column, expected, lay, partition.states_out[index], 0.0)
 
@@ -255,7 +255,7 @@ class _Comparison:
                 self.count += 1
                 problem = _wrong_shape([o for part in outputs if (o := part[index]) is not None], expected, lay)
                 if problem:
-                    self.mismatches.append(Mismatch(f"output {index}", Difference(float("inf"), problem=problem)))
+                    self.mismatches.append(Mismatch(f"output {index}", TensorDifference(float("inf"), problem=problem)))
 
     def gradients(self, whole: Whole, partition: Partition, gradients: Sequence[Sequence[Tensor | None]]) -> None:
         scale = whole.gradient_scale
@@ -273,7 +273,7 @@ class _Comparison:
                     problem = (
                         "a gradient where the whole operator has none" if expected is None else "no gradient at all"
                     )
-                    self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem)))
+                    self.mismatches.append(Mismatch(what, TensorDifference(float("inf"), problem=problem)))
                 continue
             ranks = lay.ranks()
             filled = [
@@ -297,13 +297,13 @@ class _Comparison:
         pieces = [piece.detach() if piece.requires_grad else piece for piece in column if piece is not None]
         problem = "not a tensor on every shard" if len(pieces) < len(column) else _wrong_shape(pieces, expected, lay)
         if problem:
-            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), _said(states)))
+            self.mismatches.append(Mismatch(what, TensorDifference(float("inf"), problem=problem), _said(states)))
             return
         value = gather(pieces, lay, lambda a, b: torch.equal(a, b) or self.bound.agree(a, b, scale))
         if value is None:
             copies = difference(pieces[-1], pieces[0], scale)
             problem = copies.problem or f"copies on two ranks differ by {copies.absolute:.6g}"
-            self.mismatches.append(Mismatch(what, Difference(float("inf"), problem=problem), _said(states)))
+            self.mismatches.append(Mismatch(what, TensorDifference(float("inf"), problem=problem), _said(states)))
             return
         if torch.equal(value, expected):
             self.exact += 1
@@ -335,7 +335,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
 def _tells_nothing(whole: Whole, partition: Partition) -> bool:
     """Return whether a split integer input has one value only, so that a constant result would show nothing."""
     for tensor, lay in zip(whole.concrete.tensors, partition.inputs, strict=True):
-        split = any(isinstance(held, Cut) for held in lay.held)
+        split = any(isinstance(held, UnevenCut) for held in lay.held)
         if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
             return True
     return False
@@ -351,7 +351,7 @@ def _real(tensor: Tensor) -> bool:
 
 
 def _wrong_shape(pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> str:
-    uneven = any(isinstance(h, Cut) and h.length != h.parts for h in lay.held)
+    uneven = any(isinstance(h, UnevenCut) and h.length != h.parts for h in lay.held)
     shape = local_shape(expected.shape, lay, (0,) * len(lay.parts))
     for rank, piece in zip(lay.ranks(), pieces, strict=True):
         if uneven:

@@ -12,7 +12,7 @@ from nnscaler.runtime.role import RunContext
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """A stand-in for the stage that the runtime's random operators ask for their rank's place on the mesh."""
 
     axes: Mapping[str, int]
@@ -50,7 +50,7 @@ def random_arguments(
     states  axis -> how that tensor lies along it
     """
     held = {axis: runtime_state(state) for axis, state in states.items()}
-    return {"stage": Place(axes, rank, RunContext()), "name": "operation", "states": held, "logical_shape": shape}
+    return {"stage": MeshPlace(axes, rank, RunContext()), "name": "operation", "states": held, "logical_shape": shape}
 
 
 def whole_arguments(shape: Sequence[int]) -> dict[str, Any]:

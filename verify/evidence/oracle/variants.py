@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from verify.evidence.inputs.operand_shards import Cut, Lay, take
+from verify.evidence.inputs.operand_shards import Lay, UnevenCut, take
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
     if not expected.numel():
         return found
     for held in lay.held:
-        if isinstance(held, Cut):
+        if isinstance(held, UnevenCut):
             found += _of_cut(what, expected, held, single=len(lay.held) == 1)
         elif held != "copy" and len(lay.held) == 1:
             killed = not torch.equal(pieces[0], expected)
@@ -46,7 +46,7 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
     return found
 
 
-def _of_cut(what: str, expected: Tensor, cut: Cut, single: bool) -> list[Variant]:
+def _of_cut(what: str, expected: Tensor, cut: UnevenCut, single: bool) -> list[Variant]:
     if not single:  # `outer` is in local units on a mesh of two axes: single splits have shown it
         return []
     shards = (take(expected, cut, rank) for rank in range(cut.parts))

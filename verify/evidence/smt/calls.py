@@ -17,13 +17,13 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors
 from verify.evidence.smt.layout import local_shape
-from verify.evidence.smt.trace import Blank, Place, Trace, record
+from verify.evidence.smt.trace import Blank, StoragePlace, Trace, record
 
 AXIS = "shards"
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """The whole operator: its call with outputs, the inputs as they are to be made, and what it does."""
 
     call: Call
@@ -32,7 +32,7 @@ class Traced:
     signature: Signature
 
 
-def trace_whole(spec: OperatorSpec, call: Call, concrete: ConcreteCall) -> Traced:
+def trace_whole(spec: OperatorSpec, call: Call, concrete: ConcreteCall) -> TracedCall:
     """Trace the whole operator. Inputs that never have a gradient ask for none.
 
     Raises Unsupported, and whatever the operator raises.
@@ -44,11 +44,11 @@ def trace_whole(spec: OperatorSpec, call: Call, concrete: ConcreteCall) -> Trace
     trace = _record(spec, call, blanks, {})
     outputs = tuple(None if p is None else _argument(i, p) for i, p in enumerate(trace.outputs))
     called = Call(call.operator, call.args, call.kwargs, outputs)
-    return Traced(called, blanks, trace, Signature(called, spec, None, ()))
+    return TracedCall(called, blanks, trace, Signature(called, spec, None, ()))
 
 
 def trace_ranks(
-    traced: Traced, choice: Choice, parts: int, states_in: Sequence[State], states_out: Sequence[State]
+    traced: TracedCall, choice: Choice, parts: int, states_in: Sequence[State], states_out: Sequence[State]
 ) -> tuple[list[Trace], bool]:
     """Trace the call of each rank; return the traces, and whether they depend on the rank.
 
@@ -90,5 +90,5 @@ def _dtype(tensor: TensorArgument) -> str:
     return "float64" if tensor.dtype.startswith(("float", "bfloat")) else tensor.dtype
 
 
-def _argument(index: int, place: Place) -> TensorArgument:
+def _argument(index: int, place: StoragePlace) -> TensorArgument:
     return TensorArgument(index, place.shape, place.dtype)

@@ -11,8 +11,8 @@ import numpy as np
 
 from nnscaler.ir.placement import Choice
 from verify.evidence.smt.algebra import Element, Kind, Numbers, kind_of_dtype
-from verify.evidence.smt.calls import Traced
-from verify.evidence.smt.claims import Claims, Problem, ShardRaises, claims, make_problem
+from verify.evidence.smt.calls import TracedCall
+from verify.evidence.smt.claims import Claims, ShardRaises, TracedShards, claims, make_problem
 from verify.evidence.smt.errors import NoCall, Unmet, Unsupported
 from verify.evidence.smt.layout import Symbol, spread
 from verify.evidence.smt.solve import Limits, Prover, Verdict
@@ -23,7 +23,7 @@ _CLOSE = 1e-9  # numbers that went through exp and the like
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BoundedResult:
     """The result of checking one choice.
 
     gradients        "computed", "by theorem" or "none"
@@ -39,7 +39,7 @@ class Outcome:
     constant: bool = False
 
 
-def check(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work) -> Outcome:
+def check(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: Work) -> BoundedResult:
     """Check one choice. Raises Unsupported, `op_registry.spec.Refusal`, and whatever the operator raises on a shard."""
     problem = make_problem(traced, choice, parts)
     terms = Terms(work)
@@ -47,9 +47,9 @@ def check(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work
     prover = Prover(terms, found.assumed, limits)
     verdict = prover.consistent()
     if not verdict.proved:
-        return Outcome(False, verdict.reason)
+        return BoundedResult(False, verdict.reason)
     if not any(pairs for _, pairs in found.equal):
-        return Outcome(False, "there is nothing to compare")
+        return BoundedResult(False, "there is nothing to compare")
     verdict = prover.holds(found.required)
     if not verdict.proved:
         return _refused(problem, "an index that a shard uses is in range", verdict)
@@ -59,20 +59,20 @@ def check(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work
             return _refused(problem, what, verdict)
     outputs = [a for what, pairs in found.equal if what.startswith("output") for a, _ in pairs]
     constant = bool(traced.trace.inputs) and not any(terms.symbolic(a) for a in outputs)
-    return Outcome(True, "", None, found.gradients, problem.depends_on_rank, constant)
+    return BoundedResult(True, "", None, found.gradients, problem.depends_on_rank, constant)
 
 
-def _refused(problem: Problem, what: str, verdict: Verdict) -> Outcome:
+def _refused(problem: TracedShards, what: str, verdict: Verdict) -> BoundedResult:
     """Search for a counter-example at random where the solver does not know."""
     example = confirm(problem, verdict.model or {})
     if example is not None:
-        return Outcome(False, f"{what}: differs", example)
+        return BoundedResult(False, f"{what}: differs", example)
     if verdict.model is not None and example is None:
-        return Outcome(False, f"{what}: differs only if functions such as exp are taken for any function")
-    return Outcome(False, f"{what}: {verdict.reason}")
+        return BoundedResult(False, f"{what}: differs only if functions such as exp are taken for any function")
+    return BoundedResult(False, f"{what}: {verdict.reason}")
 
 
-def confirm(problem: Problem, model: Mapping[str, Element]) -> Mapping[str, str] | None:
+def confirm(problem: TracedShards, model: Mapping[str, Element]) -> Mapping[str, str] | None:
     """Return values on which the shards really do not make up the whole: the solver's, or random ones.
 
     None if none do.
@@ -99,7 +99,7 @@ def _chosen(model: Mapping[str, Element]) -> Symbol:
     return symbol
 
 
-def _drawn(generator: random.Random, problem: Problem, positive: bool) -> Symbol:
+def _drawn(generator: random.Random, problem: TracedShards, positive: bool) -> Symbol:
     """Draw small numbers, each when it is first asked for.
 
     `positive`: between 0 and 1, where logarithms are defined.
@@ -129,7 +129,7 @@ def _difference(found: Claims) -> Mapping[str, str] | None:
     return None
 
 
-def _shown(problem: Problem, symbol: Symbol) -> dict[str, str]:
+def _shown(problem: TracedShards, symbol: Symbol) -> dict[str, str]:
     """Return the inputs of the whole operator."""
     shown: dict[str, str] = {}
     for i, (place, state) in enumerate(zip(problem.traced.trace.inputs, problem.states_in, strict=True)):

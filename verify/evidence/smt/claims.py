@@ -10,23 +10,23 @@ from nnscaler.ir.derive import input_states, output_states
 from nnscaler.ir.layout import Partial, State
 from nnscaler.ir.placement import Choice
 from verify.evidence.smt.algebra import Element, Numbers, kind_of_dtype
-from verify.evidence.smt.calls import Traced, trace_ranks
+from verify.evidence.smt.calls import TracedCall, trace_ranks
 from verify.evidence.smt.errors import NoCall, Unmet, Unsupported
 from verify.evidence.smt.interpret import Values, interpret
 from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, gradient_state, spread, zeros
 from verify.evidence.smt.semantics.rule import Array
 from verify.evidence.smt.terms import Terms
-from verify.evidence.smt.trace import Place, Trace
+from verify.evidence.smt.trace import StoragePlace, Trace
 
 # Operators whose backward is not the derivative of the forward pass: padding_idx and counts of ids; clamped logarithms.
 _OWN_GRADIENT = frozenset({"aten.embedding.default", "aten.binary_cross_entropy.default"})
 
 
 @dataclass(frozen=True)
-class Problem:
+class TracedShards:
     """The whole and every rank, traced, with how each input and output lies."""
 
-    traced: Traced
+    traced: TracedCall
     ranks: tuple[Trace, ...]
     states_in: tuple[State, ...]
     states_out: tuple[State, ...]
@@ -58,17 +58,17 @@ class ShardRaises(Exception):
     """On these numbers a shard raises, and the whole does not."""
 
 
-def make_problem(traced: Traced, choice: Choice, parts: int) -> Problem:
+def make_problem(traced: TracedCall, choice: Choice, parts: int) -> TracedShards:
     """Make the problem. Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises on a shard."""
     states_in = input_states(traced.signature, choice)
     states_out = output_states(traced.signature, choice, len(traced.call.outputs))
     ranks, dependent = trace_ranks(traced, choice, parts, states_in, states_out)
     if any(rank.plain != traced.trace.plain for rank in ranks):
         raise Unsupported("outputs that are no tensors differ")
-    return Problem(traced, tuple(ranks), states_in, states_out, dependent)
+    return TracedShards(traced, tuple(ranks), states_in, states_out, dependent)
 
 
-def claims(problem: Problem, algebra: Numbers, symbol: Symbol) -> Claims:
+def claims(problem: TracedShards, algebra: Numbers, symbol: Symbol) -> Claims:
     """Build the equations. Raises Unsupported; on numbers also Unmet where the whole raises, and ShardRaises."""
     trace, parts = problem.traced.trace, len(problem.ranks)
     inputs = [
@@ -108,7 +108,7 @@ def claims(problem: Problem, algebra: Numbers, symbol: Symbol) -> Claims:
 
 
 def _run_ranks(
-    problem: Problem,
+    problem: TracedShards,
     algebra: Numbers,
     inputs: Sequence[Spread],
     cotangents: Sequence[Spread | None],
@@ -137,8 +137,8 @@ def _claim(
     whole: Array | None,
     ranks: Sequence[Array | None],
     state: State,
-    place: Place | None,
-    local: Problem | None = None,
+    place: StoragePlace | None,
+    local: TracedShards | None = None,
     at: int = 0,
 ) -> None:
     """Add the equations of one tensor. A gradient that is not there is zero."""
@@ -155,7 +155,7 @@ def _claim(
     found.equal.append((what, pairs))
 
 
-def _refuse_theorem(problem: Problem, reason: str) -> None:
+def _refuse_theorem(problem: TracedShards, reason: str) -> None:
     """Raise Unsupported where equal forward passes need not have equal gradients."""
     for trace in (problem.traced.trace, *problem.ranks):
         if trace.untrue:

@@ -19,7 +19,7 @@ from verify.evidence.smt.algebra import Numbers, kind_of_dtype, literal
 from verify.evidence.smt.errors import Unsupported
 from verify.evidence.smt.semantics.rule import Array, Given
 from verify.evidence.smt.semantics.table import rule_of
-from verify.evidence.smt.trace import Place, Step, Trace
+from verify.evidence.smt.trace import AtenCall, StoragePlace, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class _Memory:
             self.storages[number] = flat
         return self.storages[number]
 
-    def read(self, place: Place) -> Array:
+    def read(self, place: StoragePlace) -> Array:
         at = positions(place.offset, place.shape, place.stride)
         return self._storage(place.storage)[at.reshape(-1)].reshape(place.shape)
 
-    def write(self, place: Place, array: Array) -> None:
+    def write(self, place: StoragePlace, array: Array) -> None:
         """Write an array to a tensor. Raises Unsupported if the array's shape is not the tensor's."""
         if array.shape != place.shape:
             raise Unsupported(f"its semantics here give shape {array.shape}, torch {place.shape}")
@@ -112,7 +112,7 @@ def positions(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> N
     return found
 
 
-def _run(step: Step, memory: _Memory, algebra: Numbers) -> None:
+def _run(step: AtenCall, memory: _Memory, algebra: Numbers) -> None:
     name = functional_name(step.operator) if step.written else step.operator
     rule = rule_of(name)
     if rule is None:
@@ -139,7 +139,7 @@ def functional_name(operator: str) -> str:
 
 
 def _value(value: Any, memory: _Memory) -> Any:
-    if isinstance(value, Place):
+    if isinstance(value, StoragePlace):
         return memory.read(value)
     if isinstance(value, list):
         return [_value(item, memory) for item in value]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nnscaler.ir.layout import Partial, Replicated, Sharded, State
-from verify.evidence.inputs.operand_shards import Cut, lay_of, take
+from verify.evidence.inputs.operand_shards import UnevenCut, lay_of, take
 from verify.evidence.smt.algebra import Element, Kind, Numbers
 from verify.evidence.smt.semantics.rule import Array, array
 
@@ -37,7 +37,7 @@ def held(state: State, parts: int, shape: Sequence[int]) -> list[Array] | None:
     if not isinstance(state, Sharded):
         return None
     (cut,) = lay_of([state], [parts]).held
-    assert isinstance(cut, Cut)
+    assert isinstance(cut, UnevenCut)
     places = torch.arange(prod(shape)).reshape(tuple(shape))
     return [take(places, cut, rank).contiguous().numpy() for rank in range(parts)]
 

@@ -24,8 +24,8 @@ from nnscaler.ir.derive import explain_illegal_choice
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall
-from verify.evidence.smt.calls import Traced, trace_whole
-from verify.evidence.smt.check import Outcome, check
+from verify.evidence.smt.calls import TracedCall, trace_whole
+from verify.evidence.smt.check import BoundedResult, check
 from verify.evidence.smt.errors import NoCall, Unsupported
 from verify.evidence.smt.shrink import same_kind, variants
 from verify.evidence.smt.solve import Limits
@@ -89,7 +89,7 @@ class _OperatorProver:
         self.signature = signature
         self.concrete = concrete
         self.limits = limits
-        self.traced: list[tuple[Call, Traced | Exception]] = []
+        self.traced: list[tuple[Call, TracedCall | Exception]] = []
 
     def prove(self, target: Target, work: Work) -> BoundedProof:
         if self.signature.bound is None:
@@ -145,24 +145,24 @@ class _OperatorProver:
         raise Unsupported(reason or "no small call was found")
 
     def _all_parts(
-        self, traced: Traced, choice: Choice, parts: Sequence[int], work: Work
-    ) -> tuple[BoundedProof, Outcome]:
+        self, traced: TracedCall, choice: Choice, parts: Sequence[int], work: Work
+    ) -> tuple[BoundedProof, BoundedResult]:
         """Return the weakest outcome of all numbers of parts."""
         bound = traced.signature.bound
         assert bound is not None
-        found: list[Outcome] = []
+        found: list[BoundedResult] = []
         for count in parts:
             found.append(_checked(traced, choice, count, self.limits, work))
             if not found[-1].proved:
                 break
         last = found[-1]
         if last.proved and last.depends_on_rank and max(parts) < 3:
-            last = Outcome(False, "the call depends on the rank, which two shards do not show")
+            last = BoundedResult(False, "the call depends on the rank, which two shards do not show")
         gradients = "by theorem" if any(o.gradients == "by theorem" for o in found) else last.gradients
         shown = gradients if last.proved else ""
         return BoundedProof(last.proved, last.reason, dict(bound.sizes), 0.0, last.counter_example, shown), last
 
-    def _trace(self, call: Call) -> Traced | Exception:
+    def _trace(self, call: Call) -> TracedCall | Exception:
         """Return the whole operator on this call, and its annotation bound again; or why it is no call of the same
         kind."""
         for known, result in self.traced:
@@ -175,7 +175,7 @@ class _OperatorProver:
         self.traced.append((call, result))
         return result
 
-    def _bind(self, call: Call) -> Traced:
+    def _bind(self, call: Call) -> TracedCall:
         whole = trace_whole(self.spec, call, self.concrete)
         bound = bind_call(self.spec, whole.call)
         assert self.signature.bound is not None
@@ -188,16 +188,16 @@ class _OperatorProver:
         return replace(whole, signature=Signature(whole.call, self.spec, bound, sets))
 
 
-def _checked(traced: Traced, choice: Choice, parts: int, limits: Limits, work: Work) -> Outcome:
+def _checked(traced: TracedCall, choice: Choice, parts: int, limits: Limits, work: Work) -> BoundedResult:
     """Run `check`; an exception becomes the reason. Raises NoCall."""
     try:
         return check(traced, choice, parts, limits, work)
     except NoCall:
         raise
     except (Refusal, Unsupported) as reason:
-        return Outcome(False, str(reason))
+        return BoundedResult(False, str(reason))
     except Exception as error:  # noqa: BLE001 - whatever a shard raises, it is not proved
-        return Outcome(False, f"a shard raises {_first_line(error)}")
+        return BoundedResult(False, f"a shard raises {_first_line(error)}")
 
 
 def _emptied(old: TensorArgument | None, new: TensorArgument | None) -> bool:

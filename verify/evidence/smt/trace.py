@@ -26,7 +26,7 @@ _DTYPES = frozenset("bool int32 int64 float16 bfloat16 float32 float64".split())
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoragePlace:
     """Where a tensor lies: `offset` and `stride` count elements of its storage."""
 
     storage: int
@@ -37,17 +37,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AtenCall:
     """One call of an ATen operator.
 
-    arguments  by the schema's names, defaults filled in, with a `Place` for each tensor
-    outputs    one `Place` per output
+    arguments  by the schema's names, defaults filled in, with a `StoragePlace` for each tensor
+    outputs    one `StoragePlace` per output
     written    name of the argument that it writes to, or empty
     """
 
     operator: str
     arguments: Mapping[str, Any]
-    outputs: tuple[Place | None, ...]
+    outputs: tuple[StoragePlace | None, ...]
     written: str = ""
 
 
@@ -64,14 +64,14 @@ class Trace:
     untrue      why the gradient need not be the derivative of the forward pass; empty if there is no reason
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[AtenCall, ...]
     forward: int
     sizes: Mapping[int, int]
     constants: Mapping[int, tuple[Any, ...]]
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place | None, ...]
-    cotangents: tuple[Place | None, ...]
-    gradients: tuple[Place | None, ...]
+    inputs: tuple[StoragePlace, ...]
+    outputs: tuple[StoragePlace | None, ...]
+    cotangents: tuple[StoragePlace | None, ...]
+    gradients: tuple[StoragePlace | None, ...]
     plain: tuple[Any, ...]
     untrue: str
 
@@ -101,7 +101,7 @@ def record(function: Callable[..., Any], blanks: Sequence[Blank], prepare: Prepa
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [blank.make() for blank in blanks]
         args, kwargs = prepare(inputs)
-        recorder, watch = _Recorder(), _Watch()
+        recorder, watch = _StorageRecorder(), _Watch()
         places = [recorder.place(t) for t in inputs]
         with torch.enable_grad(), recorder, watch:
             result = function(*args, **kwargs)
@@ -199,10 +199,10 @@ class _Store:
     alive: list[Tensor] = field(default_factory=list)
 
 
-class _Recorder(TorchDispatchMode):
+class _StorageRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[Step] = []
+        self.steps: list[AtenCall] = []
         self.sizes: dict[int, int] = {}
         self.untrue = ""
         self.in_forward = True
@@ -229,12 +229,12 @@ class _Recorder(TorchDispatchMode):
         if written or fresh or not tensors:
             if written and self._writes_to_constant(arguments[written]):
                 raise Unsupported(f"{name} writes to a tensor that is not an argument")
-            self.steps.append(Step(name, arguments, outputs, written))
+            self.steps.append(AtenCall(name, arguments, outputs, written))
         else:
             self._check_view(func, arguments, outputs)
         return result
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> StoragePlace:
         """Return the storage, offset and strides of the tensor.
 
         Raises Unsupported for a layout without strides, for complex numbers and for integers that are so short that
@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):
                 self._real[number] = tensor
         number = self._store.number[key]
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Place(number, int(tensor.storage_offset()), shape, stride, dtype_name(tensor.dtype))
+        return StoragePlace(number, int(tensor.storage_offset()), shape, stride, dtype_name(tensor.dtype))
 
     def constants(self) -> dict[int, tuple[Any, ...]]:
         """Return the contents of captured tensors. Call it once nothing more is recorded."""
@@ -265,7 +265,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _writes_to_constant(self, place: Any) -> bool:
-        return not isinstance(place, Place) or place.storage in self._real
+        return not isinstance(place, StoragePlace) or place.storage in self._real
 
     def _arguments(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         def convert(value: Any) -> Any:
@@ -283,12 +283,12 @@ class _Recorder(TorchDispatchMode):
                 found[argument.name] = convert(kwargs.get(argument.name, argument.default_value))
         return found
 
-    def _check_view(self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[Place | None]) -> None:
+    def _check_view(self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[StoragePlace | None]) -> None:
         """Check that a result on a known storage is a view of an argument, in the argument's dtype."""
         if func.namespace != "aten":
             raise Unsupported(f"{func} is not an ATen operator")
         given = [p for value in arguments.values() for p in (value if isinstance(value, list) else [value])]
-        known = {(p.storage, p.dtype) for p in given if isinstance(p, Place)}
+        known = {(p.storage, p.dtype) for p in given if isinstance(p, StoragePlace)}
         if any(p is not None and (p.storage, p.dtype) not in known for p in outputs):
             raise Unsupported(f"{func} reads a storage as another dtype")
 

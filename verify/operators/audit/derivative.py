@@ -41,7 +41,7 @@ NAME = "derivative"
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Differentiated:
     """The operator and call whose derivative is checked, with the names of its inputs."""
 
     spec: OperatorSpec
@@ -75,10 +75,10 @@ def check_derivative(
         if not found and not always:
             return Probed()
         names = tensor_names(spec, concrete.call, run)
-        return _compare(_Subject(spec, concrete, run, found, names, seed), started)
+        return _compare(_Differentiated(spec, concrete, run, found, names, seed), started)
 
 
-def _compare(subject: _Subject, started: float) -> Probed:
+def _compare(subject: _Differentiated, started: float) -> Probed:
     spec, concrete = subject.spec, subject.concrete
     wanted = [
         i
@@ -138,7 +138,7 @@ def _open(reason: str, started: float, count: int = 0) -> Probed:
     return Probed((check,), (), (f"whether its own backward is the derivative is open: {reason}",))
 
 
-def _why_open(subject: _Subject, surveyed: Survey, undecided: Sequence[int]) -> str:
+def _why_open(subject: _Differentiated, surveyed: Survey, undecided: Sequence[int]) -> str:
     if not surveyed.points:
         if surveyed.error is not None:
             return f"near the given inputs it raises {one_line(surveyed.error)}"
@@ -147,7 +147,7 @@ def _why_open(subject: _Subject, surveyed: Survey, undecided: Sequence[int]) -> 
     return f"along {names}, difference quotients depend on the step: kinks, jumps or rounding at every point tried"
 
 
-def _custom_note(subject: _Subject, surveyed: Survey, wrong: Sequence[int], undecided: Sequence[int]) -> str:
+def _custom_note(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], undecided: Sequence[int]) -> str:
     name = subject.spec.name
     if wrong:
         texts = [f"{_off(surveyed.of(i, 'wrong')[0])} for `{subject.names[i]}`" for i in wrong]
@@ -161,7 +161,7 @@ def _off(slope: Slope) -> str:
     return f"slope {slope.found:.6g} instead of {slope.expected:.6g}"
 
 
-def _finding(subject: _Subject, surveyed: Survey, wrong: Sequence[int]) -> Finding:
+def _finding(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int]) -> Finding:
     spec, concrete = subject.spec, subject.concrete
     slope = surveyed.of(wrong[0], "wrong")[0]
     blamed = find_wrong(subject.function, concrete, subject.found, subject.seed)
@@ -189,7 +189,7 @@ def _finding(subject: _Subject, surveyed: Survey, wrong: Sequence[int]) -> Findi
     )
 
 
-def _low_finding(subject: _Subject, low: Deviation) -> Finding:
+def _low_finding(subject: _Differentiated, low: Deviation) -> Finding:
     spec, name = subject.spec, subject.names[low.index]
     dtype = dtype_name(low.dtype)
     return Finding(
@@ -208,7 +208,7 @@ def _low_finding(subject: _Subject, low: Deviation) -> Finding:
     )
 
 
-def _cause(subject: _Subject, surveyed: Survey, wrong: Sequence[int], blamed: Sequence[Blame]) -> str | None:
+def _cause(subject: _Differentiated, surveyed: Survey, wrong: Sequence[int], blamed: Sequence[Blame]) -> str | None:
     """Explain how the gradient is wrong, where a simple pattern (missing, swapped, scaled) fits; None elsewhere."""
     who = f"the backward of {blamed[0].by}" if blamed else "the backward"
     slopes = surveyed.of(wrong[0], "wrong")
@@ -235,7 +235,7 @@ def _ratio(surveyed: Survey, index: int) -> float | None:
     return ratios[0] if max(ratios) - min(ratios) <= 1e-5 * max(abs(r) for r in ratios) else None
 
 
-def _point(subject: _Subject, seed: int | None, wanted: Sequence[int]) -> Point | None:
+def _point(subject: _Differentiated, seed: int | None, wanted: Sequence[int]) -> Point | None:
     inputs = tuple(
         t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t
         for t in subject.concrete.tensors
@@ -247,7 +247,7 @@ def _point(subject: _Subject, seed: int | None, wanted: Sequence[int]) -> Point 
         return None
 
 
-def _of_cotangents(subject: _Subject, index: int) -> str:
+def _of_cotangents(subject: _Differentiated, index: int) -> str:
     first, second, ones = (_point(subject, seed, [index]) for seed in (subject.seed, subject.seed + 1, None))
     if first is None or second is None or ones is None:
         return ""
@@ -260,7 +260,7 @@ def _of_cotangents(subject: _Subject, index: int) -> str:
     return ""
 
 
-def _swapped(subject: _Subject, wrong: Sequence[int]) -> bool:
+def _swapped(subject: _Differentiated, wrong: Sequence[int]) -> bool:
     """Return whether two gradients are exchanged: each is right for the other input."""
     point = _point(subject, subject.seed, wrong)
     if point is None or len(wrong) != 2 or point.inputs[wrong[0]].shape != point.inputs[wrong[1]].shape:

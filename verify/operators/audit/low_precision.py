@@ -39,7 +39,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _NarrowRun:
     function: Callable[..., Any]
     concrete: ConcreteCall
     wanted: frozenset[int]
@@ -59,7 +59,7 @@ def deviation(
     function: Callable[..., Any], concrete: ConcreteCall, wanted: Sequence[int], seed: int
 ) -> Deviation | None:
     """Return the worst deviation beyond the limit at every point; None if there is none, or a dtype cannot be run."""
-    subject = _Subject(function, concrete, frozenset(wanted), seed)
+    subject = _NarrowRun(function, concrete, frozenset(wanted), seed)
     references: dict[str, _Reference] = {}
     for dtype, limit in LIMITS:
         worst: Deviation | None = None
@@ -77,7 +77,7 @@ def deviation(
     return None
 
 
-def _reference(subject: _Subject, way: str) -> _Reference:
+def _reference(subject: _NarrowRun, way: str) -> _Reference:
     generator = torch.Generator().manual_seed(subject.seed)
     tensors = tuple(
         moved_from(t, way, generator).to(torch.bfloat16) if t.is_floating_point() else t
@@ -86,7 +86,7 @@ def _reference(subject: _Subject, way: str) -> _Reference:
     return _Reference(tensors, *_run(subject, tensors, torch.float64))
 
 
-def _at(subject: _Subject, exact: _Reference, dtype: torch.dtype, limit: float) -> Deviation | None:
+def _at(subject: _NarrowRun, exact: _Reference, dtype: torch.dtype, limit: float) -> Deviation | None:
     outputs, gradients = _run(subject, exact.tensors, dtype)
     pairs = [(a, b) for a, b in zip(exact.outputs, outputs, strict=False) if a is not None and b is not None]
     if any(not _relative(a, b) <= SHARE * limit for a, b in pairs if a.is_floating_point() and a.numel()):
@@ -117,7 +117,7 @@ class _Rounded(TorchDispatchMode):
         return result
 
 
-def _run(subject: _Subject, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Outputs, Outputs]:
+def _run(subject: _NarrowRun, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Outputs, Outputs]:
     """Return outputs and gradients, with the same random numbers and cotangents each time."""
     torch.default_generator.manual_seed(subject.seed)
     cast = [t.to(dtype, copy=True) if t.is_floating_point() else t.clone() for t in tensors]

@@ -18,7 +18,7 @@ from verify.processes.pool import Died, Done, Raised, TimedOut, run_forked, run_
 
 
 @dataclass(frozen=True)
-class Row:
+class MissingRow:
     """One operator. `stub` None: `problem` says why there is none."""
 
     missing: Missing
@@ -56,7 +56,7 @@ class MissingReport:
 
     model: str
     operators: int
-    rows: tuple[Row, ...]
+    rows: tuple[MissingRow, ...]
     local: tuple[Missing, ...]
     shares: Shares | None
 
@@ -147,10 +147,10 @@ def _settled(event: Any) -> Advice:
     raise event.error
 
 
-def _row(missing: Missing, spec: Any, given: tuple[Form, ...] | str, advice: Advice) -> Row:
+def _row(missing: Missing, spec: Any, given: tuple[Form, ...] | str, advice: Advice) -> MissingRow:
     if isinstance(given, str) or not advice.found:
-        return Row(missing, advice, None, advice.reason)
+        return MissingRow(missing, advice, None, advice.reason)
     try:
-        return Row(missing, advice, write_stub(missing, spec, given, advice))
+        return MissingRow(missing, advice, write_stub(missing, spec, given, advice))
     except NoStub as problem:
-        return Row(missing, advice, None, str(problem))
+        return MissingRow(missing, advice, None, str(problem))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verify.operators.missing.report import MissingReport, Row
+from verify.operators.missing.report import MissingReport, MissingRow
 from verify.operators.missing.shares import Shares
 from verify.operators.missing.uses import Missing, places
-from verify.results.line import Line, Style, plain, style_of
+from verify.results.line import Style, StyledLine, plain, style_of
 
 MOST_PLACES = 4
 _KINDS = {"aten": "torch", "library": "torch.library", "function": "autograd.Function"}
 
 
-def missing_lines(report: MissingReport) -> list[Line]:
+def missing_lines(report: MissingReport) -> list[StyledLine]:
     """Return the report: operators that a parameter reaches with their stubs, the others in a line, the cost, and the
     sum."""
-    lines: list[Line] = []
+    lines: list[StyledLine] = []
     for row in report.rows:
         lines += [*_row(row), plain("")]
     if report.local:
@@ -28,8 +28,8 @@ def missing_lines(report: MissingReport) -> list[Line]:
     return [*lines, _last(report)]
 
 
-def _row(row: Row) -> Iterator[Line]:
-    yield Line(((row.missing.name, "strong"), (f"  {_KINDS[row.missing.kind]}, {_calls(row.missing)}", "")))
+def _row(row: MissingRow) -> Iterator[StyledLine]:
+    yield StyledLine(((row.missing.name, "strong"), (f"  {_KINDS[row.missing.kind]}, {_calls(row.missing)}", "")))
     found = places(row.missing.calls)
     for place in found[:MOST_PLACES]:
         yield plain(f"  --> {place}", "faint")
@@ -39,7 +39,7 @@ def _row(row: Row) -> Iterator[Line]:
         shapes = "the model's own shapes" if row.advice.own else "smaller shapes than the model's"
         for text in dict.fromkeys(t for t in row.advice.texts if t is not None):
             verdict: tuple[str, Style] = (str(row.advice.verdict), style_of(row.advice.verdict))
-            yield Line(((f'  "{text}"  ', ""), verdict, (f" on {shapes}", "")))
+            yield StyledLine(((f'  "{text}"  ', ""), verdict, (f" on {shapes}", "")))
     if row.stub is None:
         yield plain(f"  no stub: {row.problem}", "unsure")
         return
@@ -57,13 +57,15 @@ def _shares(found: Shares, suggested: bool) -> str:
     return text
 
 
-def _last(report: MissingReport) -> Line:
+def _last(report: MissingReport) -> StyledLine:
     number = len(report.rows)
     if not number:
-        return Line((("nothing is missing", "good"), (f"  {report.model}: all of {report.operators} operators", "")))
+        return StyledLine(
+            (("nothing is missing", "good"), (f"  {report.model}: all of {report.operators} operators", ""))
+        )
     stubs = sum(row.stub is not None for row in report.rows)
     head = f"{number} of {report.operators} operators without annotation"
-    return Line(((head, "bad"), (f"  {report.model}: {stubs} with a stub, {number - stubs} without", "")))
+    return StyledLine(((head, "bad"), (f"  {report.model}: {stubs} with a stub, {number - stubs} without", "")))
 
 
 def _calls(missing: Missing) -> str:

@@ -45,7 +45,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Calls from one line of one class of module: `modules` are the paths of those that ran it."""
 
     where: str
@@ -89,13 +89,13 @@ def reached_by_parameters(graph: Graph) -> frozenset[str]:
     return frozenset(operations)
 
 
-def places(calls: Iterable[Operation]) -> tuple[Place, ...]:
+def places(calls: Iterable[Operation]) -> tuple[CallSite, ...]:
     """Return the calls by line and class of module, in order."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for operation in calls:
         grouped.setdefault((_where(operation), operation.module_type), []).append(operation.module)
     return tuple(
-        Place(where, kind, tuple(dict.fromkeys(modules)), len(modules)) for (where, kind), modules in grouped.items()
+        CallSite(where, kind, tuple(dict.fromkeys(modules)), len(modules)) for (where, kind), modules in grouped.items()
     )
 
 

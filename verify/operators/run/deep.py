@@ -35,7 +35,7 @@ class CounterExample(Exception):
 
 
 @dataclass(slots=True)
-class Tally:
+class DrawTally:
     """Counts over the drawn cases; `failed` is the smallest counter-example once hypothesis has shrunk it."""
 
     cases: int = 0
@@ -79,12 +79,12 @@ def verify_deep(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) 
     )
 
 
-def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int) -> Tally:
+def draw_cases(runner: Runner, found: list[Base], seed: int, examples: int) -> DrawTally:
     """Draw and run cases until one fails; shrink that. The same seed draws the same cases."""
     import hypothesis
     from hypothesis import strategies
 
-    tally = Tally()
+    tally = DrawTally()
 
     @hypothesis.seed(seed)
     @hypothesis.settings(

@@ -12,7 +12,7 @@ from torch import Tensor
 from op_registry.call import Call, DType, TensorArgument
 from op_registry.expression import Expression
 
-from verify.evidence.inputs.operand_shards import Cut, Lay, take
+from verify.evidence.inputs.operand_shards import Lay, UnevenCut, take
 
 WIDTH = 110
 LARGEST = 4000  # elements of a tensor that is written out
@@ -72,10 +72,10 @@ def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[i
     found: list[list[int] | None] = [None] * len(shape)
     for axis in lay.order:
         held = lay.held[axis]
-        if isinstance(held, Cut):
+        if isinstance(held, UnevenCut):
             before = found[held.dim]
             along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
-            flat = Cut(0, held.outer, held.length, held.bounds, held.sections)
+            flat = UnevenCut(0, held.outer, held.length, held.bounds, held.sections)
             found[held.dim] = take(along, flat, rank[axis]).tolist()
     return found
 

@@ -21,7 +21,7 @@ Verify = Callable[[Job, OpOptions, Reproduce, Note], Report]
 
 
 @dataclass(frozen=True)
-class Result:
+class JobResult:
     """The result of one job.
 
     index    the job's place in the list
@@ -59,7 +59,7 @@ class Settings:
 
 def run_many(
     jobs: Sequence[Job], options: OpOptions, settings: Settings | None = None, started: Note | None = None
-) -> Generator[Result, None, None]:
+) -> Generator[JobResult, None, None]:
     """Yield every job's result, in the order in which they come. Closing the iterator ends what still runs.
 
     One job that cannot be run raises its NnscalerError; among several it is a report that is INCONCLUSIVE. With
@@ -74,7 +74,7 @@ def run_many(
         if report is None:
             open_jobs.append(index)
         else:
-            yield Result(index, job, report, cached=True)
+            yield JobResult(index, job, report, cached=True)
     broken: list[str] = []
     events = _events([jobs[i] for i in open_jobs], options, settings, started)
     try:
@@ -88,7 +88,7 @@ def run_many(
                 continue
             if settings.cache is not None and index in keys and not _cut_short(report):
                 settings.cache.store(keys[index], report)
-            yield Result(index, job, report, remark=remarks.get(index, ""))
+            yield JobResult(index, job, report, remark=remarks.get(index, ""))
             if options.fail_fast and not report.verdict.passes:
                 break
     finally:

@@ -80,7 +80,7 @@ EXCLUDED = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OpInfoEntry:
     """An entry of torch's table, and the operators (without namespace and overload) that it is about."""
 
     name: str
@@ -89,7 +89,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SampleResult:
     """The result of one sample.
 
     cases        partitions that were run
@@ -110,7 +110,7 @@ def known_operators(registry: Registry) -> frozenset[str]:
     return frozenset(name.split(".")[1] for name in registry.names() if name.startswith(("aten.", "nnscaler.")))
 
 
-def entries(registry: Registry | None = None) -> Iterator[Entry]:
+def entries(registry: Registry | None = None) -> Iterator[OpInfoEntry]:
     """Yield the entries of torch's table that are about an operator of the registry."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -122,14 +122,14 @@ def entries(registry: Registry | None = None) -> Iterator[Entry]:
         shared = known & set(names)
         if shared:
             variant = f"/{info.variant_test_name}" if info.variant_test_name else ""
-            yield Entry(info.name + variant, info, shared)
+            yield OpInfoEntry(info.name + variant, info, shared)
 
 
-def sample_results(entry: Entry, limit: int, registry: Registry | None = None) -> Iterator[Result]:
+def sample_results(entry: OpInfoEntry, limit: int, registry: Registry | None = None) -> Iterator[SampleResult]:
     """Yield the results of at most `limit` samples of one entry, evenly spread, for each of its spellings (aliases)."""
     registry = registry or default_registry()
     if entry.info.name in EXCLUDED:
-        yield Result(entry.name, 0, "excluded", detail=EXCLUDED[entry.info.name])
+        yield SampleResult(entry.name, 0, "excluded", detail=EXCLUDED[entry.info.name])
         return
     samples = _samples(entry.info)
     known = known_operators(registry)
@@ -155,15 +155,17 @@ def _samples(info: OpInfo) -> list[Any]:
         return list(info.sample_inputs("cpu", dtype, requires_grad=wants))
 
 
-def _result(entry: Entry, number: int, function: Callable[..., Any], arguments: Any, registry: Registry) -> Result:
+def _result(
+    entry: OpInfoEntry, number: int, function: Callable[..., Any], arguments: Any, registry: Registry
+) -> SampleResult:
     """Return the weakest result of the sample's calls of the entry's operators."""
     tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
     if any(not t.numel() for t in tensors):
-        return Result(entry.name, number, "empty")
+        return SampleResult(entry.name, number, "empty")
     calls = [c for c in traced_calls(function, arguments) if c.call.operator.split(".")[1] in entry.operators]
     found = [replace(check_call(call, registry), entry=entry.name, sample=number) for call in calls]
     if not found:
-        return Result(entry.name, number, "no call")
+        return SampleResult(entry.name, number, "no call")
     order = ("refuted", "not bindable", "unknown overload", "empty", "holds", "nothing to split")
     return min(found, key=lambda r: order.index(r.status))
 
@@ -187,12 +189,12 @@ def traced_calls(
 
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
-        recorder = _Recorder(make_fx(of_tensors, pre_dispatch=True)(*tensors))
+        recorder = _AtenRecorder(make_fx(of_tensors, pre_dispatch=True)(*tensors))
         recorder.run(*tensors)
     return recorder.calls
 
 
-class _Recorder(torch.fx.Interpreter):
+class _AtenRecorder(torch.fx.Interpreter):
     """Runs a traced graph, and keeps its ATen calls with their tensors."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
@@ -218,14 +220,14 @@ class GivenCall(Runner):
         self.given, self.rows, self.trusted = (call,), (), True
 
 
-def check_call(call: ConcreteCall, registry: Registry) -> Result:
+def check_call(call: ConcreteCall, registry: Registry) -> SampleResult:
     """Check every identifier in as few parts as divide it, and in uneven ones; every set of partial sums in 2."""
     name = call.call.operator
     spec = registry.lookup(name)
     if spec is None:
-        return Result("", 0, "unknown overload", name)
+        return SampleResult("", 0, "unknown overload", name)
     if any(not t.numel() for t in call.tensors):
-        return Result("", 0, "empty", name)
+        return SampleResult("", 0, "empty", name)
     runner = GivenCall(spec, call, OpOptions())
     inputs = Inputs(0, (), "given")
     cases = comparisons = 0
@@ -235,12 +237,12 @@ def check_call(call: ConcreteCall, registry: Registry) -> Result:
             if result.failed:
                 why = str(result.raised or (result.compared and result.compared.mismatches[0]))
                 text = result.signature.bound.text if result.signature.bound is not None else ""
-                return Result("", 0, "refuted", name, f"`{text}`: {case.choices[0]} in {case.parts[0]}: {why}")
+                return SampleResult("", 0, "refuted", name, f"`{text}`: {case.choices[0]} in {case.parts[0]}: {why}")
             cases += result.compared is not None
             comparisons += result.compared.count if result.compared is not None else 0
     except (AnnotationError, WholeRaised) as error:
-        return Result("", 0, "not bindable", name, first_line(error))
-    return Result("", 0, "holds" if comparisons else "nothing to split", name, "", cases, comparisons)
+        return SampleResult("", 0, "not bindable", name, first_line(error))
+    return SampleResult("", 0, "holds" if comparisons else "nothing to split", name, "", cases, comparisons)
 
 
 def _cases(inputs: Inputs, signature: Signature) -> Iterator[Case]:

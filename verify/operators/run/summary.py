@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verify.operators.run.cache import CACHED
-from verify.results.line import Line, plain
+from verify.results.line import StyledLine, plain
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 
@@ -14,7 +14,7 @@ VOID = "constant along the split: "  # in a check's detail: wrong variants that 
 OTHERS = 5  # names in one row of the table
 
 
-def summary(reports: Sequence[Report]) -> list[Line]:
+def summary(reports: Sequence[Report]) -> list[StyledLine]:
     """Return the tables, one below the other; nothing for what there is none of."""
     return [*_table("not proved for all sizes, and why", _blocked(reports)), *_void(reports), *_cached(reports)]
 
@@ -31,7 +31,7 @@ def _blocked(reports: Sequence[Report]) -> dict[str, list[str]]:
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
-def _void(reports: Sequence[Report]) -> list[Line]:
+def _void(reports: Sequence[Report]) -> list[StyledLine]:
     rows: dict[str, list[str]] = {}
     for report in reports:
         for check in report.checks:
@@ -41,14 +41,14 @@ def _void(reports: Sequence[Report]) -> list[Line]:
     return _table("void: wrong variants that equal the right result, which is constant along the split", rows)
 
 
-def _cached(reports: Sequence[Report]) -> list[Line]:
+def _cached(reports: Sequence[Report]) -> list[StyledLine]:
     count = sum(CACHED in report.notes for report in reports)
     if not count:
         return []
     return [plain(f"cached: {count} of {len(reports)} passed before and have not changed (--no-cache runs them)")]
 
 
-def _table(title: str, rows: dict[str, list[str]]) -> list[Line]:
+def _table(title: str, rows: dict[str, list[str]]) -> list[StyledLine]:
     if not rows:
         return []
     width = min(max(map(len, rows)), 60)

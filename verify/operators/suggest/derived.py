@@ -12,7 +12,7 @@ from dataclasses import replace
 from nnscaler.errors import NnscalerError
 from verify.evidence.oracle.check import as_check, check_target
 from verify.evidence.oracle.enumerate import Base, Enumerator, Unusable, bases
-from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import Runner, WholeRaised
 from verify.operators.suggest.linear import derive_linear
 from verify.operators.verification import Verification
@@ -39,7 +39,7 @@ def derived_linear(runner: Runner, base: Base) -> tuple[Check | None, list[str]]
         found = derive_linear(runner.function(call), call)
     except Exception:  # noqa: BLE001 - it runs as the annotation has it; what it does on other tensors is no claim
         return None, []
-    holds = Outcome()
+    holds = TargetOutcome()
     notes: list[str] = []
     for slots in found:
         other = Runner(replace(runner.spec, linear=(slots,)), runner.options, runner.progress)

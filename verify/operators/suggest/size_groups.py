@@ -38,7 +38,7 @@ def elements_of(question: Question) -> list[Element]:
 
 def find_groups(question: Question) -> tuple[Group, ...]:
     """Return the smallest sets of sizes that can be doubled together, one for each size that can be doubled at all."""
-    search = _Search(_light(question))
+    search = _GroupSearch(_light(question))
     found: dict[Group, None] = {}
     covered: set[Element] = set()
     for element in search.elements:
@@ -53,7 +53,7 @@ def find_groups(question: Question) -> tuple[Group, ...]:
 
 def growth(question: Question, group: Group) -> Outputs | None:
     """Return the outputs with the sizes of a group doubled; None where it raises."""
-    search = _Search(question)
+    search = _GroupSearch(question)
     tensors, integers = search.doubled(group)
     try:
         return question.run(tensors, integers)
@@ -71,7 +71,7 @@ def _light(question: Question) -> Question:
 
 
 @dataclass
-class _Search:
+class _GroupSearch:
     question: Question
     kept: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
     tried: dict[Group, int | None] = field(default_factory=dict)

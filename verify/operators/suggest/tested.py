@@ -15,7 +15,7 @@ from verify.evidence.options import DRAWS, OpOptions
 from verify.evidence.oracle.check import check_target
 from verify.evidence.oracle.claims import Claimed, claims_of, untested
 from verify.evidence.oracle.enumerate import Enumerator, Unusable, bases
-from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import Runner
 from verify.operators.suggest.derived import add_derived
 from verify.operators.suggest.probe_call import Question
@@ -58,7 +58,7 @@ def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | N
 
     False where some claim about one of them was not compared at all.
     """
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, TargetOutcome] = {}
     claimed: list[Claimed] = []
     runner = Runner(spec, replace(options or OpOptions(), prove=False))
     wanted = set(names)
@@ -68,7 +68,7 @@ def claims_hold(spec: OperatorSpec, names: Sequence[str], options: OpOptions | N
             assert bound is not None
             for leader in base.leaders:
                 if wanted & {"*" if n.startswith("*") else n for n in bound.tied.get(leader, (leader,))}:
-                    outcome = outcomes.setdefault(leader, Outcome())
+                    outcome = outcomes.setdefault(leader, TargetOutcome())
                     check_target(Enumerator(runner, base), leader, outcome)
                     claimed += claims_of(base.signature, [leader], runner.options.safeguards)
                     if outcome.failures:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
-from verify.evidence.inputs.operand_shards import Cut, join, random_terms, take
+from verify.evidence.inputs.operand_shards import UnevenCut, join, random_terms, take
 from verify.evidence.inputs.values import refill
 from verify.evidence.options import Kind
 from verify.operators.suggest.probe_call import Number, Outputs, Question
@@ -68,7 +68,7 @@ class Trial:
             if isinstance(state, Sharded):
                 if self.tensors[index].shape[state.dim] % (state.outer * length):
                     return False
-                cut = Cut(state.dim, state.outer, length, (1, length))
+                cut = UnevenCut(state.dim, state.outer, length, (1, length))
                 columns.append([take(self.tensors[index], cut, rank).contiguous() for rank in (0, 1)])
             else:
                 columns.append(self.pieces(index, state, 2))
@@ -165,7 +165,7 @@ def _makes(pieces: Sequence[Tensor | None], state: State | None, whole: Tensor, 
     others = [[n for d, n in enumerate(t.shape) if d != state.dim] for t in (*present, whole)]
     if any(o != others[-1] for o in others):
         return False
-    return close(join(present, Cut(state.dim, state.outer, length, (1, length))), whole)
+    return close(join(present, UnevenCut(state.dim, state.outer, length, (1, length))), whole)
 
 
 def _read_full(pieces: Sequence[Tensor], whole: Tensor) -> State | None:
@@ -196,9 +196,9 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= relative * scale) if b.numel() else True
 
 
-def cut_of(state: Sharded, parts: int) -> Cut:
+def cut_of(state: Sharded, parts: int) -> UnevenCut:
     """Return the layout of even shards."""
-    return Cut(state.dim, state.outer, parts, tuple(range(1, parts + 1)), state.sections)
+    return UnevenCut(state.dim, state.outer, parts, tuple(range(1, parts + 1)), state.sections)
 
 
 def divides(state: State, shape: Sequence[int], parts: int) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from verify.programs.checks import coverage, losses, norm, replicas, tensors
-from verify.programs.checks.context import Comparison, Outcome
+from verify.programs.checks.context import CheckOutcome, Comparison
 
 
-def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[Outcome]:
+def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[CheckOutcome]:
     """Run every check, and record its time."""
-    checks: tuple[Callable[[], Outcome], ...] = (
+    checks: tuple[Callable[[], CheckOutcome], ...] = (
         lambda: coverage.check(comparison, initial_buffers),
         lambda: losses.check(comparison),
         lambda: tensors.check_gradients(comparison),
@@ -29,9 +29,9 @@ def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> li
     return [replace(o, findings=()) if o.check.name == norm.NAME and "gradients" in wrong else o for o in outcomes]
 
 
-def timed(checks: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
+def timed(checks: Sequence[Callable[[], CheckOutcome]]) -> list[CheckOutcome]:
     """Run the checks and record the time of each; drop those that compared nothing."""
-    outcomes: list[Outcome] = []
+    outcomes: list[CheckOutcome] = []
     for check in checks:
         started = time.perf_counter()
         outcome = check()

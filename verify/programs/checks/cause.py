@@ -10,14 +10,14 @@ from torch import Tensor
 
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.shards import Coordinates, unravel
-from verify.programs.checks.logical import Holding, Logical
+from verify.programs.checks.logical import Holding, StageTensor
 from verify.results.tolerance import difference, largest
 
 CLOSE = 1e-6
 
 
 def likely_cause(
-    logical: Logical, expected: Tensor, tied: Sequence[Logical] = (), before: Tensor | None = None
+    logical: StageTensor, expected: Tensor, tied: Sequence[StageTensor] = (), before: Tensor | None = None
 ) -> str | None:
     """Return a sentence when the wrong value is a simple function of the right one; None otherwise.
 
@@ -38,7 +38,7 @@ def likely_cause(
     )
 
 
-def _untied(tied: Sequence[Logical], expected: Tensor) -> str | None:
+def _untied(tied: Sequence[StageTensor], expected: Tensor) -> str | None:
     """Test the cause that each stage has only its own part of the gradient of a tied parameter."""
     values = [logical.value.double() for logical in tied if logical.value is not None]
     if len(values) < 2 or difference(torch.stack(values).sum(0), expected.double()).relative > CLOSE:
@@ -47,7 +47,7 @@ def _untied(tied: Sequence[Logical], expected: Tensor) -> str | None:
     return f"stages {stages} share it, and each has only its own part: the sum over its copies is missing"
 
 
-def _factor(logical: Logical, expected: Tensor) -> str | None:
+def _factor(logical: StageTensor, expected: Tensor) -> str | None:
     """Test the cause that the value is n times, or one n-th of, the right one."""
     assert logical.value is not None
     value, right = logical.value.double(), expected.double()
@@ -67,7 +67,7 @@ def _factor(logical: Logical, expected: Tensor) -> str | None:
     return f"it is {factor:.6g} times the model's"
 
 
-def _unsummed(logical: Logical, expected: Tensor) -> str | None:
+def _unsummed(logical: StageTensor, expected: Tensor) -> str | None:
     """Test the cause that the ranks of an axis hold parts of a sum that nobody took."""
     holding = logical.holding
     for axis, size in holding.axes.items():
@@ -101,7 +101,7 @@ def _own_piece(holding: Holding, expected: Tensor) -> Tensor | None:
         return None
 
 
-def _order(logical: Logical, expected: Tensor) -> str | None:
+def _order(logical: StageTensor, expected: Tensor) -> str | None:
     """Test the cause that the right shards are in the wrong order along a sharded dim."""
     assert logical.value is not None
     for axis, state in logical.holding.states.items():

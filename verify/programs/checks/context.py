@@ -53,7 +53,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedTensor:
     """One tensor that was compared: how far it was off, and what was allowed."""
 
     kind: str
@@ -65,15 +65,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """`rows`: the tensors that were compared, where the check compares tensors."""
 
     check: Check
     findings: tuple[Finding, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ComparedTensor, ...] = ()
 
 
-def merge_outcomes(name: str, prefix: str, outcomes: Sequence[Outcome]) -> Outcome:
+def merge_outcomes(name: str, prefix: str, outcomes: Sequence[CheckOutcome]) -> CheckOutcome:
     """Merge several outcomes into one check; `prefix` is put before the message of each finding."""
     checks = [outcome.check for outcome in outcomes]
     count, refuted = sum(c.count for c in checks), sum(c.refuted for c in checks)
@@ -82,7 +82,7 @@ def merge_outcomes(name: str, prefix: str, outcomes: Sequence[Outcome]) -> Outco
     findings = tuple(replace(f, message=prefix + f.message) for outcome in outcomes for f in outcome.findings)
     rows = tuple(replace(row, kind=f"{name}: {row.kind}") for outcome in outcomes for row in outcome.rows)
     merged = merge(c.verdict for c in checks if c.count)
-    return Outcome(Check(name, merged, count, refuted, 0.0, worst), findings, rows)
+    return CheckOutcome(Check(name, merged, count, refuted, 0.0, worst), findings, rows)
 
 
 def _worst(detail: str) -> float:
@@ -99,7 +99,7 @@ class Tally:
     def __init__(self, name: str, level: Verdict, tolerance: Tolerance | None = None) -> None:
         self.name = name
         self.tolerance = tolerance
-        self.rows: list[Row] = []
+        self.rows: list[ComparedTensor] = []
         self.level = level
         self.count = 0
         self.refuted = 0
@@ -113,7 +113,7 @@ class Tally:
         """Add one comparison. `relative`: the difference of its two sides; `key`: the tensor."""
         self.count += 1
         if key is not None and self.tolerance is not None:
-            self.rows.append(Row(*_named(key), relative, self.tolerance.allowed(key), verdict))
+            self.rows.append(ComparedTensor(*_named(key), relative, self.tolerance.allowed(key), verdict))
         self.refuted += verdict is Verdict.REFUTED
         self.verdicts.append(verdict)
         if verdict.passes:
@@ -121,13 +121,13 @@ class Tally:
         if finding is not None and len(self.findings) < SHOWN:
             self.findings.append(finding)
 
-    def outcome(self, detail: str = "") -> Outcome:
+    def outcome(self, detail: str = "") -> CheckOutcome:
         """Return the check. Without any comparison it claims nothing."""
         if not detail and self.count and self.worst:
             detail = f"worst difference {self.worst:.1e}"
         verdict = merge(self.verdicts) if self.verdicts else self.level
         check = Check(self.name, verdict, self.count, self.refuted, 0.0, detail)
-        return Outcome(check, tuple(self.findings), tuple(self.rows))
+        return CheckOutcome(check, tuple(self.findings), tuple(self.rows))
 
 
 def _named(key: Key) -> tuple[str, int, str]:

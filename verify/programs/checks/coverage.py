@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
 
-def check(comparison: Comparison, initial_buffers: dict[str, torch.Tensor]) -> Outcome:
+def check(comparison: Comparison, initial_buffers: dict[str, torch.Tensor]) -> CheckOutcome:
     """`initial_buffers`: the model's buffers before the first step. Those that training does not change may be left
     out of a program (its graph does not read them)."""
     tally = Tally("coverage", Verdict.TESTED_EXACT)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
 
-def check(comparison: Comparison) -> Outcome:
+def check(comparison: Comparison) -> CheckOutcome:
     """Compare what `RankExecutor.forward_only` returns on each rank that knows the loss."""
     tally = Tally("loss without backward", comparison.tolerance.level, comparison.tolerance)
     known = [(r.rank, r.forward_loss) for r in comparison.results if r.forward_loss is not None]

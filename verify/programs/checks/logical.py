@@ -31,7 +31,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Logical:
+class StageTensor:
     """A logical tensor as one stage holds it.
 
     value    assembled from the pieces, `[*global shape]`; None if no rank has it
@@ -80,7 +80,7 @@ def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, t
     )
 
 
-def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> Logical:
+def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> StageTensor:
     """Return the logical tensor from the entries of every rank (by rank)."""
     pieces: dict[int, Tensor] = {}
     absent: list[int] = []
@@ -91,15 +91,15 @@ def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> Lo
         else:
             pieces[rank] = piece
     if not pieces:
-        return Logical(holding, None)
+        return StageTensor(holding, None)
     if absent:
         problem = f"rank {absent[0]} has none, rank {next(iter(pieces))} has one"
-        return Logical(holding, None, problem=problem, pieces=pieces)
+        return StageTensor(holding, None, problem=problem, pieces=pieces)
     at = [(unravel(position, holding.axes), pieces[rank]) for position, rank in enumerate(holding.ranks)]
     try:
         assembled = assemble(at, holding.states, holding.axes, holding.shape)
     except ValueError as error:
-        return Logical(holding, None, problem=str(error), pieces=pieces)
+        return StageTensor(holding, None, problem=str(error), pieces=pieces)
     unequal = tuple(
         (
             holding.ranks[ravel(dict(found.coordinates), holding.axes)],
@@ -111,7 +111,7 @@ def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> Lo
     shards = 1
     for axis in holding.states:
         shards *= holding.axes.get(axis, 1)
-    return Logical(holding, assembled.value, unequal, len(pieces) - shards, pieces=pieces)
+    return StageTensor(holding, assembled.value, unequal, len(pieces) - shards, pieces=pieces)
 
 
 def _find(entries: Sequence[Entry], holding: Holding) -> Tensor | None:
@@ -132,7 +132,7 @@ def by_rank(results: Iterable[RankResult], kind: str, step: int = 0) -> dict[int
     return found
 
 
-def tied_copies_differ(one: Logical, other: Logical) -> bool:
+def tied_copies_differ(one: StageTensor, other: StageTensor) -> bool:
     """Return whether two stages hold different bits of a tensor that they should share."""
     if one.value is None or other.value is None:
         return (one.value is None) != (other.value is None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from verify.programs.checks.cause import CLOSE
-from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, family_scale, is_finite
 from verify.results.verdict import Verdict
 
 
-def check(comparison: Comparison) -> Outcome:
+def check(comparison: Comparison) -> CheckOutcome:
     """Compare each rank's loss with the model's."""
     tally = Tally("loss", comparison.tolerance.level, comparison.tolerance)
     scale = family_scale(comparison.reference.losses)

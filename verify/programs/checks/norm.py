@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nnscaler.runtime.training.clipping import EPSILON
 from verify.programs.checks.cause import CLOSE
-from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.results.finding import Finding
 from verify.results.tolerance import difference, is_finite, largest
 from verify.results.verdict import Verdict
@@ -16,7 +16,7 @@ from verify.results.verdict import Verdict
 NAME = "gradient norm, clipped"
 
 
-def check(comparison: Comparison) -> Outcome:
+def check(comparison: Comparison) -> CheckOutcome:
     """Compare with what torch.nn.utils.clip_grad_norm_ returns for the model; the ranks must agree bitwise."""
     tally = Tally(NAME, comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.norm

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verify.programs.checks.context import Comparison, Outcome, Tally
-from verify.programs.checks.logical import Holding, Logical, by_rank, put_together, tied_copies_differ
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
+from verify.programs.checks.logical import Holding, StageTensor, by_rank, put_together, tied_copies_differ
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
@@ -19,12 +19,12 @@ class _Kind:
     holdings: tuple[Holding, ...]
 
 
-def check(comparison: Comparison) -> Outcome:
+def check(comparison: Comparison) -> CheckOutcome:
     """Compare gradients of every step, and parameters and buffers after the last."""
     tally = Tally("replicas bitwise equal", Verdict.TESTED_EXACT)
     for kind in _kinds(comparison):
         entries = by_rank(comparison.results, kind.name, kind.step)
-        seen: dict[str, Logical] = {}
+        seen: dict[str, StageTensor] = {}
         for holding in kind.holdings:
             logical = put_together(holding, entries)
             _within_stage(tally, comparison, kind, logical)
@@ -43,7 +43,7 @@ def _kinds(comparison: Comparison) -> Iterable[_Kind]:
     yield _Kind("buffer", comparison.steps - 1, tuple(comparison.buffers.values()))
 
 
-def _within_stage(tally: Tally, comparison: Comparison, kind: _Kind, logical: Logical) -> None:
+def _within_stage(tally: Tally, comparison: Comparison, kind: _Kind, logical: StageTensor) -> None:
     for _ in range(logical.copies - len(logical.unequal)):
         tally.add(Verdict.TESTED_EXACT)
     for one, other, found in logical.unequal:
@@ -64,7 +64,7 @@ def _within_stage(tally: Tally, comparison: Comparison, kind: _Kind, logical: Lo
         tally.add(Verdict.REFUTED, None if repeated else finding)
 
 
-def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: Logical, other: Logical) -> None:
+def _between_stages(tally: Tally, comparison: Comparison, kind: _Kind, one: StageTensor, other: StageTensor) -> None:
     if not tied_copies_differ(one, other):
         tally.add(Verdict.TESTED_EXACT)
         return

@@ -14,7 +14,7 @@ from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
-from verify.programs.checks.context import Comparison, Outcome, Tally, merge_outcomes
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally, merge_outcomes
 from verify.programs.checks.logical import Holding, holdings_of
 from verify.programs.execution.backends import run_simulator
 from verify.programs.execution.failure import Failure, finding_of
@@ -22,14 +22,14 @@ from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.prepare import Prepared
 from verify.programs.program_directory import open_program
 from verify.programs.request import PlanRequest
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import difference
 from verify.results.verdict import Verdict
 
 
-def check(comparison: Comparison, saved: Mapping[str, Tensor]) -> Outcome:
+def check(comparison: Comparison, saved: Mapping[str, Tensor]) -> CheckOutcome:
     """`saved`: the logical state as it was read back from all files."""
     tally = Tally("save and load", Verdict.TESTED_EXACT)
     holdings = {**comparison.parameters, **comparison.buffers}
@@ -77,10 +77,10 @@ NAME = "checkpoint under another plan"
 
 def check_other_plan(
     request: PlanRequest, prepared: Prepared, comparison: Comparison, task: Task, folder: Path
-) -> Outcome:
+) -> CheckOutcome:
     """Make the last step on one rank, from the checkpoint, and compare as after the last step of all ranks."""
     if prepared.traced is None or task.checkpoint is None:
-        return Outcome(Check(NAME, Verdict.INCONCLUSIVE, 0))
+        return CheckOutcome(Check(NAME, Verdict.INCONCLUSIVE, 0))
     compiled = compile_traced(prepared.traced, ranks=1, plan="dp=1", model={"name": type(prepared.model).__name__})
     program = open_program(compiled.save(folder))
     checkpoint = load_checkpoint(task.checkpoint)
@@ -98,7 +98,9 @@ def check_other_plan(
     )
     outcome = run_simulator(alone, 1, request.timeout)
     if isinstance(outcome, Failure):
-        return Outcome(Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, Places(prepared.graph)),))
+        return CheckOutcome(
+            Check(NAME, outcome.verdict, 1, 1), (finding_of(outcome, program.path, SourceMap(prepared.graph)),)
+        )
     parameters, buffers = holdings_of([load_role(program.path / file) for file in program.role_files])
     reference = comparison.reference
     last = replace(reference, losses=reference.losses[-1:], gradients=reference.gradients[-1:])

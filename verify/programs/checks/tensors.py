@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from verify.programs.checks.cause import likely_cause
-from verify.programs.checks.context import Comparison, Outcome, Tally
-from verify.programs.checks.logical import Holding, Logical, by_rank, put_together
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
+from verify.programs.checks.logical import Holding, StageTensor, by_rank, put_together
 from verify.programs.checks.norm import cause_of_update
 from verify.results.finding import Finding
-from verify.results.tolerance import Difference, difference, family_scale, is_finite
+from verify.results.tolerance import TensorDifference, difference, family_scale, is_finite
 from verify.results.verdict import Verdict
 
 
-def check_gradients(comparison: Comparison) -> Outcome:
+def check_gradients(comparison: Comparison) -> CheckOutcome:
     """Compare each parameter's gradient at every step.
 
     A gradient that is missing, or one too many, is refuted: also where the program says that the parameter is not
@@ -36,7 +36,7 @@ def check_gradients(comparison: Comparison) -> Outcome:
     return tally.outcome()
 
 
-def check_parameters(comparison: Comparison) -> Outcome:
+def check_parameters(comparison: Comparison) -> CheckOutcome:
     """Compare every parameter after the last step."""
     tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.parameters
@@ -48,7 +48,7 @@ def check_parameters(comparison: Comparison) -> Outcome:
     return tally.outcome()
 
 
-def check_buffers(comparison: Comparison) -> Outcome:
+def check_buffers(comparison: Comparison) -> CheckOutcome:
     """Compare every buffer that the program holds, after the last step."""
     tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.buffers
@@ -65,10 +65,10 @@ def _compare(
     comparison: Comparison,
     kind: str,
     step: int,
-    logical: Logical,
+    logical: StageTensor,
     reference: Mapping[str, Tensor | None],
     scale: float,
-    tied: Sequence[Logical] = (),
+    tied: Sequence[StageTensor] = (),
     before: Tensor | None = None,
 ) -> None:
     name = logical.holding.name
@@ -105,8 +105,8 @@ def _differs(
     comparison: Comparison,
     kind: str,
     step: int,
-    logical: Logical,
-    found: Difference,
+    logical: StageTensor,
+    found: TensorDifference,
     verdict: Verdict,
     cause: str | None,
 ) -> Finding:

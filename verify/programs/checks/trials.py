@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verify.programs.checks import losses, tensors
-from verify.programs.checks.context import Comparison, Outcome, merge_outcomes
+from verify.programs.checks.context import CheckOutcome, Comparison, merge_outcomes
 from verify.programs.execution.rank_program import Entry
 from verify.programs.reference.eager import Trajectory
 from verify.programs.single_steps import Trial
@@ -20,7 +20,7 @@ from verify.results.verdict import Verdict
 TINY = 1e-290  # below, float64 has fewer digits, and scaling rounds
 
 
-def check(comparison: Comparison, trial: Trial) -> Outcome:
+def check(comparison: Comparison, trial: Trial) -> CheckOutcome:
     """Loss and gradients against the trial's own reference; under another loss scale also the bits of the gradients
     against those of the trajectory's first step, where the model's own do not change."""
     results = tuple(
@@ -45,7 +45,7 @@ def _unchanged(one: Trajectory, other: Trajectory) -> bool:
     return all(_same(a, b) for a, b in pairs)
 
 
-def _same_bits(comparison: Comparison, trial: Trial) -> Outcome:
+def _same_bits(comparison: Comparison, trial: Trial) -> CheckOutcome:
     count, wrong = 0, dict[str, tuple[int, Tensor, Tensor]]()
     for result in comparison.results:
         if trial.name not in result.trials:
@@ -59,7 +59,7 @@ def _same_bits(comparison: Comparison, trial: Trial) -> Outcome:
                 wrong.setdefault(name, (result.rank, plain, scaled))
     findings = tuple(_finding(comparison, trial, name, *found) for name, found in list(wrong.items())[:3])
     verdict = Verdict.REFUTED if wrong else Verdict.TESTED_EXACT
-    return Outcome(Check("", verdict, count, len(wrong)), findings)
+    return CheckOutcome(Check("", verdict, count, len(wrong)), findings)
 
 
 def _finding(comparison: Comparison, trial: Trial, name: str, rank: int, plain: Tensor, scaled: Tensor) -> Finding:

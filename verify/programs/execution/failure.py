@@ -15,7 +15,7 @@ from typing import Literal
 from op_registry.spec import SourceLocation
 
 from verify.programs.role_text import describe_line
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 
@@ -46,7 +46,7 @@ class Failure:
         return Verdict.INCONCLUSIVE if self.kind == "timed_out" or self.from_outside else Verdict.REFUTED
 
 
-def finding_of(failure: Failure, program: Path, places: Places) -> Finding:
+def finding_of(failure: Failure, program: Path, places: SourceMap) -> Finding:
     """Return the finding, with places in the model and in the program, which is in the folder `program`.
 
     The lines of the generated program that the failure names are looked up, so that the finding names the tensors:

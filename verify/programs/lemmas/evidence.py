@@ -20,7 +20,7 @@ from verify.evidence.options import DRAWS, Kind
 from verify.evidence.oracle.check import as_check, run_cases
 from verify.evidence.oracle.enumerate import Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
-from verify.evidence.oracle.outcome import Outcome
+from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
 from verify.evidence.provers import prove_base
 from verify.evidence.strength import Strength
@@ -56,7 +56,7 @@ class Evidence:
 
 
 @dataclass
-class Subject:
+class ClaimedCall:
     """One representative call and what is claimed of it. `strided`: identifiers that plans split so."""
 
     small: Representative
@@ -64,11 +64,11 @@ class Subject:
     strided: set[str] = field(default_factory=set)
 
 
-def test(subject: Subject, claim: Claim) -> Evidence:
+def test(subject: ClaimedCall, claim: Claim) -> Evidence:
     """Run cases of the claim. TESTED at best, and then open."""
     small = subject.small
     started = time.perf_counter()
-    outcome = Outcome()
+    outcome = TargetOutcome()
     try:
         for small, inputs in _inputs(subject, claim):
             assert small.signature.spec is not None
@@ -84,7 +84,7 @@ def test(subject: Subject, claim: Claim) -> Evidence:
     return Evidence(check.verdict, reason, outcome.count, open=check.verdict.passes)
 
 
-def _inputs(subject: Subject, claim: Claim) -> Iterator[tuple[Representative, Inputs]]:
+def _inputs(subject: ClaimedCall, claim: Claim) -> Iterator[tuple[Representative, Inputs]]:
     """Yield inputs of one representative call, and then of others: what no kind of input draws anew, such as the places
     of labels, may make a wrong variant look right."""
     small = _sized(subject.small, claim)
@@ -172,7 +172,7 @@ def _finding(small: Representative, failed: CaseResult) -> Finding:
     return Finding("annotation_wrong", message, spec.where, facts, cause)
 
 
-def prove(subject: Subject, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+def prove(subject: ClaimedCall, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
     """Return the evidence after the proofs that are open.
 
     All claims about one call share its trace. `deadline`: of `time.thread_time`; what is not proved by then stays open.

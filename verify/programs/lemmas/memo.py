@@ -17,7 +17,7 @@ from verify.evidence.options import OpOptions
 from verify.operators.run.cache import Cache, key_of, open_cache
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
-from verify.programs.lemmas.evidence import Evidence, Subject
+from verify.programs.lemmas.evidence import ClaimedCall, Evidence
 from verify.programs.lemmas.statement import Claim
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -36,7 +36,7 @@ class Memo:
     kept: dict[tuple[int, str], tuple[OperatorSpec, Known]] = field(default_factory=dict)
     keys: dict[tuple[int, str], tuple[OperatorSpec, str | None]] = field(default_factory=dict)
 
-    def known(self, subject: Subject) -> Known:
+    def known(self, subject: ClaimedCall) -> Known:
         """Return what is known of a subject: claims that passed. Some may be missing, and some open."""
         name = _name(subject)
         if name not in self.kept:
@@ -48,7 +48,7 @@ class Memo:
             self.kept[name] = subject.small.runner.spec, read
         return self.kept[name][1]
 
-    def keep(self, subject: Subject, found: Known) -> Known:
+    def keep(self, subject: ClaimedCall, found: Known) -> Known:
         """Remember the claims that pass; nothing where one of them is refuted. Return `found`."""
         name, key = _name(subject), self._key(subject)
         passed = {c: e for c, e in found.items() if e.verdict.passes and e.finding is None}
@@ -62,7 +62,7 @@ class Memo:
             self.disk.store(key, _report(subject, passed))
         return found
 
-    def _key(self, subject: Subject) -> str | None:
+    def _key(self, subject: ClaimedCall) -> str | None:
         """Name a subject on disk, with all that it depends on; None where that cannot be seen, or without a disk."""
         if self.disk is None:
             return None
@@ -82,12 +82,12 @@ def open_memo() -> Memo:
     return Memo(open_cache("lemmas"))
 
 
-def _name(subject: Subject) -> tuple[int, str]:
+def _name(subject: ClaimedCall) -> tuple[int, str]:
     """Name a subject in this process, by the operator's record and the claims about it."""
     return id(subject.small.runner.spec), _said(subject)
 
 
-def _said(subject: Subject) -> str:
+def _said(subject: ClaimedCall) -> str:
     small = subject.small
     bound = small.signature.bound
     text = bound.text if bound is not None else ""
@@ -106,13 +106,13 @@ def _record(spec: OperatorSpec) -> str:
     return fingerprint({f.name: getattr(spec, f.name) for f in fields(OperatorSpec) if f.name not in left_out})
 
 
-def _report(subject: Subject, found: Mapping[Claim, Evidence]) -> Report:
+def _report(subject: ClaimedCall, found: Mapping[Claim, Evidence]) -> Report:
     checks = tuple(Check(str(c), e.verdict, max(e.count, 1), 0, 0.0, e.blocker) for c, e in found.items())
     notes = tuple(str(claim) for claim, evidence in found.items() if evidence.open)
     return Report("lemmas", subject.small.runner.spec.name, "", 0, checks, notes=notes, environment=environment())
 
 
-def _read(report: Report, subject: Subject) -> Known:
+def _read(report: Report, subject: ClaimedCall) -> Known:
     checks = {check.name: check for check in report.checks}
     known = [(claim, checks[str(claim)]) for claim in subject.claims if str(claim) in checks]
     return {c: Evidence(k.verdict, k.detail, k.count, open=str(c) in report.notes) for c, k in known}

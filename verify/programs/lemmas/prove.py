@@ -14,7 +14,7 @@ from op_registry.call import DType, TensorArgument
 from op_registry.spec import OperatorSpec
 
 from verify.programs.lemmas import evidence, whole
-from verify.programs.lemmas.evidence import Evidence, Subject
+from verify.programs.lemmas.evidence import ClaimedCall, Evidence
 from verify.programs.lemmas.memo import Memo
 from verify.programs.lemmas.obligation import Obligation
 from verify.programs.lemmas.representative import Representative, represent
@@ -25,7 +25,7 @@ from verify.results.verdict import Verdict
 
 
 @dataclass
-class _Form:
+class _CallForm:
     """Calls of one form. `small` is None where the claims need no call (`reason` empty) or there is none."""
 
     operator: str
@@ -60,7 +60,7 @@ def prove_obligations(
     """
     started = time.perf_counter()
     forms = _forms(obligations, seed)
-    subjects = [Subject(form.small, dict.fromkeys(form.uses), form.strided) for form in forms if form.small]
+    subjects = [ClaimedCall(form.small, dict.fromkeys(form.uses), form.strided) for form in forms if form.small]
     found = _gather(subjects, seconds, progress or (lambda text: None), memo or Memo())
     lemmas: list[Lemma] = []
     for form in forms:
@@ -70,12 +70,12 @@ def prove_obligations(
 
 
 def _gather(
-    subjects: Sequence[Subject], seconds: float, progress: Callable[[str], None], memo: Memo
+    subjects: Sequence[ClaimedCall], seconds: float, progress: Callable[[str], None], memo: Memo
 ) -> dict[int, Mapping[Claim, Evidence]]:
     """Gather the evidence by the representative's id: all tests first, then proofs while there is time."""
     deadline = time.thread_time() + seconds
     found: dict[int, Mapping[Claim, Evidence]] = {}
-    open_: list[tuple[Subject, dict[Claim, Evidence]]] = []
+    open_: list[tuple[ClaimedCall, dict[Claim, Evidence]]] = []
     for subject in subjects:
         known = dict(memo.known(subject))
         found[id(subject.small)] = known
@@ -93,17 +93,17 @@ def _gather(
     return found
 
 
-def _tested(subject: Subject, claim: Claim, deadline: float, seconds: float) -> Evidence:
+def _tested(subject: ClaimedCall, claim: Claim, deadline: float, seconds: float) -> Evidence:
     if time.thread_time() > deadline:
         reason = f"the limit of {seconds:g} s of processor time was reached before it was tested"
         return Evidence(Verdict.INCONCLUSIVE, reason, open=True)
     return whole.look_at(subject) if isinstance(claim, RunsWhole) else evidence.test(subject, claim)
 
 
-def _forms(obligations: Sequence[Obligation], seed: int) -> list[_Form]:
+def _forms(obligations: Sequence[Obligation], seed: int) -> list[_CallForm]:
     """Return the obligations by the form of their call: small representatives that are equal are one form."""
-    by_call: dict[object, _Form] = {}
-    by_form: dict[object, _Form] = {}
+    by_call: dict[object, _CallForm] = {}
+    by_form: dict[object, _CallForm] = {}
     for obligation in obligations:
         signature = obligation.signature
         call, spec = signature.call, signature.spec
@@ -114,7 +114,7 @@ def _forms(obligations: Sequence[Obligation], seed: int) -> list[_Form]:
             constructed = isinstance(claim, RunsWhole) and _by_construction(obligation) is not None
             key = call.operator if constructed else repr((call, id(spec), signature.bound and signature.bound.text))
             if key not in by_call:
-                made = _Form(call.operator, "", spec, None) if constructed else _form(obligation, seed)
+                made = _CallForm(call.operator, "", spec, None) if constructed else _form(obligation, seed)
                 by_call[key] = by_form.setdefault(_key(made), made)
             by_call[key].add(claim, obligation)
     return list(by_form.values())
@@ -131,23 +131,23 @@ def _by_construction(obligation: Obligation) -> Evidence | None:
     return whole.by_construction(obligation.signature.call.operator)
 
 
-def _form(obligation: Obligation, seed: int) -> _Form:
+def _form(obligation: Obligation, seed: int) -> _CallForm:
     signature = obligation.signature
     text = signature.bound.text if signature.bound is not None else ""
     try:
         small = represent(signature, seed)
     except Unrepresented as error:
-        return _Form(signature.call.operator, text, signature.spec, None, f"no small call of it runs: {error}")
-    return _Form(signature.call.operator, text, signature.spec, small)
+        return _CallForm(signature.call.operator, text, signature.spec, None, f"no small call of it runs: {error}")
+    return _CallForm(signature.call.operator, text, signature.spec, small)
 
 
-def _key(form: _Form) -> object:
+def _key(form: _CallForm) -> object:
     if form.small is None:
         return form.operator, form.text, id(form.spec), form.reason
     return form.small.form, form.text, id(form.spec)
 
 
-def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
+def _lemma(form: _CallForm, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
     found = known.get(claim)
     if found is None and form.reason:
         found = Evidence(Verdict.INCONCLUSIVE, form.reason)
@@ -169,7 +169,7 @@ def _lemma(form: _Form, claim: Claim, known: Mapping[Claim, Evidence]) -> Lemma:
     )
 
 
-def _called(form: _Form) -> str:
+def _called(form: _CallForm) -> str:
     """Describe the operator's call, at small sizes."""
     if form.small is None:
         return form.operator

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from op_registry.spec import SourceLocation
 
-from verify.programs.checks.context import SHOWN, Outcome
+from verify.programs.checks.context import SHOWN, CheckOutcome
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict, merge
@@ -72,12 +72,12 @@ class LemmaResult:
         return merge(lemma.strength for lemma in self.lemmas)
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[CheckOutcome, ...]:
         """One check. Its findings are of lemmas that do not hold or are not decided."""
         refuted = sum(lemma.strength is Verdict.REFUTED for lemma in self.lemmas)
         check = Check(NAME, self.verdict, len(self.lemmas), refuted, self.seconds, self._detail())
         worst = sorted((m for m in self.lemmas if not m.strength.passes), key=lambda m: -_ORDER[m.strength])
-        return (Outcome(check, tuple(_finding(lemma) for lemma in worst[:SHOWN])),)
+        return (CheckOutcome(check, tuple(_finding(lemma) for lemma in worst[:SHOWN])),)
 
     def _detail(self) -> str:
         shown = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())

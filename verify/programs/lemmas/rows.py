@@ -34,7 +34,7 @@ from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from verify.evidence.inputs.operand_shards import gather, lay_of, take
 from verify.evidence.oracle.partition import gradient_state
-from verify.programs.checks.context import SHOWN, Outcome
+from verify.programs.checks.context import SHOWN, CheckOutcome
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict
@@ -61,7 +61,7 @@ class Conversion:
         return f"comm.{self.function}{self.arguments or '()'} from {self.source} to {self.target} in {self.parts} parts"
 
 
-def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> Outcome:
+def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> CheckOutcome:
     """Check these functions of `nnscaler.runtime.communication.comm`. `parts`: the sizes of the axis that are tried.
 
     PROVED (bounded): for all values, at these numbers of parts. A function that the table does not have is REFUTED.
@@ -82,7 +82,7 @@ def check_rows(rows_used: Iterable[str], parts: Sequence[int] = PARTS) -> Outcom
     detail = f"{len(wanted)} rows on all basis vectors, forward and backward, in {', '.join(map(str, parts))} parts"
     findings = tuple(Finding("operation_differs", text, cause="the runtime's conversion is wrong") for text in wrong)
     check = Check(NAME, verdict, count, len(wrong), time.perf_counter() - started, detail if count else "")
-    return Outcome(check, findings[:SHOWN])
+    return CheckOutcome(check, findings[:SHOWN])
 
 
 def conversions(functions: frozenset[str], parts: int) -> Iterator[Conversion]:

@@ -32,7 +32,7 @@ from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
 from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.audit.side_effects import audit
-from verify.programs.lemmas.evidence import Evidence, Subject, test
+from verify.programs.lemmas.evidence import ClaimedCall, Evidence, test
 from verify.programs.lemmas.representative import Representative
 from verify.programs.lemmas.statement import RunsWhole
 from verify.results.catalogue import INCOMPARABLE
@@ -55,7 +55,7 @@ def by_construction(operator: str) -> Evidence | None:
     return None if torch.Tag.nondeterministic_seeded in tags else Evidence(Verdict.PROVED_ALL_SIZES)
 
 
-def look_at(subject: Subject) -> Evidence:
+def look_at(subject: ClaimedCall) -> Evidence:
     """Return the evidence for an operator of which nothing is known: audited, tested, and its backward followed."""
     small = subject.small
     spec = small.runner.spec

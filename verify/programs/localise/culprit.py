@@ -9,14 +9,14 @@ from op_registry.spec import SourceLocation
 
 from verify.programs.localise.statements import Statement
 from verify.programs.role_text import ModelLine
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 
 SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Line:
+class RoleLine:
     """A line of a role file."""
 
     file: str
@@ -31,14 +31,14 @@ class Culprit:
     code: str
     message: str
     tensor: str
-    line: Line | None = None
+    line: RoleLine | None = None
     model: ModelLine | None = None
     cause: str | None = None
     help: str | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
-    def finding(self, places: Places, tensors: Mapping[str, str]) -> Finding:
+    def finding(self, places: SourceMap, tensors: Mapping[str, str]) -> Finding:
         """Turn the culprit into a finding. `tensors`: parameter's name -> tensor of the graph."""
         tensor = tensors.get(self.tensor, self.tensor)
         where = places.of_tensor(tensor) or places.of_stored().get(tensor) or places.of_line(self.model)
@@ -54,11 +54,11 @@ class Culprit:
         return Finding(self.code, message, where, facts, self.cause, self.help, related=related)
 
 
-def line_of(statement: Statement) -> Line:
-    return Line(statement.file, statement.line, statement.text)
+def line_of(statement: Statement) -> RoleLine:
+    return RoleLine(statement.file, statement.line, statement.text)
 
 
-def findings_of(culprits: list[Culprit], places: Places, tensors: Mapping[str, str]) -> tuple[Finding, ...]:
+def findings_of(culprits: list[Culprit], places: SourceMap, tensors: Mapping[str, str]) -> tuple[Finding, ...]:
     """Return one finding per culprit, at most five; the first says how many there are."""
     found = [culprit.finding(places, tensors) for culprit in culprits[:SHOWN]]
     if len(culprits) > 1:

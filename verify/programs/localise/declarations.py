@@ -5,21 +5,21 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from verify.programs.localise.culprit import Line
+from verify.programs.localise.culprit import RoleLine
 from verify.programs.role_text import index_of_stage
 
 Key = tuple[int, str, str]  # (stage, group, name): (0, "parameters", "w"), (1, "loss", ""), (-1, "SCHEDULE", "")
 
 
-def declarations(file: Path) -> dict[Key, Line]:
+def declarations(file: Path) -> dict[Key, RoleLine]:
     """Return the line of every declaration. Entries of `sends` have their keys as names."""
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
-    found: dict[Key, Line] = {}
+    found: dict[Key, RoleLine] = {}
 
     def add(key: Key, node: ast.AST) -> None:
         number = getattr(node, "lineno", 1)
-        found[key] = Line(str(file), number, lines[number - 1].strip())
+        found[key] = RoleLine(str(file), number, lines[number - 1].strip())
 
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

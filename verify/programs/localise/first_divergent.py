@@ -33,7 +33,7 @@ from verify.programs.execution.variable_recording import (
 )
 from verify.programs.program_directory import ProgramDirectory
 from verify.programs.role_text import Assignment, assignments_of
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 from verify.results.tolerance import family_scale, largest
 
@@ -41,14 +41,14 @@ BOUND = 1e-8
 
 
 @dataclass(frozen=True)
-class Logical:
+class LogicalValues:
     """The right value and the right gradient of every logical tensor."""
 
     values: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
 
 
-def localise(task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float) -> Finding | None:
+def localise(task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float) -> Finding | None:
     """Return the finding on the first tensor that differs in the first step; None if all that is observed agrees."""
     observed = _observe(task, program, timeout)
     logical = _interpret(task, graph)
@@ -86,7 +86,7 @@ def _observe(task: Task, program: ProgramDirectory, timeout: float) -> Observed:
     return observed  # also after a failure: what was seen until then
 
 
-def _interpret(task: Task, graph: Graph) -> Logical:
+def _interpret(task: Task, graph: Graph) -> LogicalValues:
     state = torch.load(task.state, weights_only=True)
     inputs = torch.load(task.batch, weights_only=True)
     trainable = {t.fqns[0] for t in graph.with_role("parameter") if t.needs_grad}
@@ -99,7 +99,7 @@ def _interpret(task: Task, graph: Graph) -> Logical:
     loss = values[graph.loss]
     found = torch.autograd.grad(loss, list(wanted.values()), torch.ones_like(loss), allow_unused=True)
     gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-    return Logical({name: t.detach() for name, t in values.items()}, gradients)
+    return LogicalValues({name: t.detach() for name, t in values.items()}, gradients)
 
 
 def _stages(program: ProgramDirectory) -> dict[int, type[Stage]]:
@@ -111,7 +111,7 @@ def _stages(program: ProgramDirectory) -> dict[int, type[Stage]]:
 
 
 def _first_value(
-    lines: list[Assignment], variables: Mapping[tuple[int, str], Variable], observed: Observed, logical: Logical
+    lines: list[Assignment], variables: Mapping[tuple[int, str], Variable], observed: Observed, logical: LogicalValues
 ) -> _Found | None:
     for line in lines:
         for name in line.names:
@@ -130,7 +130,7 @@ def _last_gradient(
     lines: list[Assignment],
     variables: Mapping[tuple[int, str], Variable],
     observed: Observed,
-    logical: Logical,
+    logical: LogicalValues,
     graph: Graph,
 ) -> _Found | None:
     """Find the last wrong gradient, among variables that the producing operation assigns.
@@ -185,7 +185,7 @@ def _subject(found: _Found, graph: Graph) -> str:
     return f"`{found.variable.name}`{module}"
 
 
-def _where(found: _Found, places: Places) -> SourceLocation | None:
+def _where(found: _Found, places: SourceMap) -> SourceLocation | None:
     """Return the model's line: of a tensor, of a stored tensor's first use, or the one that the program quotes."""
     tensor = found.variable.tensor
     return places.of_tensor(tensor) or places.of_stored().get(tensor) or places.of_line(found.line.model)
@@ -195,7 +195,7 @@ def _in_program(line: Assignment) -> tuple[str, SourceLocation]:
     return "generated program", SourceLocation(line.file, line.line, line.text)
 
 
-def _value_finding(found: _Found, graph: Graph, places: Places) -> Finding:
+def _value_finding(found: _Found, graph: Graph, places: SourceMap) -> Finding:
     """Make the finding on a wrong value. A wrong argument of a stage was made wrong on its way."""
     line, variable, subject = found.line, found.variable, _subject(found, graph)
     cause = found.cause
@@ -221,7 +221,7 @@ def _advice(found: _Found, graph: Graph) -> str | None:
     return f"if the program is as it was generated, the annotation of `{producer.operator}` is wrong: verify-op tells"
 
 
-def _gradient_finding(found: _Found, graph: Graph, places: Places, lines: list[Assignment]) -> Finding:
+def _gradient_finding(found: _Found, graph: Graph, places: SourceMap, lines: list[Assignment]) -> Finding:
     line, variable = found.line, found.variable
     used = [("used here", SourceLocation(u.file, u.line, u.text)) for u in _users(variable, line, lines)]
     subject = _subject(found, graph)

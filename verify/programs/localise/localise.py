@@ -15,7 +15,7 @@ from nnscaler.runtime.role import MICRO
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import first_divergent
-from verify.programs.localise.culprit import SHOWN, Culprit, Line, findings_of, line_of
+from verify.programs.localise.culprit import SHOWN, Culprit, RoleLine, findings_of, line_of
 from verify.programs.localise.declarations import Key, declarations
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.judge import Wrong, judge, operation_of
@@ -28,7 +28,7 @@ from verify.programs.localise.statements import Statement, shown
 from verify.programs.localise.stored_tensors import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.program_directory import ProgramDirectory
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 
 # Describe a wrong statement: what it computes, why, and the changed line that computes the right thing.
@@ -145,13 +145,13 @@ STEPS = 2  # the second shows what is left over from the first
 REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one line
 
 
-def localise(task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float) -> Finding | None:
+def localise(task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float) -> Finding | None:
     """Return the first of `localise_all`; None if all that is observed agrees."""
     return next(iter(localise_all(task, graph, program, places, timeout)), None)
 
 
 def localise_all(
-    task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float
+    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
     """Return a finding for each wrong line, five at most, in the order of the program."""
     try:
@@ -166,7 +166,7 @@ def localise_all(
 
 
 def localise_apart(
-    task: Task, graph: Graph, program: ProgramDirectory, places: Places, timeout: float
+    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
     """Run `localise_all` in a child process; nothing is found where the program ends that process."""
     found = run_apart(lambda: localise_all(task, graph, program, places, timeout), RUNS * timeout)
@@ -187,10 +187,10 @@ def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: 
     return []
 
 
-def _lines(program: ProgramDirectory) -> tuple[dict[Key, Line], dict[int, Line]]:
+def _lines(program: ProgramDirectory) -> tuple[dict[Key, RoleLine], dict[int, RoleLine]]:
     """Return the declarations of all stages, and the schedule of each."""
-    lines: dict[Key, Line] = {}
-    schedules: dict[int, Line] = {}
+    lines: dict[Key, RoleLine] = {}
+    schedules: dict[int, RoleLine] = {}
     for role in program.manifest["roles"]:
         found = declarations(program.path / role["file"])
         lines.update(found)
@@ -200,7 +200,7 @@ def _lines(program: ProgramDirectory) -> tuple[dict[Key, Line], dict[int, Line]]
 
 
 def _culprits(
-    run: TaughtRun, lines: Mapping[Key, Line], schedules: Mapping[int, Line], before: Finals
+    run: TaughtRun, lines: Mapping[Key, RoleLine], schedules: Mapping[int, RoleLine], before: Finals
 ) -> list[Culprit]:
     teacher = run.teacher
     judgement = judge(teacher)

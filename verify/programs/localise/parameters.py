@@ -11,7 +11,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import MICRO, Parameter, Stage
 from nnscaler.runtime.shards import shard, unravel
-from verify.programs.localise.culprit import SHOWN, Culprit, Line
+from verify.programs.localise.culprit import SHOWN, Culprit, RoleLine
 from verify.programs.localise.declarations import Key
 from verify.programs.localise.statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
@@ -23,7 +23,7 @@ Finals = Mapping[tuple[int, str], Mapping[int, Tensor | None]]
 Column = tuple[str, int, int]  # stage (as text, "before" for the last step), rank, micro-batch
 
 
-def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, Line]) -> list[Culprit]:
+def wrongly_summed(teacher: Teacher, summed: Summed, lines: Mapping[Key, RoleLine]) -> list[Culprit]:
     """Find parameters whose `reduce` is not the axes on which their readers leave parts."""
     found: list[Culprit] = []
     for stage, attribute in _in_order(teacher, summed):
@@ -61,7 +61,7 @@ def _in_order(teacher: Teacher, keys: Collection[tuple[int, str]]) -> list[tuple
     return [key for key in order if key in keys]
 
 
-def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, Line]) -> list[Culprit]:
+def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, RoleLine]) -> list[Culprit]:
     """Find trained tensors that the program declares frozen, or unused although the model uses them."""
     found: list[Culprit] = []
     for index, stage in teacher.stages.items():
@@ -77,7 +77,7 @@ def frozen(teacher: Teacher, graph: Graph, lines: Mapping[Key, Line]) -> list[Cu
 
 
 def wrongly_accumulated(
-    teacher: Teacher, before: Finals, lines: Mapping[Key, Line], foreign: Sequence[Foreign]
+    teacher: Teacher, before: Finals, lines: Mapping[Key, RoleLine], foreign: Sequence[Foreign]
 ) -> list[Culprit]:
     """Find parameters whose gradient is not the sum of the right parts. `before`: what the last step left."""
     found: list[Culprit] = []
@@ -102,7 +102,7 @@ def wrongly_accumulated(
     return _merged(found)
 
 
-def changed(teacher: Teacher, lines: Mapping[Key, Line], foreign: Sequence[Foreign]) -> list[Culprit]:
+def changed(teacher: Teacher, lines: Mapping[Key, RoleLine], foreign: Sequence[Foreign]) -> list[Culprit]:
     """Find parameters that the program itself writes to during a step."""
     found: list[Culprit] = []
     for (stage, attribute), ranks in sorted(teacher.seen.changed.items()):
@@ -123,7 +123,7 @@ def changed(teacher: Teacher, lines: Mapping[Key, Line], foreign: Sequence[Forei
 def _at_foreign(culprit: Culprit, foreign: Sequence[Foreign], stage: int, attribute: str) -> Culprit:
     """Return the statement that no generated program has, where one names the parameter."""
     line = next((f for f in foreign if f"self.{attribute}." in f.text and f.stage == stage), None)
-    return culprit if line is None else replace(culprit, line=Line(line.file, line.line, line.text))
+    return culprit if line is None else replace(culprit, line=RoleLine(line.file, line.line, line.text))
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -135,7 +135,7 @@ def _culprit(
     stage: int,
     attribute: str,
     declared: Parameter,
-    lines: Mapping[Key, Line],
+    lines: Mapping[Key, RoleLine],
     cause: str | None,
     group: str = "parameters",
 ) -> Culprit:

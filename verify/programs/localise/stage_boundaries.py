@@ -8,16 +8,16 @@ from nnscaler.runtime.layout import Invariant, State
 from nnscaler.runtime.role import MICRO
 from nnscaler.runtime.shards import shard, unravel
 from verify.programs.execution.variable_recording import Unequal, Variable, compare_variable
-from verify.programs.localise.culprit import Culprit, Line
+from verify.programs.localise.culprit import Culprit, RoleLine
 from verify.programs.localise.declarations import Key
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference
 
-Lines = Mapping[Key, Line]
+Lines = Mapping[Key, RoleLine]
 
 
-def wrong_ends(teacher: Teacher, lines: Lines, schedules: Mapping[int, Line]) -> list[Culprit]:
+def wrong_ends(teacher: Teacher, lines: Lines, schedules: Mapping[int, RoleLine]) -> list[Culprit]:
     """Find wrong ends, in the order in which they matter: inputs, gradients lost on the way back, the loss.
 
     `schedules`: by stage.
@@ -74,7 +74,7 @@ def _not_sent_back(teacher: Teacher, lines: Lines) -> list[Culprit]:
     return found
 
 
-def _never_backward(teacher: Teacher, schedules: Mapping[int, Line]) -> list[Culprit]:
+def _never_backward(teacher: Teacher, schedules: Mapping[int, RoleLine]) -> list[Culprit]:
     """Find micro-batches whose forward ran and whose backward did not."""
     missing = {stage: ran - teacher.seen.backwards.get(stage, set()) for stage, ran in teacher.seen.forwards.items()}
     stages = [stage for stage, at in missing.items() if at]

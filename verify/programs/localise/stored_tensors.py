@@ -10,7 +10,7 @@ from torch import Tensor
 from nnscaler.runtime.layout import Sharded, State
 from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.shards import shard
-from verify.programs.localise.culprit import Culprit, Line
+from verify.programs.localise.culprit import Culprit, RoleLine
 from verify.programs.localise.declarations import Key
 from verify.programs.localise.judge import Wrong
 from verify.programs.localise.numeric import CLOSE, cuts
@@ -21,7 +21,7 @@ _GROUPS = ("parameters", "frozen", "buffers", "constants")
 
 
 def wrongly_held(
-    replay: Replay, wrong: Sequence[Wrong], lines: Mapping[Key, Line]
+    replay: Replay, wrong: Sequence[Wrong], lines: Mapping[Key, RoleLine]
 ) -> tuple[list[Culprit], frozenset[int]]:
     """Return the declarations that are wrong, and the numbers of the statements that are right once
     they are repaired."""
@@ -40,7 +40,7 @@ def wrongly_held(
     return culprits, frozenset(explained)
 
 
-def _culprit(replay: Replay, user: Wrong, attribute: str, text: str, lines: Mapping[Key, Line]) -> Culprit:
+def _culprit(replay: Replay, user: Wrong, attribute: str, text: str, lines: Mapping[Key, RoleLine]) -> Culprit:
     stage = user.statement.stage
     declared = replay.run.teacher.stored(stage, attribute)
     line = next((lines[stage, g, attribute] for g in _GROUPS if (stage, g, attribute) in lines), None)

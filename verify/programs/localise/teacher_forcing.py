@@ -33,7 +33,7 @@ that was tried on the recorded operands alone:
 The invariant
 -------------
 Whenever a taught statement starts, each of its operands that is a known tensor is the right piece of its logical
-tensor, for this rank and micro-batch. `Seen` then contains, for each statement and rank, the operands, what was
+tensor, for this rank and micro-batch. `ForcedStep` then contains, for each statement and rank, the operands, what was
 computed, and what was sent back: enough to judge the statement (`judge`), and to run changed versions of it without
 running the program again (`replay`). A result that is no tensor of the graph has no right value. It is passed on as it
 is, together with its leaves (`_open`), so that the next statement whose result is known is judged for both.
@@ -86,7 +86,7 @@ class Execution:
 
 
 @dataclass
-class Seen:
+class ForcedStep:
     """The observations of one step of a taught run."""
 
     executions: dict[int, dict[At, Execution]] = field(default_factory=dict)  # by statement
@@ -135,7 +135,7 @@ class Teacher:
         self._open: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}  # results that nobody knows the right values of
 
     def begin(self, logical: Logical, dealer: Dealer) -> None:
-        self.logical, self.dealer, self.seen = logical, dealer, Seen()
+        self.logical, self.dealer, self.seen = logical, dealer, ForcedStep()
         self._received.clear()
         self._open.clear()
         self._names = {fqn: t.name for t in logical.graph.tensors.values() for fqn in t.fqns if t.role != "input"}

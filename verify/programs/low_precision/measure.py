@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verify.programs.checks.context import Comparison
-from verify.programs.checks.logical import Holding, Logical, by_rank, put_together
+from verify.programs.checks.logical import Holding, StageTensor, by_rank, put_together
 from verify.programs.low_precision.measures import Statistics, statistics
 from verify.programs.low_precision.noise import Target
 from verify.results.tolerance import Key, is_finite
@@ -67,7 +67,9 @@ def _losses(comparison: Comparison, targets: Mapping[Key, Target]) -> Iterator[M
             yield Measured(key, _error(loss, targets[key]), rank=rank, finite=is_finite(loss))
 
 
-def _held(kind: str, step: int, holding: Holding, logical: Logical, targets: Mapping[Key, Target]) -> Measured | None:
+def _held(
+    kind: str, step: int, holding: Holding, logical: StageTensor, targets: Mapping[Key, Target]
+) -> Measured | None:
     key = (kind, step, holding.name)
     target = targets.get(key)
     noun = f"the {kind} of `{holding.name}`" if kind == "gradient" else f"the {kind} `{holding.name}`"

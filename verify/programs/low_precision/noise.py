@@ -151,7 +151,7 @@ KINDS = ("plain", "reassociated", "moved", "reassociated", "moved", "reassociate
 
 
 @dataclass(frozen=True)
-class Subject:
+class NoisyModel:
     """The model and batch, with values of `dtype`, from which noise is drawn.
 
     truth       their exact result
@@ -214,7 +214,7 @@ def subject_of(
     reference: Trajectory,
     parts: Sequence[int],
     seed: int,
-) -> Subject:
+) -> NoisyModel:
     """Round the model and run it exactly, as long and as fast as `reference` did."""
     low, batch = rounded_model(model, dtype), rounded_sample(sample, dtype)
     truth = run_reference(
@@ -225,7 +225,7 @@ def subject_of(
         settings=reference.settings,
     )
     replaced = any(p.dtype != dtype for p in model.parameters() if p.is_floating_point())
-    return Subject(low, batch, dtype, truth, tuple(parts), seed, replaced)
+    return NoisyModel(low, batch, dtype, truth, tuple(parts), seed, replaced)
 
 
 def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
@@ -239,7 +239,7 @@ def targets_of(trajectory: Trajectory) -> dict[Key, Target]:
     return found
 
 
-def draw_noise(subject: Subject, targets: Mapping[Key, Target], first: int, count: int) -> Noise:
+def draw_noise(subject: NoisyModel, targets: Mapping[Key, Target], first: int, count: int) -> Noise:
     """Return the noise over draws number `first` and the next ones, `count` in all."""
     noise = Noise(0, {key: floors(target.value, subject.unit) for key, target in targets.items()})
     for number in range(first, first + count):
@@ -250,7 +250,7 @@ def draw_noise(subject: Subject, targets: Mapping[Key, Target], first: int, coun
     return noise
 
 
-def draw(subject: Subject, number: int) -> Trajectory:
+def draw(subject: NoisyModel, number: int) -> Trajectory:
     """Run number `number`, counted from 0; the same number gives the same run."""
     kind = KINDS[number % len(KINDS)] if number < len(KINDS) else KINDS[1 + (number - 1) % (len(KINDS) - 1)]
     generator = torch.Generator().manual_seed(1_000_003 * subject.seed + number)
@@ -273,7 +273,7 @@ def draw(subject: Subject, number: int) -> Trajectory:
         return run_reference(model, sample, steps=steps, dtype=subject.dtype, learning_rate=rate, settings=settings)
 
 
-def choose_loss_scale(subject: Subject, targets: Mapping[Key, Target]) -> float:
+def choose_loss_scale(subject: NoisyModel, targets: Mapping[Key, Target]) -> float:
     """Choose the scale of the loss that keeps small gradients above the least number of the dtype: 1 where the dtype
     reaches as far down as float32 does; else the largest of a few at which nothing overflows, with a margin."""
     if torch.finfo(subject.dtype).tiny <= torch.finfo(torch.float32).tiny:

@@ -15,12 +15,12 @@ from nnscaler.compile import Progress
 from nnscaler.errors import SourceLocation
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.checks import replicas
-from verify.programs.checks.context import Comparison, Outcome, Tally
+from verify.programs.checks.context import CheckOutcome, Comparison, Tally
 from verify.programs.low_precision.measure import KINDS, Measured, measured
 from verify.programs.low_precision.measures import NAMES
 from verify.programs.low_precision.noise import (
     Noise,
-    Subject,
+    NoisyModel,
     Target,
     choose_loss_scale,
     draw_noise,
@@ -56,7 +56,7 @@ def rows_of(
 
 def outcomes_of(
     comparison: Comparison, tensors: Sequence[Measured], rows: Sequence[NoiseRow], draws: int, dtype: str
-) -> list[Outcome]:
+) -> list[CheckOutcome]:
     """Return one check per kind of tensor."""
     compared = iter(rows)
     pairs = [(one, None if one.problem else next(compared)) for one in tensors]
@@ -66,7 +66,7 @@ def outcomes_of(
 
 def _check(
     comparison: Comparison, kind: str, pairs: Sequence[tuple[Measured, NoiseRow | None]], draws: int, dtype: str
-) -> Outcome:
+) -> CheckOutcome:
     tally = Tally(f"{_TITLES[kind]} in {dtype}", Verdict.TESTED_CALIBRATED)
     seen: set[tuple[str, int]] = set()
     drowned = 0
@@ -140,7 +140,7 @@ def _all_drowned(kind: str, dtype: str) -> Finding:
 
 # (the precision of the executor: a dtype's name, or None for the dtypes as written; the scale of the loss)
 # -> what the ranks computed so, or why they did not
-Run = Callable[[str | None, float], Comparison | Outcome]
+Run = Callable[[str | None, float], Comparison | CheckOutcome]
 
 
 class Requested(Protocol):
@@ -165,7 +165,7 @@ class Built(Protocol):
 class Calibration:
     """The noise of one dtype on one model, which serves every program of it under the same axes."""
 
-    subject: Subject
+    subject: NoisyModel
     targets: Mapping[Key, Target]
     noise: Noise
 
@@ -186,8 +186,8 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Result:
-    outcomes: tuple[Outcome, ...]
+class LowPrecisionResult:
+    outcomes: tuple[CheckOutcome, ...]
     rows: tuple[NoiseRow, ...] = ()
     draws: int = 0
 
@@ -199,13 +199,13 @@ def low_precision_outcomes(
     dtypes: Sequence[str],
     run: Run,
     progress: Progress = lambda phase, seconds, text: None,
-) -> tuple[list[Outcome], tuple[NoiseRow, ...]]:
+) -> tuple[list[CheckOutcome], tuple[NoiseRow, ...]]:
     """Return the checks of every dtype, and the rows behind them.
 
     `reference`: the float64 run of the model; its number of steps, learning rate and settings are used. `run` runs the
     program from the state and batch of `prepared` with the same; what its Comparison compares with is not looked at.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[CheckOutcome] = []
     rows: list[NoiseRow] = []
     for name in dtypes:
         started = time.perf_counter()
@@ -220,14 +220,14 @@ def low_precision_outcomes(
     return outcomes, tuple(rows)
 
 
-def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name: str, run: Run) -> Result:
+def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name: str, run: Run) -> LowPrecisionResult:
     calibration = calibrate(request, prepared, reference, name)
     if calibration.noise.overflowed is not None:
-        return Result((_overflows(calibration),), draws=calibration.noise.draws)
+        return LowPrecisionResult((_overflows(calibration),), draws=calibration.noise.draws)
     comparison = run(calibration.precision, calibration.subject.loss_scale)
-    if isinstance(comparison, Outcome):
+    if isinstance(comparison, CheckOutcome):
         check = replace(comparison.check, name=f"program ran in {name}")
-        return Result((replace(comparison, check=check),), draws=calibration.noise.draws)
+        return LowPrecisionResult((replace(comparison, check=check),), draws=calibration.noise.draws)
     return compare(calibration, comparison)
 
 
@@ -241,7 +241,7 @@ def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: 
     return Calibration(subject, targets, draw_noise(subject, targets, 0, FIRST_DRAWS))
 
 
-def compare(calibration: Calibration, comparison: Comparison) -> Result:
+def compare(calibration: Calibration, comparison: Comparison) -> LowPrecisionResult:
     """Return the checks of one run of a program.
 
     Draws again while a tensor disagrees, unless no draw can explain it.
@@ -250,7 +250,7 @@ def compare(calibration: Calibration, comparison: Comparison) -> Result:
     while True:
         noise = calibration.noise
         if noise.overflowed is not None:
-            return Result((_overflows(calibration),), draws=noise.draws)
+            return LowPrecisionResult((_overflows(calibration),), draws=noise.draws)
         rows = rows_of(tensors, calibration.targets, noise, calibration.dtype)
         certain = any(one.problem for one in tensors) or any(row.ratio == inf for row in rows)
         if certain or all(row.verdict.passes for row in rows) or noise.draws >= MOST_DRAWS:
@@ -261,14 +261,14 @@ def compare(calibration: Calibration, comparison: Comparison) -> Result:
     if copies.check.count:
         name = f"{copies.check.name} in {calibration.dtype}"
         outcomes.append(replace(copies, check=replace(copies.check, name=name)))
-    return Result(tuple(outcomes), rows, noise.draws)
+    return LowPrecisionResult(tuple(outcomes), rows, noise.draws)
 
 
-def _overflows(calibration: Calibration) -> Outcome:
+def _overflows(calibration: Calibration) -> CheckOutcome:
     assert calibration.noise.overflowed is not None
     dtype, (kind, step, name) = calibration.dtype, calibration.noise.overflowed
     what = f"the loss of step {step}" if kind == "loss" else f"the {kind} of `{name}` at step {step}"
     message = f"the model itself computes NaN or infinity in {dtype}, though not in float64: {what}"
     help = "a model that was built in the dtype (`.half()`) keeps what its code does in float32; or use bfloat16"
     finding = Finding("reference_not_finite", message, counter_example={"tensor": name, "dtype": dtype}, help=help)
-    return Outcome(Check(f"reference in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))
+    return CheckOutcome(Check(f"reference in {dtype}", Verdict.INCONCLUSIVE, 0), (finding,))

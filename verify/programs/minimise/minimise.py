@@ -122,7 +122,7 @@ def minimise(
 
     `still_fails` may raise NnscalerError for a plan that is not legal, which then counts as one that does not fail.
     """
-    search = _Search(still_fails, _worked() + seconds)
+    search = _PlanSearch(still_fails, _worked() + seconds)
     if not search.fails(plan):
         return None
     smallest = _fewer_axes(plan, search)
@@ -136,7 +136,7 @@ def minimise(
 
 
 @dataclass
-class _Search:
+class _PlanSearch:
     """Asks each plan once, until the time is up."""
 
     still_fails: Callable[[Plan], bool]
@@ -163,7 +163,7 @@ def _worked() -> float:
     return time.process_time() + children.children_user + children.children_system
 
 
-def _fewer_axes(plan: Plan, search: _Search) -> Plan:
+def _fewer_axes(plan: Plan, search: _PlanSearch) -> Plan:
     """Shrink the plan axis by axis as long as it still fails."""
     while True:
         found = next((other for other in smaller(plan) if search.fails(other)), None)
@@ -172,7 +172,7 @@ def _fewer_axes(plan: Plan, search: _Search) -> Plan:
         plan = found
 
 
-def _ddmin(units: Sequence[Unit], fails: Callable[[Sequence[Unit]], bool], search: _Search) -> tuple[Unit, ...]:
+def _ddmin(units: Sequence[Unit], fails: Callable[[Sequence[Unit]], bool], search: _PlanSearch) -> tuple[Unit, ...]:
     """Return a failing subset of which no smaller one that was tried fails (ddmin)."""
     if fails(()):
         return ()

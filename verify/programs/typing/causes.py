@@ -13,7 +13,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
 from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.lines.forms import operator_of
-from verify.programs.typing.roles.text import Line
+from verify.programs.typing.roles.text import Assignment
 from verify.programs.typing.typed_value import Mistake
 
 
@@ -86,7 +86,7 @@ def converted(have: State, expected: str, function: str, axis: str, parts: int) 
     return f"the value is {have} over {axis}, and this row starts from {expected}"
 
 
-def rounding(line: Line, tensor: LogicalTensor) -> Mistake | None:
+def rounding(line: Assignment, tensor: LogicalTensor) -> Mistake | None:
     """Return the mistake of a line that casts a tensor with a gradient to a narrower dtype; None for any other line.
 
     In a run whose numbers all have one dtype, such a cast does nothing.

@@ -87,7 +87,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
-from verify.programs.checks.context import Outcome
+from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
@@ -194,7 +194,7 @@ class StaticResult:
     seconds      of wall time
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CheckOutcome, ...]
     obligations: tuple[Obligation, ...]
     statements: int
     order: tuple[str, ...]
@@ -225,7 +225,7 @@ def check_program(
             finder.add(role.file, problem.line, Mistake("program_unreadable", problem.why))
     if not sources:
         finder.add("", 0, Mistake("program_unreadable", "there is no role program"))
-    read = Outcome(_check("text of the role programs", len(sources), finder), finder.take())
+    read = CheckOutcome(_check("text of the role programs", len(sources), finder), finder.take())
     if len(roles) < len(sources) or not roles:  # what the others lack may be there: nothing more can be said
         return StaticResult((read,), (), 0, (), {}, frozenset(), time.perf_counter() - started)
     outcomes = [read]
@@ -234,12 +234,12 @@ def check_program(
             count, wrong = check_manifest(manifest, roles, graph, folder)
             for mistake in wrong:
                 finder.add(MANIFEST, 0, mistake)
-            outcomes.append(Outcome(_check("manifest", count, finder), finder.take()))
+            outcomes.append(CheckOutcome(_check("manifest", count, finder), finder.take()))
         result = _interpret(roles, graph, finder, outcomes)
     except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
         message = f"the program cannot be read: {type(error).__name__}: {error}"
         finder.add(roles[0].file, 0, Mistake("program_unreadable", message))
-        last = Outcome(_check("program", len(roles), finder), finder.take())
+        last = CheckOutcome(_check("program", len(roles), finder), finder.take())
         result = StaticResult((*outcomes, last), (), 0, (), {}, frozenset(), 0.0)
     return replace(result, seconds=time.perf_counter() - started)
 
@@ -254,14 +254,14 @@ def _read(file: str, text: str) -> RoleText:
         raise Unreadable(ast.Module([], []), why) from error
 
 
-def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: Sequence[Outcome]) -> StaticResult:
+def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: Sequence[CheckOutcome]) -> StaticResult:
     stages = {stage.index: stage for role in roles for stage in role.stages}
     outcomes = [*before]
 
     def conclude(name: str, count: int, noted: Sequence[Noted]) -> None:
         for entry in with_order(noted, stages):
             finder.add(entry.stage.file, entry.number, entry.mistake)
-        outcomes.append(Outcome(_check(name, count, finder), finder.take()))
+        outcomes.append(CheckOutcome(_check(name, count, finder), finder.take()))
 
     count, noted = check_ranks(roles)
     conclude("ranks and axes", count, noted)
@@ -269,7 +269,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     for role, mistake in order.wrong:
         finder.add(role.file, role.schedule_line, mistake)
     instructions = sum(len(role.schedule) for role in roles)
-    outcomes.append(Outcome(_check("schedule has a total order", instructions, finder), finder.take()))
+    outcomes.append(CheckOutcome(_check("schedule has a total order", instructions, finder), finder.take()))
 
     known = stored_tensors(graph)
     _check_operators(roles, finder)

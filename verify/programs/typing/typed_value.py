@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Layout, Replicated, State
 from nnscaler.ir.mesh import MICRO
 from verify.programs.checks.context import SHOWN
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 
 
@@ -76,7 +76,7 @@ class Finder:
     def __init__(self, graph: Graph, folder: str, sources: Mapping[str, str]) -> None:
         self._graph = graph
         self._folder = folder
-        self._places = Places(graph)
+        self._places = SourceMap(graph)
         self._sources = {file: text.splitlines() for file, text in sources.items()}
         self._found: list[Finding] = []
         self.count = 0

@@ -15,7 +15,7 @@ from verify.report_formats.html.findings import findings_panel
 from verify.report_formats.html.proof import certificate_panel, lemmas_panel
 from verify.report_formats.html.text import badge, count, escape, facts, folded, page, panel, prose, seconds, table
 from verify.report_formats.html.timeline import timeline_panel
-from verify.results.line import Line, counts, plain_lines, style_of
+from verify.results.line import StyledLine, counts, plain_lines, style_of
 from verify.results.report import Report
 from verify.results.totals import Totals, totals
 from verify.results.verdict import Verdict
@@ -24,7 +24,7 @@ OPEN = 20  # of several reports, those that do not pass and are open from the st
 _ORDER = list(Verdict)
 
 
-def render(reports: Sequence[Report], seconds: float = 0.0) -> list[Line]:
+def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:
     """Return the page."""
     found = totals(reports, seconds)
     single = reports[0] if len(reports) == 1 else None

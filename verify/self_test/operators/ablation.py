@@ -18,7 +18,7 @@ from verify.self_test.operators.annotation_run import AskedClaim
 from verify.self_test.operators.claim_oracle import ask
 from verify.self_test.operators.mutants.mutant import OperatorMutant
 from verify.self_test.operators.operator_run import Judged, killed_by
-from verify.self_test.operators.subjects import Subject
+from verify.self_test.operators.subjects import SampledCall
 
 EARNERS = ("random cotangents", "parts 3 and 4", "finite differences", "outputs compared", "gradients compared")
 ANNOTATIONS = "annotations"
@@ -81,7 +81,7 @@ def ablations() -> Mapping[str, Safeguards]:
 
 
 @dataclass(frozen=True)
-class Row:
+class AblationRow:
     """One safeguard's row of the ablation table.
 
     lost      family -> mutants that go unnoticed without the safeguard
@@ -104,7 +104,7 @@ class AblationTable:
     """`totals`: by family, how many are refuted with every safeguard on."""
 
     totals: Counter[str]
-    rows: tuple[Row, ...]
+    rows: tuple[AblationRow, ...]
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def run_ablation(
     noticed = {m.name for m in make_mutants() if not before[m.name].judgement.verdict.passes}
     totals = Counter(before[name].family for name in noticed)
     totals[ANNOTATIONS] = len(claims)
-    rows: list[Row] = []
+    rows: list[AblationRow] = []
     for name, safeguards in chosen.items():
         progress(f"without {name}")
         judged = killed_by([m for m in make_mutants() if m.name in noticed], safeguards)
@@ -142,7 +142,7 @@ def run_ablation(
         lost[ANNOTATIONS] = len(open_claims)
         passing = sum(j.judgement.verdict.passes for j in survivors) + len(open_claims)
         examples = [j.name for j in survivors] + [f"`{c.text}`" for c in open_claims]
-        rows.append(Row(name, lost, passing, tuple(examples[:3])))
+        rows.append(AblationRow(name, lost, passing, tuple(examples[:3])))
     return AblationTable(totals, tuple(rows))
 
 
@@ -154,7 +154,7 @@ def _strength(judged: Judged) -> int:
 def _open(claims: Sequence[AskedClaim], safeguards: Safeguards) -> list[AskedClaim]:
     """Return the claims that are not refuted any more, asked again on what the safeguards leave of draws, parts and
     cotangents."""
-    subjects: dict[int, Subject] = {}
+    subjects: dict[int, SampledCall] = {}
     found: list[AskedClaim] = []
     for claim in claims:
         key = id(claim.subject)
@@ -165,7 +165,7 @@ def _open(claims: Sequence[AskedClaim], safeguards: Safeguards) -> list[AskedCla
     return found
 
 
-def _without(subject: Subject, safeguards: Safeguards) -> Subject:
+def _without(subject: SampledCall, safeguards: Safeguards) -> SampledCall:
     """Return the subject with the draws that are left, and with the cotangents of these safeguards."""
     kept = [i for i in subject.inputs if i.kind in safeguards.values] or list(subject.inputs)
     if safeguards.random_cotangents:

@@ -11,7 +11,7 @@ from nnscaler.ir.signature import Signature
 from verify.evidence.options import Safeguards
 from verify.self_test.operators.annotation_mutants import annotation_mutants
 from verify.self_test.operators.claim_oracle import Answer, Claim, ask, bind_mutant, claims_of, confirmed, truly_holds
-from verify.self_test.operators.subjects import Subject
+from verify.self_test.operators.subjects import SampledCall
 
 STAGES = ("registration", "shape", "shard raises", "values")
 SURVIVORS = ("same claims", "weaker", "hook refuses", "holds", "missed")
@@ -21,7 +21,7 @@ SURVIVORS = ("same claims", "weaker", "hook refuses", "holds", "missed")
 class AskedClaim:
     """A claim that no right annotation makes, and what became of it. `holds`: the second opinion on one that passes."""
 
-    subject: Subject
+    subject: SampledCall
     signature: Signature
     claim: Claim
     identifier: str
@@ -76,7 +76,7 @@ class AnnotationTable:
 
 
 def run_annotations(
-    subjects: Iterable[Subject], progress: Callable[[str], None], safeguards: Safeguards | None = None
+    subjects: Iterable[SampledCall], progress: Callable[[str], None], safeguards: Safeguards | None = None
 ) -> AnnotationTable:
     """Judge every mutant of every subject's annotation."""
     started = time.perf_counter()
@@ -88,7 +88,7 @@ def run_annotations(
     return table
 
 
-def _run_subject(table: AnnotationTable, subject: Subject, safeguards: Safeguards) -> None:
+def _run_subject(table: AnnotationTable, subject: SampledCall, safeguards: Safeguards) -> None:
     table.subjects += 1
     right = claims_of(subject.signature)
     asked: dict[Claim, AskedClaim] = {}
@@ -112,7 +112,7 @@ def _run_subject(table: AnnotationTable, subject: Subject, safeguards: Safeguard
 
 def _asked(
     table: AnnotationTable,
-    subject: Subject,
+    subject: SampledCall,
     signature: Signature,
     claim: Claim,
     identifier: str,

@@ -26,7 +26,7 @@ from verify.evidence.options import Safeguards
 from verify.evidence.oracle.partition import AXES, Partition, ShardRaised, compare_partition, make_partition
 from verify.evidence.oracle.runner import Prepared
 from verify.self_test.operators.second_opinion import holds
-from verify.self_test.operators.subjects import Subject
+from verify.self_test.operators.subjects import SampledCall
 
 # The claims of an annotation about a call: for every identifier that may be split, the state of each operand.
 
@@ -82,7 +82,7 @@ class Answer:
     outer: int = 1
 
 
-def bind_mutant(subject: Subject, text: str) -> Signature | Literal["registration", "shape"]:
+def bind_mutant(subject: SampledCall, text: str) -> Signature | Literal["registration", "shape"]:
     """Return the mutated annotation bound to the subject's call, or the stage that refuses it."""
     call = subject.signature.call
     try:
@@ -102,7 +102,7 @@ def bind_mutant(subject: Subject, text: str) -> Signature | Literal["registratio
     return Signature(call, spec, bound, subject.signature.linear)
 
 
-def ask(subject: Subject, signature: Signature, identifier: str, safeguards: Safeguards) -> Answer:
+def ask(subject: SampledCall, signature: Signature, identifier: str, safeguards: Safeguards) -> Answer:
     """Split the identifier; the first failure is the answer."""
     seen = False
     for number, prepared in enumerate(subject.runs):
@@ -123,7 +123,7 @@ def _parts(signature: Signature, split: Split, safeguards: Safeguards) -> list[i
 
 
 def _one(
-    subject: Subject,
+    subject: SampledCall,
     signature: Signature,
     prepared: Prepared,
     split: Split,
@@ -148,7 +148,7 @@ def _one(
     return "values" if compared.mismatches else "passes"
 
 
-def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) -> bool:
+def _fits_on_meta(subject: SampledCall, prepared: Prepared, partition: Partition) -> bool:
     """Return whether the shards' shapes fit, tried on meta tensors.
 
     A kernel that does not check its sizes could end the process.
@@ -166,7 +166,7 @@ def _fits_on_meta(subject: Subject, prepared: Prepared, partition: Partition) ->
     return True
 
 
-def truly_holds(subject: Subject, signature: Signature, identifier: str) -> bool:
+def truly_holds(subject: SampledCall, signature: Signature, identifier: str) -> bool:
     """Return the second opinion on a claim that passes."""
     decided = False
     for seed in range(OPINION_SEEDS):
@@ -183,7 +183,7 @@ def truly_holds(subject: Subject, signature: Signature, identifier: str) -> bool
     return decided
 
 
-def confirmed(subject: Subject, signature: Signature, identifier: str, answer: Answer) -> bool:
+def confirmed(subject: SampledCall, signature: Signature, identifier: str, answer: Answer) -> bool:
     """Return whether the second opinion, too, finds a refuted claim false, on the very split that refuted it."""
     for seed, prepared in enumerate(subject.runs):
         if holds(prepared.whole, signature, Split(identifier, answer.outer), answer.parts, seed) is not True:

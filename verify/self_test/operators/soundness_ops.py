@@ -30,7 +30,7 @@ from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.enumerate import leaders_of
 from verify.evidence.oracle.runner import Prepared, Runner
 from verify.operators.operator_report import verify_spec
-from verify.results.line import Line, plain
+from verify.results.line import StyledLine, plain
 from verify.results.report import Report
 from verify.self_test.operators.annotation_edits import edited
 from verify.self_test.operators.claim_oracle import claims_of
@@ -350,7 +350,7 @@ def _violation(kind: Kind, prepared: Prepared, how: str, verdict: str) -> Violat
     return Violation(kind.spec.name, kind.text, prepared.signature.bound.text, how, shapes, verdict)
 
 
-def soundness_lines(table: SoundnessTable) -> list[Line]:
+def soundness_lines(table: SoundnessTable) -> list[StyledLine]:
     """Return the counts, the violations, and the result as the last line."""
     words = ("passed", "refuted", "inconclusive")
     counts = ", ".join(f"{table.verdicts[word]:,} {word}" for word in words)
@@ -368,4 +368,4 @@ def soundness_lines(table: SoundnessTable) -> list[Line]:
     lines += [plain(f"  not passed although true: {text}", "bad") for text in table.true_not_passed]
     result = f"{len(table.violations)} violations, {table.seconds:.1f} s"
     good = table.good
-    return [*lines, Line(((("PASSED" if good else "FAILED"), "good" if good else "bad"), (f"  {result}", "")))]
+    return [*lines, StyledLine(((("PASSED" if good else "FAILED"), "good" if good else "bad"), (f"  {result}", "")))]

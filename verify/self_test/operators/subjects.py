@@ -25,7 +25,7 @@ _FALLBACKS: tuple[Kind, ...] = ("normal", "positive")
 
 
 @dataclass(frozen=True)
-class Subject:
+class SampledCall:
     """A call, run whole on a few draws. `text` and `given`: its annotation, and the sizes that come with it."""
 
     name: str
@@ -49,7 +49,7 @@ class Subject:
         return _run(self.runner, inputs)
 
 
-def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
+def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[SampledCall]:
     """Yield every so many of the registry's sample calls.
 
     `equal`: all sizes alike; calls that then do not run are left out.
@@ -64,7 +64,7 @@ def builtin_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterato
                     yield subject
 
 
-def composed_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[Subject]:
+def composed_subjects(options: OpOptions, equal: bool, every: int = 1) -> Iterator[SampledCall]:
     """Yield the composed operators, every so many."""
     for spec in composed_operators()[::every]:
         runner = Runner(spec, options)
@@ -95,7 +95,7 @@ def _sizes(annotation: Annotation, equal: bool) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
-def _of_sample(runner: Runner, sample: int, equal: bool) -> Subject | None:
+def _of_sample(runner: Runner, sample: int, equal: bool) -> SampledCall | None:
     if not equal:
         return _subject(runner, sample, ())
     plain = _run(runner, Inputs(sample, (), "normal"))
@@ -105,7 +105,7 @@ def _of_sample(runner: Runner, sample: int, equal: bool) -> Subject | None:
     return _subject(runner, sample, sizes) if len(sizes) > 1 else None
 
 
-def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], ...]) -> Subject | None:
+def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], ...]) -> SampledCall | None:
     runs: list[Prepared] = []
     inputs: list[Inputs] = []
     kinds = runner.options.safeguards.values
@@ -122,7 +122,7 @@ def _subject(runner: Runner, sample: int | None, sizes: tuple[tuple[str, int], .
     result = annotation if isinstance(annotation, str) else annotation(call)
     text, given = (result, ()) if isinstance(result, str) else (result[0], tuple(result[1].items()))
     name = f"{runner.spec.name} {' '.join('x'.join(map(str, t.shape)) or '()' for t in call.tensors())}"
-    return Subject(name, runner.spec, text, given, tuple(runs), runner, tuple(inputs))
+    return SampledCall(name, runner.spec, text, given, tuple(runs), runner, tuple(inputs))
 
 
 def _run(runner: Runner, inputs: Inputs) -> Prepared | None:

@@ -16,7 +16,7 @@ import torch
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from verify.programs.checks import run_checks
-from verify.programs.checks.context import Outcome
+from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import run_simulator
 from verify.programs.execution.failure import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
@@ -26,7 +26,7 @@ from verify.programs.program_directory import open_program
 from verify.programs.rank_task import make_comparison, make_task
 from verify.programs.reference.eager import Settings, run_reference
 from verify.programs.reference.randomised_state import logical_state
-from verify.programs.source_map import Places
+from verify.programs.source_map import SourceMap
 from verify.programs.typing import check_program
 from verify.programs.typing.roles.record import Stored, check_state
 from verify.results.report import Check
@@ -69,7 +69,7 @@ def read_statically(sources: Mapping[str, str], graph: Graph) -> Answer:
     return answer_of(result.outcomes, time.perf_counter() - started)
 
 
-def answer_of(outcomes: Sequence[Outcome], seconds: float) -> Answer:
+def answer_of(outcomes: Sequence[CheckOutcome], seconds: float) -> Answer:
     """Summarise the outcomes of checks as one answer."""
     verdicts = [o.check.verdict for o in outcomes]
     refuted = [o for o in outcomes if o.check.verdict is Verdict.REFUTED]
@@ -149,23 +149,23 @@ class Execution:
 
     def _failed(self, failure: Failure, path: Path, seconds: float) -> Executed:
         refuted = failure.verdict is Verdict.REFUTED
-        finding = finding_of(failure, path, Places(self.base.traced.graph))
+        finding = finding_of(failure, path, SourceMap(self.base.traced.graph))
         return Executed(Answer(refuted, (failure.kind,), finding.message, seconds, not refuted), refuted, refuted)
 
     def _opened(self, path: Path) -> Prepared:
         return replace(self.base.prepared, program=open_program(path))
 
-    def _compare(self, path: Path, results: tuple[RankResult, ...]) -> list[Outcome]:
+    def _compare(self, path: Path, results: tuple[RankResult, ...]) -> list[CheckOutcome]:
         prepared = self._opened(path)
         comparison = make_comparison(self.base.request, prepared, self.reference, results)
         kept = {n: t for n, t in logical_state(prepared.model).items() if n in self.reference.buffers}
         return run_checks(comparison, kept)
 
-    def _localised(self, path: Path) -> list[Outcome]:
+    def _localised(self, path: Path) -> list[CheckOutcome]:
         graph = self.base.traced.graph
         task = replace(self.task, program=str(path)).plain()
-        found = localise_apart(task, graph, open_program(path), Places(graph), TIMEOUT)
-        return [Outcome(Check("", Verdict.REFUTED, 0), found)] if found else []
+        found = localise_apart(task, graph, open_program(path), SourceMap(graph), TIMEOUT)
+        return [CheckOutcome(Check("", Verdict.REFUTED, 0), found)] if found else []
 
     def _loss_differs(self, results: tuple[RankResult, ...], step: int) -> bool:
         expected = self.reference.losses[step]

@@ -30,7 +30,7 @@ PROVABLE = 4  # times as many mutants of each kind in the smallest programs, whi
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedMutant:
     """A mutant, what each level says (None: not asked), and the third oracle of what neither refutes."""
 
     mutant: Mutant
@@ -75,7 +75,7 @@ class Batch:
     """Everything about one program."""
 
     original: Original
-    judged: tuple[Judged, ...]
+    judged: tuple[JudgedMutant, ...]
     seconds: float
 
 
@@ -107,18 +107,18 @@ def _original(execution: Execution, levels: Sequence[str]) -> Original:
     return Original(base.spec, "; ".join(said), time.perf_counter() - started)
 
 
-def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judged:
+def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> JudgedMutant:
     program = execution.base.subject.program
     sources = mutant.sources(program.sources)
     static = read_folder(execution.base, mutant) if "L0" in levels else None
     executed = execution.judge(sources, state=mutant.state) if "L2" in levels else None
-    judged = Judged(mutant, static, executed)
+    judged = JudgedMutant(mutant, static, executed)
     if judged.by_running or (judged.killed and executed is None):
         return judged
     told = run_apart(partial(compare_programs, execution, sources, mutant.state), len(RUNS) * 2 * TIMEOUT)
     if not isinstance(told, Told):
         told = Told(False, f"its process was ended: {told.how}" if isinstance(told, Died) else "it does not end")
-    return Judged(mutant, static, executed, told)
+    return JudgedMutant(mutant, static, executed, told)
 
 
 def judge_all(

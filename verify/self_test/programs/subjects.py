@@ -16,7 +16,7 @@ from nnscaler.tracing import Traced
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
-from verify.self_test.programs.mutants.role_source import Subject, take_apart
+from verify.self_test.programs.mutants.role_source import RightProgram, take_apart
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 LAYERS = 2  # blocks that are left of each model
@@ -71,7 +71,7 @@ class Base:
     request: PlanRequest
     prepared: Prepared
     traced: Traced
-    subject: Subject
+    subject: RightProgram
 
 
 def build(spec: Spec, folder: Path) -> Base:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verify.self_test.programs.mutants.layout import CONSTANTS, COPIES, LAYOUT, STATE
-from verify.self_test.programs.run import Batch, Judged, Original
+from verify.self_test.programs.run import Batch, JudgedMutant, Original
 
 REQUIRED = 0.97  # of the mutants that are not equivalent must be refuted
 REQUIRED_STATIC = 0.80  # by the text alone
@@ -53,7 +53,7 @@ class PlansSelfTest:
     """The whole self-test. `levels`: those that were asked. `quick`: no minimum of mutants."""
 
     originals: tuple[Original, ...]
-    judged: tuple[Judged, ...]
+    judged: tuple[JudgedMutant, ...]
     levels: tuple[str, ...]
     quick: bool
     seconds: float
@@ -86,15 +86,15 @@ class PlansSelfTest:
         return tuple(count(name, [j for j in self.judged if j.mutant.model == name]) for name in names)
 
     @property
-    def survivors(self) -> tuple[Judged, ...]:
+    def survivors(self) -> tuple[JudgedMutant, ...]:
         return tuple(j for j in self.judged if not j.killed and not j.equivalent)
 
     @property
-    def equivalent(self) -> tuple[Judged, ...]:
+    def equivalent(self) -> tuple[JudgedMutant, ...]:
         return tuple(j for j in self.judged if j.equivalent)
 
     @property
-    def strict(self) -> tuple[Judged, ...]:
+    def strict(self) -> tuple[JudgedMutant, ...]:
         """Refuted by the text alone although they compute the same."""
         return tuple(j for j in self.judged if j.by_text and not j.by_running and j.third is not None and j.third.same)
 
@@ -133,7 +133,7 @@ class PlansSelfTest:
         return not self.problems
 
 
-def count(name: str, judged: Sequence[Judged]) -> Count:
+def count(name: str, judged: Sequence[JudgedMutant]) -> Count:
     """Count mutants; equivalent ones apart."""
     real = [j for j in judged if not j.equivalent]
     executed = [j.executed for j in real if j.executed is not None]

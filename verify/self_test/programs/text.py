@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verify.results.line import Line, Style, plain
-from verify.self_test.programs.run import Judged
+from verify.results.line import Style, StyledLine, plain
+from verify.self_test.programs.run import JudgedMutant
 from verify.self_test.programs.table_t.run import RowResult, TableT
 from verify.self_test.programs.tally import Count, PlansSelfTest
 
@@ -13,7 +13,7 @@ SHOWN = 12  # equivalent mutants of which the reason is shown
 _HEAD = f"{'mutants':>8} {'L0':>6} {'L2':>6} {'alive':>6} {'killed':>8} {'loss 1':>7} {'losses':>7} {'equal':>6}"
 
 
-def plans_lines(found: PlansSelfTest, verbose: bool = False) -> list[Line]:
+def plans_lines(found: PlansSelfTest, verbose: bool = False) -> list[StyledLine]:
     """Lay the result of the self-test out as lines.
 
     Columns: refuted first by the text (L0), first by running (L2), by neither; missed by comparing the first loss, or
@@ -40,9 +40,9 @@ def _by_text(family: Count) -> str:
     return f"{share} refuted by `--level static` alone"
 
 
-def _last(good: bool, rest: str, seconds: float) -> Line:
+def _last(good: bool, rest: str, seconds: float) -> StyledLine:
     style: Style = "good" if good else "bad"
-    return Line(((("PASSED" if good else "FAILED"), style), (f"  {rest}, {seconds:.1f} s", "")))
+    return StyledLine(((("PASSED" if good else "FAILED"), style), (f"  {rest}, {seconds:.1f} s", "")))
 
 
 def _numbers(c: Count) -> str:
@@ -67,7 +67,7 @@ def _alive(found: PlansSelfTest, verbose: bool) -> Iterator[str]:
             yield f"  {describe(judged)}"
 
 
-def describe(judged: Judged) -> str:
+def describe(judged: JudgedMutant) -> str:
     """Model, plan, kind and the first edit of a mutant."""
     mutant = judged.mutant
     return f"{mutant.model} {mutant.plan}: {mutant.kind}: {mutant.told}"
@@ -92,7 +92,7 @@ def _summary(found: PlansSelfTest) -> Iterator[str]:
     yield from found.problems
 
 
-def table_lines(found: TableT) -> list[Line]:
+def table_lines(found: TableT) -> list[StyledLine]:
     """Table T, row by row."""
     lines = [f"{'row':>3}  {'bug':78} {'first':5} {'L0':>3} {'L2':>3} {'loss 1':>7} {'losses':>7}"]
     for result in found.rows:

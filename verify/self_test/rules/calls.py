@@ -136,7 +136,7 @@ def _symbols(value: Any) -> set[Any]:
     return set(symbols_of(value))
 
 
-class _Seen(TorchDispatchMode):
+class _IntegerWatch(TorchDispatchMode):
     """Notes the values of integer tensors."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ def _real_run(function: Any, concrete: ConcreteCall) -> tuple[Seen, list[Tensor 
         for i, t in enumerate(concrete.tensors)
     ]
     args, kwargs = with_tensors(concrete.call, tensors, {})
-    seen = _Seen()
+    seen = _IntegerWatch()
     with seen:
         results = flat(function(*args, **kwargs))
         outputs = [r if isinstance(r, Tensor) else None for r in results]

@@ -25,7 +25,7 @@ from nnscaler.planning.cost.collectives import seconds
 from nnscaler.planning.cost.measure import collective_calls, crowded
 from nnscaler.planning.cost.model import AxisPlace, Overheads
 from nnscaler.planning.cost.shards import key_of
-from nnscaler.planning.cost.table import CollectiveEntry, Entry, Profile, load_profile
+from nnscaler.planning.cost.table import CollectiveEntry, CostEntry, Profile, load_profile
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.planning.cost.work import Work
 
@@ -46,7 +46,7 @@ def profile(make: Make, cluster: Cluster) -> Profile:
     for signature, shape, times in ((gelu(make), SHAPE, 3), (gelu(make), HALF, 3)):
         forward, backward = cost.compute(signature, [shape], [shape], "float32")
         key = key_of(signature, (shape,), (shape,), "float32")
-        entries.append(Entry(*key, times * forward, 5 * backward, (forward, backward)))
+        entries.append(CostEntry(*key, times * forward, 5 * backward, (forward, backward)))
     calls = tuple(CollectiveEntry("all_reduce", 2, size, 1e-3 + size * 1e-9) for size in (10**4, 10**6, 10**7))
     return Profile(
         cluster, Overheads(), tuple(entries), calls, operators_error(entries), collectives_error(cluster, calls), ()

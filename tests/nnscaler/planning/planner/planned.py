@@ -10,7 +10,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
-from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.tracing import trace
 from tests.traced_examples import traced
 
@@ -32,6 +32,6 @@ def deep(layers: int, tokens: int = 64, tied: bool = False) -> Graph:
     return trace(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, self_check=False).graph
 
 
-def subject_of(graph: str | Graph, ranks: int, cluster: str = "h100x8") -> Subject:
+def subject_of(graph: str | Graph, ranks: int, cluster: str = "h100x8") -> PlanningCache:
     graph = graph_of(graph) if isinstance(graph, str) else graph
-    return Subject(graph, dict(signatures(graph)), AnalyticCost(load_cluster(cluster).scaled(ranks)))
+    return PlanningCache(graph, dict(signatures(graph)), AnalyticCost(load_cluster(cluster).scaled(ranks)))

@@ -18,7 +18,7 @@ from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
 from nnscaler.planning.planner.find_plan import find_plan
-from nnscaler.planning.planner.planning_cache import Subject
+from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import best_cut
 from nnscaler.planning.solver import order as orders
@@ -90,7 +90,7 @@ def test_a_bound_is_one_for_every_plan_that_is_made_under_some_limit(cluster: st
     assert looked > 4 and close > 0.7 * looked
 
 
-def limited(subject: Subject, share: float, **sizes: int) -> tuple[Configuration, float]:
+def limited(subject: PlanningCache, share: float, **sizes: int) -> tuple[Configuration, float]:
     """A configuration and the share of what it takes without a limit."""
     c = Configuration(**sizes, recompute=None)  # type: ignore[arg-type]
     free = evaluate_chain(subject, c, PLENTY)

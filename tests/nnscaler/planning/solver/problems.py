@@ -6,12 +6,12 @@ from math import inf
 
 import numpy as np
 
-from nnscaler.planning.solver.problem import Edge, Node, Problem, Table
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table
 
 SHAPES = ("chain", "tree", "skips", "hub", "layers")
 
 
-def random_problem(seed: int, shape: str, memory: bool = False) -> Problem:
+def random_problem(seed: int, shape: str, memory: bool = False) -> ChoiceProblem:
     """At most about 60,000 joint choices; a few entries are forbidden, but one choice is always legal."""
     random = np.random.default_rng([seed, SHAPES.index(shape)])
     if shape == "layers":
@@ -21,7 +21,9 @@ def random_problem(seed: int, shape: str, memory: bool = False) -> Problem:
         sizes.append(int(random.integers(2, 7)))
     legal = [int(random.integers(size)) for size in sizes]
     nodes = [_node(random, f"n{i}", size, legal[i], memory) for i, size in enumerate(sizes)]
-    return Problem(tuple(nodes), tuple(_edge(random, sizes, legal, pair) for pair in _pairs(random, shape, len(sizes))))
+    return ChoiceProblem(
+        tuple(nodes), tuple(_edge(random, sizes, legal, pair) for pair in _pairs(random, shape, len(sizes)))
+    )
 
 
 def layered(
@@ -33,7 +35,7 @@ def layered(
     memory: bool = False,
     period: int = 1,
     cuts: int = 1,
-) -> Problem:
+) -> ChoiceProblem:
     """`layers` layers of `interior` + `cuts` nodes behind `hubs` hub nodes and a first node, and before a last one.
 
     Every layer reads the one before in its first interior node and, as a residual, in its last nodes. Layers repeat
@@ -69,10 +71,10 @@ def layered(
         before = base
     nodes.append(_node(random, "last", 3, 0, memory))
     last = _table(random, [out[-1], 3], [0, 0], (0, 1))
-    return Problem(tuple(nodes), (*edges, Edge(len(nodes) - 2, len(nodes) - 1, last)))
+    return ChoiceProblem(tuple(nodes), (*edges, Edge(len(nodes) - 2, len(nodes) - 1, last)))
 
 
-def joint_tables(problem: Problem) -> tuple[Table, Table]:
+def joint_tables(problem: ChoiceProblem) -> tuple[Table, Table]:
     """The value and the memory of every joint choice, one axis per node."""
     count = len(problem.nodes)
     value, memory = np.zeros(()), np.zeros(())

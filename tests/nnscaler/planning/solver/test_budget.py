@@ -15,10 +15,10 @@ from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
 from nnscaler.planning.solver.problem import (
+    ChoiceProblem,
     Edge,
     Infeasible,
     Node,
-    Problem,
     Solution,
     evaluate,
     from_json,
@@ -90,7 +90,7 @@ def test_equal_layers_take_different_choices_where_the_budget_needs_it() -> None
     layers, cost, memory = 40, np.array([1.0, 2.0]), np.array([100.0, 10.0])
     change = np.array([[0.0, 0.01], [0.01, 0.0]])
     nodes = tuple(Node(f"layer{i}", cost, memory, i) for i in range(layers))
-    problem = Problem(nodes, tuple(Edge(i, i + 1, change) for i in range(layers - 1)))
+    problem = ChoiceProblem(nodes, tuple(Edge(i, i + 1, change) for i in range(layers - 1)))
     for few in (0, 1, 13, 39, 40):
         solution = solve_within(problem, few * 100.0 + (layers - few) * 10.0 + 5.0, seconds=0.0)
         assert sum(1 for choice in solution.choices if choice == 0) == few
@@ -137,12 +137,12 @@ def test_crossings_are_valued_as_they_are() -> None:
         assert (inf if found is None else found.time) == pytest.approx(expected, rel=1e-12)
 
 
-def _grid(seed: int, side: int, size: int) -> Problem:
+def _grid(seed: int, side: int, size: int) -> ChoiceProblem:
     random = np.random.default_rng(seed)
     nodes = tuple(Node(f"n{i}", random.random(size), np.round(random.random(size) * 100)) for i in range(side * side))
     right = [(i, i + 1) for i in range(side * side) if (i + 1) % side]
     pairs = right + [(i, i + side) for i in range(side * side - side)]
-    return Problem(nodes, tuple(Edge(a, b, random.random((size, size)) * 0.5) for a, b in pairs))
+    return ChoiceProblem(nodes, tuple(Edge(a, b, random.random((size, size)) * 0.5) for a, b in pairs))
 
 
 def test_what_is_too_wide_goes_to_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:

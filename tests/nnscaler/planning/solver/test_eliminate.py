@@ -10,7 +10,7 @@ import pytest
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.fold import find_structure, min_marginal, solve_folded
 from nnscaler.planning.solver.order import find_order
-from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, TooWide, evaluate
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, TooWide, evaluate
 from nnscaler.planning.solver.runs import find_runs
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 
@@ -45,7 +45,7 @@ def test_folding_finds_the_unfolded_optimum(hubs: int, cuts: int, period: int) -
             assert len(find_structure(problem).nodes) < len(problem.nodes) - (layers - 3 * period) * 3
 
 
-def by_fixing(problem: Problem, node: int) -> list[float]:
+def by_fixing(problem: ChoiceProblem, node: int) -> list[float]:
     """The optimum with a node fixed to each of its strategies, one after the other."""
     found = []
     for k in range(len(problem.nodes[node].cost)):
@@ -53,7 +53,7 @@ def by_fixing(problem: Problem, node: int) -> list[float]:
         only = np.where(np.arange(len(nodes[node].cost)) == k, nodes[node].cost, inf)
         nodes[node] = Node(nodes[node].name, only, None, nodes[node].group)
         try:
-            found.append(eliminate(Problem(tuple(nodes), problem.edges)).value)
+            found.append(eliminate(ChoiceProblem(tuple(nodes), problem.edges)).value)
         except Infeasible:
             found.append(inf)
     return found
@@ -67,14 +67,14 @@ def test_marginal_of_one_node_in_a_folded_problem() -> None:
         np.testing.assert_allclose(min_marginal(problem, node), by_fixing(problem, node), rtol=1e-12)
     price = 0.01
     nodes = [Node(n.name, n.cost + price * n.memory, None, n.group) for n in problem.nodes if n.memory is not None]
-    expected = by_fixing(Problem(tuple(nodes), problem.edges), 7)
+    expected = by_fixing(ChoiceProblem(tuple(nodes), problem.edges), 7)
     np.testing.assert_allclose(min_marginal(problem, 7, price), expected, rtol=1e-12)
 
 
 def test_equal_arrays_fold_like_the_same_arrays() -> None:
     shared = layered(np.random.default_rng(3), 9, interior=2, most=4)
     nodes = tuple(Node(node.name, node.cost.copy(), None, node.group) for node in shared.nodes)
-    copied = Problem(nodes, tuple(Edge(edge.first, edge.second, edge.cost.copy()) for edge in shared.edges))
+    copied = ChoiceProblem(nodes, tuple(Edge(edge.first, edge.second, edge.cost.copy()) for edge in shared.edges))
     assert find_runs(copied) == find_runs(shared) != ()
 
 
@@ -83,7 +83,7 @@ def test_a_layer_that_differs_parts_the_run() -> None:
     middle = next(index for index, node in enumerate(same.nodes) if node.group == 6)
     nodes = list(same.nodes)
     nodes[middle] = Node("other", nodes[middle].cost + 1.0, None, 6)
-    problem = Problem(tuple(nodes), same.edges)
+    problem = ChoiceProblem(tuple(nodes), same.edges)
     assert [len(run.segments) for run in find_runs(problem)] == [5, 4]  # the ends of the stack touch other nodes
     assert solve_folded(problem).value == pytest.approx(eliminate(problem).value, rel=1e-12)
 
@@ -92,7 +92,7 @@ def test_an_edge_between_distant_layers_keeps_them_flat() -> None:
     plain = layered(np.random.default_rng(6), 14, interior=2, most=3)
     groups = [next(i for i, node in enumerate(plain.nodes) if node.group == layer) for layer in range(14)]
     table = np.random.default_rng(0).random((len(plain.nodes[groups[4]].cost), len(plain.nodes[groups[9]].cost)))
-    problem = Problem(plain.nodes, (*plain.edges, Edge(groups[4], groups[9], table)))
+    problem = ChoiceProblem(plain.nodes, (*plain.edges, Edge(groups[4], groups[9], table)))
     folded = {node for run in find_runs(problem) for segment in run.segments[1:] for node in segment}
     assert folded and not folded & {groups[4], groups[9]}
     assert solve_folded(problem).value == pytest.approx(eliminate(problem).value, rel=1e-12)
@@ -104,7 +104,7 @@ def test_a_layer_that_later_ones_read_is_a_hub() -> None:
     read = max(index for index, node in enumerate(stack.nodes) if node.group == 7)
     firsts = [next(i for i, node in enumerate(stack.nodes) if node.group == layer) for layer in range(8, 16)]
     table = np.random.default_rng(1).random((len(stack.nodes[read].cost), len(stack.nodes[firsts[0]].cost)))
-    problem = Problem(stack.nodes, (*stack.edges, *(Edge(read, first, table) for first in firsts)))
+    problem = ChoiceProblem(stack.nodes, (*stack.edges, *(Edge(read, first, table) for first in firsts)))
     hubs = [run.hubs for run in find_runs(problem)]
     assert hubs == [(), (read,)]
     assert solve_folded(problem).value == pytest.approx(eliminate(problem).value, rel=1e-12)
@@ -112,7 +112,7 @@ def test_a_layer_that_later_ones_read_is_a_hub() -> None:
 
 def test_no_legal_choice_is_infeasible() -> None:
     nodes = (Node("a", np.array([0.0, inf])), Node("b", np.array([0.0, 1.0])))
-    problem = Problem(nodes, (Edge(0, 1, np.array([[inf, inf], [0.0, 0.0]])),))
+    problem = ChoiceProblem(nodes, (Edge(0, 1, np.array([[inf, inf], [0.0, 0.0]])),))
     with pytest.raises(Infeasible) as raised:
         eliminate(problem)
     assert raised.value.least_memory == inf
@@ -128,7 +128,7 @@ def test_too_wide_is_said_before_any_table_is_made() -> None:
 
 def test_nodes_without_edges_and_parts_apart() -> None:
     nodes = tuple(Node(f"n{i}", np.array([3.0, 1.0 + i])) for i in range(4))
-    problem = Problem(nodes, (Edge(0, 1, np.array([[0.0, 9.0], [9.0, 9.0]])),))
+    problem = ChoiceProblem(nodes, (Edge(0, 1, np.array([[0.0, 9.0], [9.0, 9.0]])),))
     assert eliminate(problem).choices == (0, 0, 0, 0)
     assert [list(min_marginal(problem, n)) for n in range(4)] == [[12, 18], [12, 18], [12, 12], [12, 13]]
 
@@ -136,5 +136,5 @@ def test_nodes_without_edges_and_parts_apart() -> None:
 def test_more_neighbours_with_one_choice_than_a_table_has_axes() -> None:
     nodes = (Node("hub", np.zeros(1)), *(Node(f"n{i}", np.ones(1)) for i in range(80)))
     edges = tuple(Edge(0, i + 1, np.full((1, 1), 2.0)) for i in range(80))
-    solution = eliminate(Problem(nodes, edges))
+    solution = eliminate(ChoiceProblem(nodes, edges))
     assert solution.value == 240.0 and solution.choices == (0,) * 81

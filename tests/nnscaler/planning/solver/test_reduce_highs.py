@@ -12,7 +12,7 @@ from nnscaler.planning.solver import highs
 from nnscaler.planning.solver import solve as front
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import optimise, relax
-from nnscaler.planning.solver.problem import Edge, Infeasible, Node, Problem, evaluate, memory_of
+from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Infeasible, Node, evaluate, memory_of
 from nnscaler.planning.solver.reduce import reduce_problem
 from nnscaler.planning.solver.solve import solve
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
@@ -106,7 +106,7 @@ def test_reduction_keeps_arrays_shared() -> None:
 def test_edges_of_one_pair_become_one() -> None:
     nodes = (Node("a", np.zeros(2)), Node("b", np.zeros(3)))
     one, two = np.arange(6.0).reshape(2, 3)[:, ::-1].copy(), np.arange(6.0).reshape(3, 2)
-    problem = Problem(nodes, (Edge(0, 1, one), Edge(1, 0, two)))
+    problem = ChoiceProblem(nodes, (Edge(0, 1, one), Edge(1, 0, two)))
     value, _ = joint_tables(problem)
     assert eliminate(problem).value == value.min() == 2.0
     assert len(reduce_problem(problem).problem.edges) <= 1
@@ -114,7 +114,7 @@ def test_edges_of_one_pair_become_one() -> None:
 
 def test_nothing_legal_is_infeasible() -> None:
     closed = Edge(0, 1, np.full((2, 2), inf))
-    problem = Problem((Node("a", np.zeros(2)), Node("b", np.zeros(2))), (closed,))
+    problem = ChoiceProblem((Node("a", np.zeros(2)), Node("b", np.zeros(2))), (closed,))
     with pytest.raises(Infeasible):
         reduce_problem(problem)
     with pytest.raises(Infeasible):
@@ -132,6 +132,6 @@ def test_ctrl_c_ends_an_integer_program(ctrl_c: Callable[[], None], monkeypatch:
     nodes = tuple(Node(f"n{i}", random.random(size), np.zeros(size)) for i in range(side * side))
     right = [(i, i + 1) for i in range(side * side) if (i + 1) % side]
     pairs = right + [(i, i + side) for i in range(side * side - side)]
-    problem = Problem(nodes, tuple(Edge(a, b, random.random((size, size)) * 0.5) for a, b in pairs))
+    problem = ChoiceProblem(nodes, tuple(Edge(a, b, random.random((size, size)) * 0.5) for a, b in pairs))
     with pytest.raises(KeyboardInterrupt):
         optimise(problem, None, 3600.0)

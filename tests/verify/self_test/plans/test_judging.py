@@ -9,7 +9,7 @@ import pytest
 
 from verify.self_test.programs.judge import Execution, read_statically
 from verify.self_test.programs.mutants.catalogue import text_mutants
-from verify.self_test.programs.run import Judged
+from verify.self_test.programs.run import JudgedMutant
 from verify.self_test.programs.third_oracle import compare_programs
 
 Get = Callable[[str], Execution]
@@ -91,7 +91,7 @@ def test_levels_of_a_mutant(execution: Get) -> None:
     mutant = next(m for m in text_mutants(right.base.subject, 0, 1) if m.kind == "drop collective")
     sources = mutant.sources(right.base.subject.program.sources)
     static, executed = read_statically(sources, right.base.traced.graph), right.judge(sources)
-    assert Judged(mutant, static, executed).first == "L0"
-    assert Judged(mutant, None, executed).first == "L2"
-    assert Judged(mutant, static, None).killed
-    assert Judged(mutant, None, None).first == ""
+    assert JudgedMutant(mutant, static, executed).first == "L0"
+    assert JudgedMutant(mutant, None, executed).first == "L2"
+    assert JudgedMutant(mutant, static, None).killed
+    assert JudgedMutant(mutant, None, None).first == ""

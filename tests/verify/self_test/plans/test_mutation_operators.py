@@ -15,7 +15,7 @@ from verify.self_test.programs.mutants.graph import GRAPH
 from verify.self_test.programs.mutants.layout import COPIES, FAMILIES, LAYOUT, STATE, state_edits
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.role_source import Subject
+from verify.self_test.programs.mutants.role_source import RightProgram
 from verify.self_test.programs.soundness.tiny_models import TINY
 from verify.self_test.programs.subjects import Spec, build
 from verify.self_test.programs.third_oracle import compare_programs
@@ -25,7 +25,7 @@ SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted")  
 
 
 @pytest.fixture(scope="module")
-def subjects(execution: Callable[[str], Execution], tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
+def subjects(execution: Callable[[str], Execution], tmp_path_factory: pytest.TempPathFactory) -> list[RightProgram]:
     """Programs that have, together, something for every operator."""
     dropped = build(Spec("gpt", "dp=2,tp=2", 4, 1, 0.25), tmp_path_factory.mktemp("dropout"))
     small = [TINY[name].build(tmp_path_factory.mktemp("small"), name).subject for name in SMALL]
@@ -33,7 +33,7 @@ def subjects(execution: Callable[[str], Execution], tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("operator", TEXT_OPERATORS, ids=lambda o: o.kind)
-def test_operator_finds_places(subjects: list[Subject], operator: MutationOperator) -> None:
+def test_operator_finds_places(subjects: list[RightProgram], operator: MutationOperator) -> None:
     found = [(subject, edits) for subject in subjects for edits in operator.places(subject)]
     assert found
     for subject, edits in found[:: max(1, len(found) // 20)]:
@@ -69,7 +69,7 @@ def test_mutants_of_graph_and_annotations(execution: Callable[[str], Execution])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reading_refutes_the_family(subjects: list[Subject], family: str) -> None:
+def test_reading_refutes_the_family(subjects: list[RightProgram], family: str) -> None:
     """Every mutant of a few programs: of cuts, copies and constants nothing is left to the run."""
     found = [
         (operator.kind, [str(e) for e in edits], apply_edits(subject.program.sources, edits), subject)

@@ -9,7 +9,7 @@ import pytest
 from nnscaler.cli.main import main
 from verify.self_test.programs.judge import Answer, Executed
 from verify.self_test.programs.mutants.mutant import Edit, Mutant
-from verify.self_test.programs.run import Judged, Original
+from verify.self_test.programs.run import JudgedMutant, Original
 from verify.self_test.programs.subjects import MODELS, PLANS, Spec, specs
 from verify.self_test.programs.tally import PROVABLE, PlansSelfTest
 from verify.self_test.programs.text import plans_lines
@@ -18,14 +18,14 @@ from verify.self_test.programs.third_oracle import Told
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
 EDIT = Edit("role_0.py", 7, "    x = comm.all_reduce(y, self.tp)  # sum", "    x = y")
 MUTANT = Mutant("gpt", "tp=2", "communication", "drop collective", (EDIT,), {})
-BOTH = Judged(MUTANT, YES, Executed(YES, True, True))
-RUNNING = Judged(replace(MUTANT, kind="scaled"), NO, Executed(YES, False, True))
-ALIVE = Judged(MUTANT, NO, Executed(NO, False, False), Told(False, "seed 11: differs by 0.2"))
-EQUAL = Judged(MUTANT, NO, Executed(NO, False, False), Told(True, "bitwise the same"))
+BOTH = JudgedMutant(MUTANT, YES, Executed(YES, True, True))
+RUNNING = JudgedMutant(replace(MUTANT, kind="scaled"), NO, Executed(YES, False, True))
+ALIVE = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(False, "seed 11: differs by 0.2"))
+EQUAL = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(True, "bitwise the same"))
 RIGHT = Original(Spec("gpt", "tp=2", 2), "", 0.1)
 
 
-def _found(*judged: Judged, originals: tuple[Original, ...] = (RIGHT,), quick: bool = True) -> PlansSelfTest:
+def _found(*judged: JudgedMutant, originals: tuple[Original, ...] = (RIGHT,), quick: bool = True) -> PlansSelfTest:
     return PlansSelfTest(originals, judged, ("L0", "L2"), quick, 1.0)
 
 

@@ -20,8 +20,8 @@ from verify.self_test.programs.soundness.fuzz import (
     PROVED,
     REFUTED,
     VIOLATION,
+    EditTally,
     Fuzz,
-    Tally,
     Violation,
 )
 from verify.self_test.programs.soundness.line_edits import LINES, SAME
@@ -183,7 +183,7 @@ def test_an_edited_program_that_ends_its_process_is_left_out_of_the_next_try() -
 
 
 def test_a_proved_program_that_ends_its_process_is_a_violation(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(fatal: frozenset[int]) -> Tally:
+    def work(fatal: frozenset[int]) -> EditTally:
         return Fuzz("shuffled", tiny("shuffled"), Random(5), 20, False, fatal).work()
 
     right = work(frozenset())
@@ -204,16 +204,16 @@ def test_violation_is_saved_as_a_program(tiny: Get, tmp_path: Path, capsys: pyte
 
 
 def test_what_is_not_good() -> None:
-    good = Tally(tried=2)
+    good = EditTally(tried=2)
     good.total.update({PROVED: 1, REFUTED: 1})
     assert Soundness(2, 0, good).good
     assert not Soundness(3, 0, good).good, "not all were tried"
-    wrong = Tally(tried=2, violations=[Violation("cube", ("reduce", "number"), {}, "loss_differs: off")])
+    wrong = EditTally(tried=2, violations=[Violation("cube", ("reduce", "number"), {}, "loss_differs: off")])
     wrong.total.update({PROVED: 1, VIOLATION: 1})
     lines = [line.text for line in soundness_lines(Soundness(2, 0, wrong))]
     assert "VIOLATION cube: reduce, number: loss_differs: off" in lines
     assert lines[-1].startswith("FAILED  2 edited programs, 1 PROVED that agree, 1 that do not")
-    nothing = Tally(tried=2)
+    nothing = EditTally(tried=2)
     nothing.total.update({INCONCLUSIVE: 2})
     assert not Soundness(2, 0, nothing).good, "nothing was proved, so nothing was tested"
 

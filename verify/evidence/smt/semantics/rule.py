@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify.evidence.smt.algebra import Element, Numbers
-from verify.evidence.smt.trace import Place
+from verify.evidence.smt.trace import StoragePlace
 
 Array = NDArray[np.object_]
 
@@ -20,7 +20,7 @@ class Given:
     """The arguments by the schema's names, arrays for tensors; `outputs` has shapes and dtypes of the results."""
 
     arguments: Mapping[str, Any]
-    outputs: tuple[Place | None, ...]
+    outputs: tuple[StoragePlace | None, ...]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -21,7 +21,7 @@ At = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class KernelWindow:
     """How a kernel moves, one number per spatial dim."""
 
     kernel: At
@@ -44,7 +44,7 @@ class Convolution:
     """Channels of a convolution: `weight` is [small channels, large channels of a group, *kernel]."""
 
     al: Numbers
-    window: Window
+    window: KernelWindow
     groups: int
 
     def to_small(self, large: Array, weight: Array, small: Sequence[int]) -> Array:
@@ -95,7 +95,7 @@ class Convolution:
 
 def _convolution_of(al: Numbers, given: Given) -> Convolution:
     spatial = given["weight"].ndim - 2
-    window = Window(
+    window = KernelWindow(
         given["weight"].shape[2:],
         _per_dim(given["stride"], spatial),
         _per_dim(given["padding"], spatial),
@@ -133,11 +133,11 @@ def _convolution_backward(al: Numbers, given: Given) -> tuple[Array | None, ...]
     return grad_x, grad_weight, grad_bias
 
 
-def _unfold_window(given: Given) -> Window:
-    return Window(*(tuple(given[key]) for key in ("kernel_size", "stride", "padding", "dilation")))
+def _unfold_window(given: Given) -> KernelWindow:
+    return KernelWindow(*(tuple(given[key]) for key in ("kernel_size", "stride", "padding", "dilation")))
 
 
-def _columns(window: Window, size: Sequence[int]) -> At:
+def _columns(window: KernelWindow, size: Sequence[int]) -> At:
     """Return the number of positions of the window in each dim."""
     every = zip(size, window.kernel, window.stride, window.padding, window.dilation, strict=True)
     return tuple((n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in every)

@@ -12,7 +12,7 @@ from op_registry.localize import Shape
 from nnscaler.codegen.operators import needs_device
 from verify.programs.typing.lines.forms import NoCall, arguments_of, parameters_of, with_sizes, wrapped
 from verify.programs.typing.lines.random_numbers import without_place
-from verify.programs.typing.roles.text import Line, Mark, Variable
+from verify.programs.typing.roles.text import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes
 
 
@@ -29,7 +29,7 @@ def variables(value: Any) -> Iterator[Variable]:
 
 
 def difference(
-    expected: Call, line: Line, order: Sequence[int], shapes: Sequence[Shape | None], sizes: Mapping[str, int]
+    expected: Call, line: Assignment, order: Sequence[int], shapes: Sequence[Shape | None], sizes: Mapping[str, int]
 ) -> str:
     """Explain how the arguments differ from those of one shard's call; empty where they do not.
 

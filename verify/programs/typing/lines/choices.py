@@ -21,7 +21,7 @@ from nnscaler.ir.layout import Invariant, Replicated, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.text import Line
+from verify.programs.typing.roles.text import Assignment
 
 # Read the layout from a line's comment. It is never trusted, only tried first where several typings are legal.
 
@@ -46,7 +46,7 @@ class Told:
     tables: tuple[tuple[int, ...], ...] = ()
 
 
-def told_by(line: Line, axis: str, outers: tuple[int, ...]) -> Told:
+def told_by(line: Assignment, axis: str, outers: tuple[int, ...]) -> Told:
     """Collect the sizes of shards along an axis that a line states.
 
     They are not trusted: a choice has to give the line.

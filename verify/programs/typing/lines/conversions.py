@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from nnscaler.ir.conversion import ROWS, Row
+from nnscaler.ir.conversion import ROWS, ConversionRow
 from nnscaler.ir.layout import (
     INVARIANT,
     REPLICATED,
@@ -25,16 +25,16 @@ from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.causes import converted, disagreement
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
-from verify.programs.typing.roles.text import Line, Variable
+from verify.programs.typing.roles.text import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
-_BY_FUNCTION: Mapping[str, tuple[type, type, Row]] = {
+_BY_FUNCTION: Mapping[str, tuple[type, type, ConversionRow]] = {
     row.function: (before, after, row) for (before, after), row in ROWS.items()
 }
 _TUPLES = ("sections", "sizes", "from_sizes", "to_sizes")
 
 
-def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
+def convert(line: Assignment, held: Held, axes: Axes, tensor: LogicalTensor, uniform: Dims = NO_DIMS) -> Held:
     """Type a conversion: return the layout of the line's target. Raises Mistake.
 
     `uniform`: dims along which the tensor is constant, so that all cuts into equal lengths are the same.
@@ -67,7 +67,7 @@ def convert(line: Line, held: Held, axes: Axes, tensor: LogicalTensor, uniform: 
     return Held(held.tensor, normal(layout, axes.sizes, tensor.needs_grad))
 
 
-def _axis(line: Line, axes: Axes) -> int:
+def _axis(line: Assignment, axes: Axes) -> int:
     axis = line.kwargs.get("axis")
     if not isinstance(axis, Variable) or not axis.stored:
         raise Mistake("program_unreadable", f"`{line.text}` names no axis")
@@ -77,7 +77,7 @@ def _axis(line: Line, axes: Axes) -> int:
     return axes.names.index(axis.name)
 
 
-def _given(line: Line) -> dict[str, Any]:
+def _given(line: Assignment) -> dict[str, Any]:
     """Return the arguments after the axis, by name, with their defaults."""
     defaults = {"outer": 1, "from_outer": 1, "to_outer": 1, "reduction": "sum", **dict.fromkeys(_TUPLES, ())}
     given = {**defaults, **{name: value for name, value in line.kwargs.items() if name not in ("x", "axis")}}
@@ -87,7 +87,7 @@ def _given(line: Line) -> dict[str, Any]:
     return given
 
 
-def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: LogicalTensor) -> None:
+def _check_direction(line: Assignment, row: ConversionRow, axis: str, parts: int, tensor: LogicalTensor) -> None:
     """Check that gradients are recorded where needed, and that micro-batches exchange nothing: they run in turn."""
     if tensor.needs_grad and not line.region.grad_enabled:
         message = f"`{line.text}` runs without recording gradients, and `{tensor.name}` needs one"
@@ -99,7 +99,7 @@ def _check_direction(line: Line, row: Row, axis: str, parts: int, tensor: Logica
         raise Mistake("communication_mismatch", message, tensor=tensor.name)
 
 
-def _check_alone(line: Line, given: Mapping[str, Any], tensor: LogicalTensor) -> None:
+def _check_alone(line: Assignment, given: Mapping[str, Any], tensor: LogicalTensor) -> None:
     """Check that a conversion on an axis of one rank, which does nothing, can run."""
     dims = [given[name] for name in ("dim", "from_dim", "to_dim") if name in given]
     wanted = {"all_to_all": 2, "all_reduce": 0}.get(line.function.removeprefix("comm."), len(dims))
@@ -118,7 +118,7 @@ def _starts_from(have: State, before: type, needs_grad: bool) -> bool:
 
 
 def _check_source(
-    line: Line,
+    line: Assignment,
     held: Held,
     axis: int,
     axes: Axes,
@@ -158,7 +158,7 @@ def _check_source(
 
 
 def _target(
-    line: Line,
+    line: Assignment,
     held: Held,
     axis: int,
     axes: Axes,

@@ -25,7 +25,7 @@ from op_registry.torch_schema import schema_of
 
 from nnscaler.runtime import ops
 from nnscaler.runtime.communication import comm
-from verify.programs.typing.roles.text import Line, Mark, Variable
+from verify.programs.typing.roles.text import Assignment, Mark, Variable
 
 _REQUIRED = object()
 # of (tensor, tensor), of (tensor, number), and of (number, tensor), which is called with the tensor first
@@ -202,7 +202,7 @@ def _is(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def canonical(line: Line, user: Mapping[str, str]) -> Line:
+def canonical(line: Assignment, user: Mapping[str, str]) -> Assignment:
     """Return the line with its operator's overload, and with its arguments by name. Raises NoCall."""
     line = replace(line, function=_with_overload(line))
     operator = operator_of(line.function, user)
@@ -211,7 +211,7 @@ def canonical(line: Line, user: Mapping[str, str]) -> Line:
     return replace(line, args=(), kwargs=arguments_of(operator, line.args, line.kwargs))
 
 
-def _with_overload(line: Line) -> str:
+def _with_overload(line: Assignment) -> str:
     """Return the operator with its overload, such as `aten.add.Tensor` for the `aten.add` of two tensors.
 
     torch goes by the arguments' types, and may take a tensor of one element for a number. Raises NoCall where the
@@ -231,7 +231,7 @@ def _with_overload(line: Line) -> str:
     return f"{line.function}.{overload}"
 
 
-def _resolved(packet: str, line: Line, later: torch.Tensor) -> str:
+def _resolved(packet: str, line: Assignment, later: torch.Tensor) -> str:
     """Return the overload for the line's arguments. `later`: what stands for every tensor but the first."""
     tensors = iter([torch.empty(0)])
 
@@ -252,7 +252,7 @@ def _resolved(packet: str, line: Line, later: torch.Tensor) -> str:
     return str(torch._C._jit_resolve_packet(f"aten::{packet}", *args, **kwargs))
 
 
-def forms(line: Line) -> Iterator[Line]:
+def forms(line: Assignment) -> Iterator[Assignment]:
     """Yield a line in its canonical form, and that with the operands swapped, if it then means the same."""
     yield line
     other = _SYMMETRIC.get(line.function.removesuffix(".default"))

@@ -22,7 +22,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import shape_of_rank
 from verify.programs.typing.lines.arguments import variables
 from verify.programs.typing.lines.forms import has_dims, operator_of
-from verify.programs.typing.roles.text import Line, Variable
+from verify.programs.typing.roles.text import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held
 
 # pure, and nothing makes them fail but shapes and dtypes
@@ -52,7 +52,7 @@ class Move:
     """
 
     held: Held | None
-    line: Line | None = None
+    line: Assignment | None = None
     of: Move | None = None
 
     def path(self) -> Iterator[Move]:
@@ -63,7 +63,7 @@ class Move:
             here = here.of
 
 
-def moves(line: Line) -> bool:
+def moves(line: Assignment) -> bool:
     """Return whether each element of the line's result is an element of its first operand, in another place."""
     return _is_move(operator_of(line.function, {})) and isinstance(line.kwargs.get("self"), Variable)
 
@@ -109,7 +109,7 @@ def _as_before(path: Sequence[Move], locals_: Sequence[Locals], place: int) -> i
     return None
 
 
-def _viewed(line: Line, operand: torch.Tensor) -> torch.Tensor | None:
+def _viewed(line: Assignment, operand: torch.Tensor) -> torch.Tensor | None:
     """Return the result of a move as a view of the operand; None where it is none, or may fail."""
     operator, source = operator_of(line.function, {}), line.kwargs["self"]
     if operator is None or list(variables(line.kwargs)) != [source] or not _may_run(operator, line, operand.ndim):
@@ -123,7 +123,7 @@ def _viewed(line: Line, operand: torch.Tensor) -> torch.Tensor | None:
     return made if made is not None and (made is operand or made._base is base) else None
 
 
-def idle_result(line: Line, operands: Mapping[Variable, Held | Locals], graph: Graph, axes: Axes) -> Locals:
+def idle_result(line: Assignment, operands: Mapping[Variable, Held | Locals], graph: Graph, axes: Axes) -> Locals:
     """Return the line's results without values; empty where the line may have an effect, or fail."""
     tensors = {v: local_tensors(k, graph, axes) if isinstance(k, Held) else k for v, k in operands.items()}
     places = range(max(map(len, tensors.values()), default=0))
@@ -131,7 +131,7 @@ def idle_result(line: Line, operands: Mapping[Variable, Held | Locals], graph: G
     return tuple(tensor for tensor in made if tensor is not None) if None not in made else ()
 
 
-def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> torch.Tensor | None:
+def _idle_at(line: Assignment, tensors: Mapping[Variable, torch.Tensor | None]) -> torch.Tensor | None:
     operator = operator_of(line.function, {})
     given = {variable: tensor for variable, tensor in tensors.items() if tensor is not None and tensor.numel()}
     if operator is None or not (operator in _TOTAL or _is_move(operator)) or len(given) < len(tensors):
@@ -158,7 +158,7 @@ def _idle_at(line: Line, tensors: Mapping[Variable, torch.Tensor | None]) -> tor
     return made if all(made.dtype == t.dtype for t in given.values()) else None
 
 
-def _may_run(operator: str, line: Line, dims: int) -> bool:
+def _may_run(operator: str, line: Assignment, dims: int) -> bool:
     """Return whether kernels refuse no argument that tensors without values take. `dims`: of the first operand."""
     return not _OF_MEMORY.intersection(line.kwargs) and has_dims(operator, line.kwargs, dims)
 

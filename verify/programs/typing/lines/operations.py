@@ -39,7 +39,7 @@ from verify.programs.typing.lines.random_numbers import (
     without_place,
 )
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims
-from verify.programs.typing.roles.text import Line, Mark, Variable
+from verify.programs.typing.roles.text import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal
 
 _MANY = 256  # combinations of choices over the axes that are looked through
@@ -93,9 +93,9 @@ class Typer:
             self._orders[id(signature)] = order
         return self._orders[id(signature)]
 
-    def type_line(self, line: Line, held: Mapping[Variable, Held], axes: Axes) -> Typed:
+    def type_line(self, line: Assignment, held: Mapping[Variable, Held], axes: Axes) -> Typed:
         """Type a line in canonical form. Raises Mistake when it is no operation of the model on these shards."""
-        wrong: list[tuple[Line, list[Held], list[Operation]]] = []
+        wrong: list[tuple[Assignment, list[Held], list[Operation]]] = []
         for form in forms(line):
             operands = [held[v] for v in variables(form.kwargs)]
             names = tuple(h.tensor for h in operands)
@@ -117,7 +117,7 @@ class Typer:
         self.classes[key] = (first, axes, count + 1)
         return typed
 
-    def _typing(self, op: Operation, line: Line, layouts: tuple[Layout, ...], axes: Axes) -> Typing | None:
+    def _typing(self, op: Operation, line: Assignment, layouts: tuple[Layout, ...], axes: Axes) -> Typing | None:
         if line.region != op.region or not _random_fits(op, line):
             return None
         signature = self.signatures[op.name]
@@ -133,7 +133,7 @@ class Typer:
         typing = self._memo[key]
         return None if typing is None or not _taken_apart(line, op) else typing
 
-    def _typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
+    def _typings(self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
         """Yield legal typings, the one that the line's comment tells first."""
         found = list(self._all_typings(op, line, layouts, axes))
         if len(found) > 1:
@@ -142,7 +142,7 @@ class Typer:
             found.sort(key=lambda typing: _told(typing, shapes, mesh) != line.hint)
         yield from found
 
-    def _all_typings(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
+    def _all_typings(self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes) -> Iterator[Typing]:
         per_axis = [self._fitting(op, line, layouts, axes, axis) for axis in range(len(axes.names))]
         for number, choices in enumerate(product(*per_axis)):
             if number >= _MANY:
@@ -152,7 +152,9 @@ class Typer:
             except Mistake:
                 continue
 
-    def _fitting(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes, axis: int) -> list[Choice]:
+    def _fitting(
+        self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes, axis: int
+    ) -> list[Choice]:
         """Return the choices for one axis under which every operand is as it has to be."""
         parts, signature = axes.sizes[axis], self.signatures[op.name]
         if parts == 1:
@@ -170,7 +172,7 @@ class Typer:
     def _may_stand(self, name: str, need: State, have: State) -> bool:
         return matches(need, have, self.graph.tensors[name].needs_grad, self.uniform.get(name, NO_DIMS))
 
-    def check_choices(self, op: Operation, line: Line, choices: tuple[Choice, ...], axes: Axes) -> Typing:
+    def check_choices(self, op: Operation, line: Assignment, choices: tuple[Choice, ...], axes: Axes) -> Typing:
         """Return the typing with these choices. Raises Mistake when they do not fit each other or the line's call."""
         signature = self.signatures[op.name]
         reason = explain_illegal_choices(self.graph, op, signature, choices, axes.pairs)
@@ -213,7 +215,9 @@ class Typer:
 
     # -- what is wrong with a line that is no operation on these shards -----------------------------------------------
 
-    def _explain(self, line: Line, operands: Sequence[Held], candidates: Sequence[Operation], axes: Axes) -> Mistake:
+    def _explain(
+        self, line: Assignment, operands: Sequence[Held], candidates: Sequence[Operation], axes: Axes
+    ) -> Mistake:
         for op in candidates:
             if line.region != op.region:
                 return _region_differs(line, op)
@@ -232,7 +236,7 @@ class Typer:
             return Mistake("operation_differs", f"`{line.text}` computes what no line of the model computes")
         return _reads_other(line, operands, meant)
 
-    def _best(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
+    def _best(self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes) -> Mistake:
         """Return the mistake under the choices that fit most operands, and then the line's comment, best."""
         chosen: list[Choice] = []
         wrong: list[tuple[int, int, State, State]] = []
@@ -256,7 +260,7 @@ class Typer:
             op.inputs[slot],
         )
 
-    def _combined(self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes) -> Mistake:
+    def _combined(self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes) -> Mistake:
         """Return the mistake where each axis fits by itself: of all choices together, or of the arguments."""
         problems: list[Mistake] = []
         per_axis = [self._fitting(op, line, layouts, axes, axis) for axis in range(len(axes.names))]
@@ -273,7 +277,7 @@ class Typer:
         return Mistake(first.code, message, first.cause or _argument_cause(first.message), first.tensor)
 
     def _nearest(
-        self, op: Operation, line: Line, layouts: Sequence[Layout], axes: Axes, axis: int
+        self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes, axis: int
     ) -> tuple[Choice, list[tuple[int, State, State]]]:
         signature, parts = self.signatures[op.name], axes.sizes[axis]
         states = [layout[axis] for layout in layouts]
@@ -314,14 +318,14 @@ class Typer:
         return False
 
 
-def _unpacked(expected: Call, line: Line) -> str:
+def _unpacked(expected: Call, line: Assignment) -> str:
     """Explain that the line unpacks a single tensor; empty where it does not."""
     if line.sequence and not returns_sequence(expected.operator, len(line.targets)):
         return "its result is a tensor, and the left side takes it apart"
     return ""
 
 
-def _taken_apart(line: Line, op: Operation) -> bool:
+def _taken_apart(line: Assignment, op: Operation) -> bool:
     """Return whether the line has a target for every result, or one for all of them."""
     return len(line.targets) == (len(op.outputs) if line.sequence else 1)
 
@@ -331,7 +335,7 @@ def _by_number(operands: Sequence[Held], order: Sequence[int]) -> tuple[Layout, 
     return tuple(held.layout for _, held in sorted(zip(order, operands, strict=True), key=lambda entry: entry[0]))
 
 
-def _plain_arguments(line: Line) -> dict[str, Any]:
+def _plain_arguments(line: Assignment) -> dict[str, Any]:
     """Replace tensors among the arguments by their numbers, so that repeated layers have one key.
 
     A number among the arguments is not a tensor's.
@@ -355,11 +359,11 @@ def _outers(axes: Axes, axis: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _named(op: Operation, line: Line) -> bool:
+def _named(op: Operation, line: Assignment) -> bool:
     return any(name is not None and name in (t.removesuffix("_of_step") for t in line.targets) for name in op.outputs)
 
 
-def _random_fits(op: Operation, line: Line) -> bool:
+def _random_fits(op: Operation, line: Assignment) -> bool:
     if not draws_numbers(line.function):
         return True
     stage, name, *_ = place_of_draw(line)
@@ -375,7 +379,7 @@ def _told(typing: Typing, shapes: Sequence[tuple[int, ...] | None], axes: Sequen
     return " | ".join(dict.fromkeys(texts))
 
 
-def _region_differs(line: Line, op: Operation) -> Mistake:
+def _region_differs(line: Assignment, op: Operation) -> Mistake:
     if line.region.grad_enabled != op.region.grad_enabled:
         word = "records" if line.region.grad_enabled else "does not record"
         cause = "the gradient is cut off at this line" if not line.region.grad_enabled else None
@@ -384,7 +388,7 @@ def _region_differs(line: Line, op: Operation) -> Mistake:
     return Mistake("operation_differs", message, "the dtype of the computation differs", op.outputs[0])
 
 
-def _reads_other(line: Line, operands: Sequence[Held], meant: Operation) -> Mistake:
+def _reads_other(line: Assignment, operands: Sequence[Held], meant: Operation) -> Mistake:
     names = [held.tensor for held in operands]
     other = [(a, b) for a, b in zip(names, meant.inputs, strict=False) if a != b]
     if not other and len(names) != len(meant.inputs):

@@ -11,7 +11,7 @@ from op_registry.registry import facts_of
 from nnscaler.ir.layout import Layout, Sharded, State, explain_illegal
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import Operation
-from verify.programs.typing.roles.text import Line, Mark
+from verify.programs.typing.roles.text import Assignment, Mark
 from verify.programs.typing.typed_value import Axes, Mistake
 
 _PLACE = ("stage", "name", "states", "logical_shape")
@@ -22,19 +22,19 @@ def draws_numbers(function: str) -> bool:
     return function.startswith("ops.") and facts_of(f"nnscaler.{function.removeprefix('ops.')}").random
 
 
-def place_of_draw(line: Line) -> tuple[Any, ...]:
+def place_of_draw(line: Assignment) -> tuple[Any, ...]:
     """Return stage, name, layout and shape of the whole, as a line in canonical form gives them; None
     for absent ones."""
     return tuple(line.kwargs.get(name) for name in _PLACE)
 
 
-def without_place(line: Line) -> dict[str, Any]:
+def without_place(line: Assignment) -> dict[str, Any]:
     """Return the arguments that say what is computed, not where its random numbers lie."""
     left_out = _PLACE if draws_numbers(line.function) else ()
     return {name: value for name, value in line.kwargs.items() if name not in left_out}
 
 
-def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: Sequence[int]) -> str:
+def explain_draw(line: Assignment, op: Operation, layout: Layout, axes: Axes, shape: Sequence[int]) -> str:
     """Explain why the line's draws are not those of its elements; empty where they are."""
     stage, name, states, told = place_of_draw(line)
     if stage is not Mark.STAGE or not isinstance(states, dict) or not isinstance(told, list | tuple):
@@ -61,7 +61,7 @@ def explain_draw(line: Line, op: Operation, layout: Layout, axes: Axes, shape: S
     return f"`{line.text}` cannot draw so: {reason}" if reason else ""
 
 
-def other_draws(line: Line, op: Operation) -> Mistake:
+def other_draws(line: Assignment, op: Operation) -> Mistake:
     """Return the mistake of a line that draws under another key than the operation's."""
     _, name, *_ = place_of_draw(line)
     message = f"`{line.text}` draws its numbers under the key {name!r}, and the model's operation is {op.name!r}"

@@ -19,7 +19,16 @@ from verify.programs.typing.lines.idle import Locals, Move, as_before, idle_resu
 from verify.programs.typing.lines.operations import Typed, Typer
 from verify.programs.typing.lines.random_numbers import draws_numbers
 from verify.programs.typing.lines.uniform import NO_DIMS, equal_layouts
-from verify.programs.typing.roles.text import ALIAS, ITEM, Line, Problem, Recomputed, StageText, Statement, Variable
+from verify.programs.typing.roles.text import (
+    ALIAS,
+    ITEM,
+    Assignment,
+    OutsideGrammar,
+    Recomputed,
+    StageText,
+    Statement,
+    Variable,
+)
 from verify.programs.typing.roles.values import cannot_be_read
 from verify.programs.typing.typed_value import Axes, Held, Mistake
 
@@ -100,10 +109,10 @@ class Walk:
     def statements(self, statements: Sequence[Statement]) -> None:
         for statement in statements:
             match statement:
-                case Problem():
+                case OutsideGrammar():
                     self.reading.note(statement.line, Mistake("program_unreadable", statement.why))
                     self.scope.update({Variable(name): None for name in statement.targets})
-                case Line():
+                case Assignment():
                     try:
                         self._line(statement)
                     except Exception as error:  # noqa: BLE001 - no text crashes the prover, and none that does passes
@@ -154,7 +163,7 @@ class Walk:
         if isinstance(known, Held):
             self.reading.made[target] = known
 
-    def _line(self, line: Line) -> None:
+    def _line(self, line: Assignment) -> None:
         if line.function in (ALIAS, ITEM):
             self._renamed(line)
             return
@@ -185,12 +194,12 @@ class Walk:
         except Mistake as mistake:
             self._untyped(line, knowns, Noted(self.reading.stage, line.number, mistake))
 
-    def _wrong(self, line: Line, mistake: Mistake) -> None:
+    def _wrong(self, line: Assignment, mistake: Mistake) -> None:
         self.reading.note(line.number, mistake)
         for target in line.targets:
             self._assign(target, None)
 
-    def _renamed(self, line: Line) -> None:
+    def _renamed(self, line: Assignment) -> None:
         """`y = x`, `y = parts[1]` and `a, b = parts`."""
         variable = line.args[0]
         known, move = self._known(line.number, variable), self.moved.get(variable)
@@ -209,7 +218,7 @@ class Walk:
         for target, item in zip(line.targets, taken, strict=True):
             self._assign(target, item)
 
-    def _computed_on_pieces(self, line: Line, held: dict[Variable, Held]) -> None:
+    def _computed_on_pieces(self, line: Assignment, held: dict[Variable, Held]) -> None:
         """Type the line under all layouts that the operands may have. Raises the Mistake under the first ones."""
         first: Mistake | None = None
         for layouts in islice(product(*map(self._layouts, held.values())), _MANY):
@@ -227,7 +236,7 @@ class Walk:
         uniform = self.typer.uniform.get(held.tensor, NO_DIMS)
         return equal_layouts(held.layout, uniform, self.reading.axes.sizes)
 
-    def _computed(self, line: Line, held: dict[Variable, Held]) -> None:
+    def _computed(self, line: Assignment, held: dict[Variable, Held]) -> None:
         """Type a conversion, or an operation of the model. Raises Mistake."""
         if line.is_conversion:
             if not held or len(line.targets) != 1 or line.sequence:
@@ -252,14 +261,14 @@ class Walk:
         else:
             self._assign(line.targets[0], Parts(results))
 
-    def _move(self, line: Line, result: Held | Absent) -> Move | None:
+    def _move(self, line: Assignment, result: Held | Absent) -> Move | None:
         if not moves(line) or not isinstance(result, Held):
             return None
         source = line.kwargs["self"]
         known = self.scope[source]
         return Move(result, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
 
-    def _untyped(self, line: Line, knowns: dict[Variable, Known], noted: Noted) -> None:
+    def _untyped(self, line: Assignment, knowns: dict[Variable, Known], noted: Noted) -> None:
         """Handle a line that is no operation of the model."""
         if line.is_conversion or len(line.targets) != 1 or line.sequence:
             self.reading.mistakes.append(noted)
@@ -284,7 +293,7 @@ class Walk:
             return
         self._assign(line.targets[0], Idle(noted, result), move)
 
-    def _wrong_before(self, line: Line, noted: Noted) -> None:
+    def _wrong_before(self, line: Assignment, noted: Noted) -> None:
         """Note that a line reads the result of an idle line."""
         for variable in variables(line.kwargs):
             self.read(line.number, variable)

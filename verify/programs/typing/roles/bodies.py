@@ -16,9 +16,9 @@ from verify.programs.typing.lines.forms import python_operator
 from verify.programs.typing.roles.text import (
     ALIAS,
     ITEM,
+    Assignment,
     Body,
-    Line,
-    Problem,
+    OutsideGrammar,
     Recomputed,
     StageText,
     Statement,
@@ -53,7 +53,7 @@ def shadowing(stage: StageText) -> Iterator[tuple[int, str]]:
         for statement in body.statements:
             lines = (statement, *statement.lines) if isinstance(statement, Recomputed) else (statement,)
             for line in lines:
-                if isinstance(line, Line | Recomputed):
+                if isinstance(line, Assignment | Recomputed):
                     inside = [name for name, _ in line.bound] if isinstance(line, Recomputed) else []
                     for name in RESERVED.intersection((*line.targets, *inside)):
                         yield line.number, name
@@ -139,7 +139,7 @@ class _Reader:
                 stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
                 number = error.line if isinstance(error, Unreadable) and error.line else node.lineno
                 why = str(error) if isinstance(error, Unreadable) else cannot_be_read(self.source, number, error)
-                yield Problem(number, why, tuple(n.id for n in stored))
+                yield OutsideGrammar(number, why, tuple(n.id for n in stored))
 
     def _assignment(
         self, node: ast.Assign, region: Region, functions: dict[str, ast.FunctionDef]
@@ -167,7 +167,7 @@ class _Reader:
 
     def _at_once(
         self, node: ast.Assign, values: Sequence[ast.expr], targets: Sequence[str], region: Region
-    ) -> Iterator[Line]:
+    ) -> Iterator[Assignment]:
         """Yield the lines of `a, b = f(x), a`: all values, and then the variables."""
         lines, made = self._values(values, node, region)
         if not all(isinstance(value, Variable) for value in made):
@@ -179,7 +179,7 @@ class _Reader:
         for target, name in zip(targets, kept, strict=True):
             yield self._line(node, ALIAS, (Variable(name),), {}, region, (target,))
 
-    def value(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Any]:
+    def value(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Assignment], Any]:
         """Return the value of an expression, and the lines that make the tensors in it."""
         try:
             return [], read_value(node)
@@ -195,7 +195,9 @@ class _Reader:
             name = f"{ast.unparse(node)} at {node.lineno}:{node.col_offset}"
             return [*before, replace(made, targets=(name,))], Variable(name)
 
-    def _computed(self, node: ast.expr, statement: ast.stmt, region: Region) -> tuple[list[Line], Line | None]:
+    def _computed(
+        self, node: ast.expr, statement: ast.stmt, region: Region
+    ) -> tuple[list[Assignment], Assignment | None]:
         """Return the line of an expression that makes a tensor, without a target, and the lines before it; None for any
         other expression."""
         match node:
@@ -230,7 +232,9 @@ class _Reader:
         found = python_operator(node, operands)
         return before, None if found is None else self._line(statement, *found, {}, region)
 
-    def _values(self, nodes: Sequence[ast.expr], statement: ast.stmt, region: Region) -> tuple[list[Line], list[Any]]:
+    def _values(
+        self, nodes: Sequence[ast.expr], statement: ast.stmt, region: Region
+    ) -> tuple[list[Assignment], list[Any]]:
         found = [self.value(node, statement, region) for node in nodes]
         return [line for before, _ in found for line in before], [value for _, value in found]
 
@@ -242,9 +246,9 @@ class _Reader:
         kwargs: dict[str, Any],
         region: Region,
         targets: tuple[str, ...] = (),
-    ) -> Line:
+    ) -> Assignment:
         text = self.source[node.lineno - 1].strip().partition("  # ")[0]
-        return Line(node.lineno, text, targets, function, args, kwargs, region)
+        return Assignment(node.lineno, text, targets, function, args, kwargs, region)
 
     def _hint(self, node: ast.stmt) -> str:
         """Return the text of the comment at the end of the statement."""
@@ -270,7 +274,7 @@ class _Reader:
         if not alike or not all(isinstance(r, Variable) for r in results):
             raise Unreadable(last, f"`{function.name}` returns {len(results)} values for {len(targets)} variables")
         inside = (*self.statements(body, Region()), *before)
-        lines = tuple(s for s in inside if isinstance(s, Line | Problem))
+        lines = tuple(s for s in inside if isinstance(s, Assignment | OutsideGrammar))
         if len(lines) != len(inside):
             raise Unreadable(function, f"`{function.name}` recomputes inside of a recomputation")
         return Recomputed(node.lineno, tuple(zip(names, given, strict=True)), lines, results, targets)

@@ -10,7 +10,7 @@ from pathlib import Path
 from nnscaler.codegen.operators import is_builtin
 from nnscaler.codegen.origins import operator_origins
 from nnscaler.tracing.export.autograd_functions import function_of
-from verify.programs.typing.roles.text import Problem
+from verify.programs.typing.roles.text import OutsideGrammar
 from verify.programs.typing.roles.values import Unreadable, read_value
 
 OF_RUNTIME = frozenset(
@@ -22,7 +22,7 @@ OF_RUNTIME = frozenset(
 _NEEDED = OF_RUNTIME | {"aten", "torch", "user"}  # every other name of a stage is its own
 
 
-def names_of_file(tree: ast.Module) -> Iterator[Problem]:
+def names_of_file(tree: ast.Module) -> Iterator[OutsideGrammar]:
     """Find unknown names in a file.
 
     These are names that are read before the file makes them, operators of the user that the file does not name, and
@@ -32,7 +32,7 @@ def names_of_file(tree: ast.Module) -> Iterator[Problem]:
     operators: set[str] = set()
     for node in tree.body:
         for name in sorted(_read(node) - bound):
-            yield Problem(node.lineno, f"`{name}` is read, and the file has not made it")
+            yield OutsideGrammar(node.lineno, f"`{name}` is read, and the file has not made it")
         match node:
             case ast.Import() | ast.ImportFrom():
                 bound |= {alias.name for alias in node.names if alias.name in OF_RUNTIME | {"torch"}}
@@ -42,7 +42,7 @@ def names_of_file(tree: ast.Module) -> Iterator[Problem]:
                     operators = {k.arg for k in node.value.keywords if k.arg}
             case ast.ClassDef(name=name):
                 if name in bound:
-                    yield Problem(node.lineno, f"`{name}` is defined twice")
+                    yield OutsideGrammar(node.lineno, f"`{name}` is defined twice")
                 bound.add(name)
                 yield from _names_of_stage(node, operators)
 
@@ -54,15 +54,19 @@ def _read(node: ast.stmt) -> set[str]:
     return {n for n in names if n in _NEEDED or n.startswith("Stage")}
 
 
-def _names_of_stage(stage: ast.ClassDef, operators: set[str]) -> Iterator[Problem]:
+def _names_of_stage(stage: ast.ClassDef, operators: set[str]) -> Iterator[OutsideGrammar]:
     for node in ast.walk(stage):
         match node:
             case ast.Attribute(value=ast.Name(id="user"), attr=name) if name not in operators:
-                yield Problem(node.lineno, f"`user.{name}` is called, and the file's operators are {sorted(operators)}")
+                yield OutsideGrammar(
+                    node.lineno, f"`user.{name}` is called, and the file's operators are {sorted(operators)}"
+                )
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
                 if name.startswith("__") and not name.endswith("__"):  # Python puts the class's name before it
-                    yield Problem(getattr(node, "lineno", stage.lineno), f"`{name}` is no name that a stage can have")
+                    yield OutsideGrammar(
+                        getattr(node, "lineno", stage.lineno), f"`{name}` is no name that a stage can have"
+                    )
 
 
 def user_operators(call: ast.Call) -> tuple[dict[str, str], frozenset[str]]:

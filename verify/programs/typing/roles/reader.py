@@ -16,7 +16,7 @@ from verify.programs.typing.roles.text import (
     ExchangeText,
     InputText,
     MessageText,
-    Problem,
+    OutsideGrammar,
     RoleText,
     StageText,
     StoredText,
@@ -90,7 +90,7 @@ def read_role(file: str, text: str) -> RoleText:
                 pass
             case _:
                 line = ast.unparse(node).partition("\n")[0]
-                problems.append(Problem(node.lineno, f"`{line}` is no part of a rank program"))
+                problems.append(OutsideGrammar(node.lineno, f"`{line}` is no part of a rank program"))
     missing = {"STAGES", "RANKS", "SCHEDULE"} - set(values)
     if missing or not stages:
         raise Unreadable(tree, f"has no {', '.join(sorted(missing)) or 'stages'}")
@@ -98,7 +98,7 @@ def read_role(file: str, text: str) -> RoleText:
         raise Unreadable(tree, f"RANKS is {values['RANKS'][1]!r}, and SCHEDULE {values['SCHEDULE'][1]!r}")
     declared = [v.name for v in values["STAGES"][1]]
     if declared != [f"Stage{s.index}" for s in stages]:
-        problems.append(Problem(values["STAGES"][0], f"STAGES is {declared}, and the classes are otherwise"))
+        problems.append(OutsideGrammar(values["STAGES"][0], f"STAGES is {declared}, and the classes are otherwise"))
     return RoleText(
         file,
         values["RANKS"][1],

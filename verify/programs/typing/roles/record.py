@@ -24,7 +24,7 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.program.user_operators import locate
 from nnscaler.runtime.shards import same_bits
-from verify.programs.checks.context import Outcome
+from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.roles.text import RoleText
 from verify.programs.typing.stored import stored_tensors
 from verify.programs.typing.typed_value import Finder, Mistake
@@ -119,7 +119,7 @@ class Stored:
         return frozenset(name for name in named if name not in self.own or self.own[name].is_meta)
 
 
-def check_state(stored: Stored, graph: Graph, folder: str = "") -> Outcome:
+def check_state(stored: Stored, graph: Graph, folder: str = "") -> CheckOutcome:
     """Compare every stored tensor with the manifest's record, and constants and buffers with the model's own.
 
     Those of a model without data have no hash: their names, shapes and dtypes are compared, and they are not counted.
@@ -135,10 +135,12 @@ def check_state(stored: Stored, graph: Graph, folder: str = "") -> Outcome:
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
     detail = "weights are the user's own: names, shapes and dtypes agree" if stored.own_weights else ""
     check = Check(NAME, verdict, count, finder.count, detail=detail, supporting=True)
-    return Outcome(check, finder.take())
+    return CheckOutcome(check, finder.take())
 
 
-def check_batch(recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], graph: Graph, folder: str = "") -> Outcome:
+def check_batch(
+    recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], graph: Graph, folder: str = ""
+) -> CheckOutcome:
     """Compare the sample batch, on which the launcher trains, with the manifest's record of it."""
     finder = Finder(graph, folder, {})
     found = describe_state(batch)
@@ -148,7 +150,7 @@ def check_batch(recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], grap
             finder.add(BATCH, 0, Mistake("record_differs", message, "the launcher trains on this batch"))
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
     check = Check("sample batch", verdict, len({*recorded, *found}), finder.count, supporting=True)
-    return Outcome(check, finder.take())
+    return CheckOutcome(check, finder.take())
 
 
 def _untied(graph: Graph, found: Mapping[str, Entry]) -> Iterator[Mistake]:

@@ -32,7 +32,7 @@ class Mark(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class OutsideGrammar:
     """A place of the text that is outside of the grammar of rank programs. `targets`: what it would have assigned."""
 
     line: int
@@ -41,7 +41,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Assignment:
     """One assignment.
 
     targets   variables, "_" for a dropped result: it is a variable like others
@@ -71,12 +71,12 @@ class Recomputed:
 
     number: int
     bound: tuple[tuple[str, Variable], ...]
-    lines: tuple[Line | Problem, ...]
+    lines: tuple[Assignment | OutsideGrammar, ...]
     results: tuple[Variable, ...]
     targets: tuple[str, ...]
 
 
-Statement = Line | Recomputed | Problem
+Statement = Assignment | Recomputed | OutsideGrammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,5 +177,5 @@ class RoleText:
     schedule_line: int
     stages: tuple[StageText, ...]
     user: Mapping[str, str]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[OutsideGrammar, ...] = ()
     files: frozenset[str] = frozenset()

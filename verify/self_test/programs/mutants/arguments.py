@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from verify.self_test.programs.mutants.mutant import Edit
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import Statement, Subject
+from verify.self_test.programs.mutants.role_source import RightProgram, Statement
 
 _PLACE = re.compile(r"self\.(\w+)\.index")
 _INTEGER = re.compile(r"-?\d+$")
@@ -18,31 +18,31 @@ SYMMETRIC = ("aten.transpose.int",)  # swapping its two dims changes nothing
 COMPUTE = ("aten.", "ops.", "user.")
 
 
-def _statements(subject: Subject) -> Iterator[Statement]:
+def _statements(subject: RightProgram) -> Iterator[Statement]:
     for prefix in COMPUTE:
         yield from subject.statements(prefix)
 
 
-def _every(subject: Subject) -> Iterator[tuple[Statement, str, str]]:
+def _every(subject: RightProgram) -> Iterator[tuple[Statement, str, str]]:
     """(statement, its call, an expression of the rank's place in it)."""
     for statement in _statements(subject):
         for found in _PLACE.finditer(statement.call):
             yield statement, statement.call, found[0]
 
 
-def _rank_zero(subject: Subject) -> Iterator[Edit]:
+def _rank_zero(subject: RightProgram) -> Iterator[Edit]:
     """All ranks take the first rank's part."""
     for statement, call, place in _every(subject):
         yield statement.becomes(call.replace(place, "0"))
 
 
-def _next_rank(subject: Subject) -> Iterator[Edit]:
+def _next_rank(subject: RightProgram) -> Iterator[Edit]:
     for statement, call, place in _every(subject):
         axis = place.removesuffix(".index")
         yield statement.becomes(call.replace(place, f"(({place} + 1) % {axis}.size)"))
 
 
-def _off_by_one(subject: Subject) -> Iterator[Edit]:
+def _off_by_one(subject: RightProgram) -> Iterator[Edit]:
     for statement in _statements(subject):
         for name, value in statement.keywords:
             if _PLACE.search(value):
@@ -52,14 +52,14 @@ def _off_by_one(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.with_argument(position, f"{value} + 1").call)
 
 
-def _keyword_lost(subject: Subject) -> Iterator[Edit]:
+def _keyword_lost(subject: RightProgram) -> Iterator[Edit]:
     for statement in _statements(subject):
         for name, value in statement.keywords:
             if name not in ("device", "dtype") and value not in ("None", "0", "False", "1.0"):
                 yield statement.becomes(statement.with_keywords(**{name: None}).call)
 
 
-def _number(subject: Subject) -> Iterator[Edit]:
+def _number(subject: RightProgram) -> Iterator[Edit]:
     """A whole number (a dim, a start, a count) is one more, or one less."""
     for statement in _statements(subject):
         for position, value in enumerate(statement.arguments):
@@ -72,7 +72,7 @@ def _number(subject: Subject) -> Iterator[Edit]:
                     yield statement.becomes(statement.with_argument(position, str(other)).call)
 
 
-def _sizes_swapped(subject: Subject) -> Iterator[Edit]:
+def _sizes_swapped(subject: RightProgram) -> Iterator[Edit]:
     """Two neighbouring sizes, or dims of a permutation, in the wrong order."""
     for statement in _statements(subject):
         for position, value in enumerate(statement.arguments):
@@ -85,7 +85,7 @@ def _sizes_swapped(subject: Subject) -> Iterator[Edit]:
                     yield statement.becomes(statement.with_argument(position, text).call)
 
 
-def _size_shifted(subject: Subject) -> Iterator[Edit]:
+def _size_shifted(subject: RightProgram) -> Iterator[Edit]:
     """Sizes of pieces that still add up, cut at another place."""
     for statement in _statements(subject):
         if not statement.callee.startswith("aten.split_with_sizes"):
@@ -97,7 +97,7 @@ def _size_shifted(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(statement.with_argument(1, str(changed)).call)
 
 
-def _whole_size(subject: Subject) -> Iterator[Edit]:
+def _whole_size(subject: RightProgram) -> Iterator[Edit]:
     """A size of the whole tensor, where the shard's is meant."""
     for statement in _statements(subject):
         tensor = subject.tensor(statement.stage, statement.targets[0])
@@ -108,7 +108,7 @@ def _whole_size(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(statement.with_argument(1, logical).call)
 
 
-def _flag(subject: Subject) -> Iterator[Edit]:
+def _flag(subject: RightProgram) -> Iterator[Edit]:
     for statement in _statements(subject):
         for position, value in enumerate(statement.arguments):
             if value in ("True", "False") and (statement.callee, position) not in NO_MEANING:
@@ -117,7 +117,7 @@ def _flag(subject: Subject) -> Iterator[Edit]:
                     yield statement.becomes(statement.with_argument(position, other).call)
 
 
-def _operand_lost(subject: Subject) -> Iterator[Edit]:
+def _operand_lost(subject: RightProgram) -> Iterator[Edit]:
     """An optional operand (a bias, a mask) is left out."""
     for statement in _statements(subject):
         if statement.callee in ("aten.linear", "aten.conv2d", "aten.scaled_dot_product_attention", "aten.layer_norm"):
@@ -127,7 +127,7 @@ def _operand_lost(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.with_argument(last, "None").call)
 
 
-def _random_name(subject: Subject) -> Iterator[Edit]:
+def _random_name(subject: RightProgram) -> Iterator[Edit]:
     """A random operation draws the numbers of another one."""
     draws = [s for s in _statements(subject) if "self" in s.arguments]
     for one in draws:
@@ -137,7 +137,7 @@ def _random_name(subject: Subject) -> Iterator[Edit]:
                 yield one.becomes(one.call.replace(mine, other, 1))
 
 
-def _random_states(subject: Subject) -> Iterator[Edit]:
+def _random_states(subject: RightProgram) -> Iterator[Edit]:
     """A random operation on shards draws the same numbers on every rank, or whole ones different numbers."""
     for statement in _statements(subject):
         for position, value in enumerate(statement.arguments):

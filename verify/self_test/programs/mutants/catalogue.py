@@ -16,7 +16,7 @@ from verify.self_test.programs.mutants.compiler_stages import generation_of
 from verify.self_test.programs.mutants.graph import graph_changes
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
-from verify.self_test.programs.mutants.role_source import Subject
+from verify.self_test.programs.mutants.role_source import RightProgram
 from verify.self_test.programs.subjects import Base
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
@@ -56,7 +56,7 @@ def provable_mutants(base: Base, seed: int, each: int) -> Iterator[Mutant]:
 
 
 def text_mutants(
-    subject: Subject, seed: int, each: int, operators: Sequence[MutationOperator] = TEXT_OPERATORS
+    subject: RightProgram, seed: int, each: int, operators: Sequence[MutationOperator] = TEXT_OPERATORS
 ) -> Iterator[Mutant]:
     """Those of the text."""
     for operator in operators:
@@ -68,7 +68,7 @@ def text_mutants(
 
 
 def _generated(
-    subject: Subject, family: str, kind: str, places: Sequence[Text], seed: int, each: int
+    subject: RightProgram, family: str, kind: str, places: Sequence[Text], seed: int, each: int
 ) -> Iterator[Mutant]:
     """Yield mutants whose text the compiler writes. Places where it refuses, or writes the same, are passed over."""
     count = 0
@@ -85,5 +85,5 @@ def _generated(
         )
 
 
-def _chance(subject: Subject, kind: str, seed: int) -> random.Random:
+def _chance(subject: RightProgram, kind: str, seed: int) -> random.Random:
     return random.Random(f"{seed} {subject.model} {subject.plan} {kind}")

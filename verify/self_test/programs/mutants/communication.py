@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import Role, Statement, Subject, names_in
+from verify.self_test.programs.mutants.role_source import RightProgram, Role, Statement, names_in
 
 SAME_SHAPE = ("all_reduce", "all_reduce_replicated", "replicate", "invariant", "keep_first", "keep_first_replicated")
 TWICE = ("all_reduce", "all_reduce_replicated", "replicate", "all_gather", "all_gather_replicated", "reduce_scatter")
@@ -38,27 +38,27 @@ BACKWARD_ONLY = {  # the same forward, another backward
 }
 
 
-def _calls(subject: Subject) -> Iterator[tuple[Statement, str]]:
+def _calls(subject: RightProgram) -> Iterator[tuple[Statement, str]]:
     """Conversions over an axis of ranks, with their row."""
     for statement in subject.statements("comm."):
         if statement.axis != "micro":
             yield statement, statement.callee.removeprefix("comm.")
 
 
-def _drop(subject: Subject) -> Iterator[Edit]:
+def _drop(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         yields = row in SAME_SHAPE and not (row in ("replicate", "invariant") and not subject.trained(statement))
         if yields:
             yield statement.becomes(statement.arguments[0])
 
 
-def _drop_resharding(subject: Subject) -> Iterator[Edit]:
+def _drop_resharding(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         if row not in SAME_SHAPE:
             yield statement.becomes(statement.arguments[0])
 
 
-def _duplicate(subject: Subject) -> Iterator[Edit]:
+def _duplicate(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         if row in TWICE and '"max"' not in statement.arguments:
             if row == "replicate" and not subject.trained(statement):
@@ -66,7 +66,7 @@ def _duplicate(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(statement.with_argument(0, statement.call).call)
 
 
-def _change_kind(subject: Subject) -> Iterator[Edit]:
+def _change_kind(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         for other in OTHER.get(row, ()):
             if '"max"' in statement.arguments:
@@ -77,14 +77,14 @@ def _change_kind(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.call.replace("comm.replicate(", "comm.all_reduce(", 1))
 
 
-def _change_backward(subject: Subject) -> Iterator[Edit]:
+def _change_backward(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         for other in OTHER.get(row, ()):
             if (row, other) in BACKWARD_ONLY and subject.trained(statement) and '"max"' not in statement.arguments:
                 yield statement.becomes(statement.call.replace(f"comm.{row}(", f"comm.{other}(", 1))
 
 
-def _wrong_axis(subject: Subject) -> Iterator[Edit]:
+def _wrong_axis(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         if row == "replicate" and not subject.trained(statement):
             continue
@@ -93,7 +93,7 @@ def _wrong_axis(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.with_argument(1, f"self.{axis}").call)
 
 
-def _wrong_dim(subject: Subject) -> Iterator[Edit]:
+def _wrong_dim(subject: RightProgram) -> Iterator[Edit]:
     for statement, _ in _calls(subject):
         tensor = subject.tensor(statement.stage, statement.targets[0])
         for name in ("dim", "from_dim", "to_dim"):
@@ -104,7 +104,7 @@ def _wrong_dim(subject: Subject) -> Iterator[Edit]:
                     yield statement.becomes(statement.with_keywords(**{name: str(other)}).call)
 
 
-def _strided(subject: Subject) -> Iterator[Edit]:
+def _strided(subject: RightProgram) -> Iterator[Edit]:
     """Contiguous for strided, and the other way round."""
     for statement, row in _calls(subject):
         if statement.keyword("dim") is None:
@@ -117,13 +117,13 @@ def _strided(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(statement.with_keywords(outer="2").call)
 
 
-def _average(subject: Subject) -> Iterator[Edit]:
+def _average(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         if "reduce" in row and '"max"' not in statement.arguments:
             yield statement.becomes(f"{statement.call} / self.{statement.axis}.size")
 
 
-def _maximum(subject: Subject) -> Iterator[Edit]:
+def _maximum(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         if row != "all_reduce":
             continue
@@ -133,7 +133,7 @@ def _maximum(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(f'comm.all_reduce({", ".join(statement.arguments)}.detach(), "max")')
 
 
-def _wrong_slice(subject: Subject) -> Iterator[Edit]:
+def _wrong_slice(subject: RightProgram) -> Iterator[Edit]:
     """The first rank's slice for all, the next rank's, the last ranks' first: wherever a rank cuts its own."""
     for statement, row in _calls(subject):
         dim = statement.keyword("dim")
@@ -143,7 +143,7 @@ def _wrong_slice(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(f"{source}.chunk({axis}.size, {dim})[{index}]")
 
 
-def _rotated(subject: Subject) -> Iterator[Edit]:
+def _rotated(subject: RightProgram) -> Iterator[Edit]:
     """Gathered shards in the order of the next rank."""
     for statement, row in _calls(subject):
         dim = statement.keyword("dim")
@@ -152,13 +152,13 @@ def _rotated(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(f"{statement.call}.roll({size}, {dim})")
 
 
-def _one_rank_skips(subject: Subject) -> Iterator[Edit]:
+def _one_rank_skips(subject: RightProgram) -> Iterator[Edit]:
     for statement, row in _calls(subject):
         if "reduce" in row or row == "all_gather":
             yield statement.becomes(f"{statement.call} if self.{statement.axis}.index else {statement.arguments[0]}")
 
 
-def _reordered(subject: Subject) -> Iterator[Edits]:
+def _reordered(subject: RightProgram) -> Iterator[Edits]:
     """Two collectives in another order on the first rank."""
     for role in subject.roles:
         for one, two in _neighbours(role):
@@ -177,7 +177,7 @@ def _neighbours(role: Role) -> Iterator[tuple[Statement, Statement]]:
             yield one, two
 
 
-def _low_precision(subject: Subject) -> Iterator[Edit]:
+def _low_precision(subject: RightProgram) -> Iterator[Edit]:
     """A sum of bfloat16 values."""
     for statement, row in _calls(subject):
         if "reduce" in row and subject.trained(statement):
@@ -185,7 +185,7 @@ def _low_precision(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(f"{low}.to({statement.arguments[0]}.dtype)")
 
 
-def _wrong_operand(subject: Subject) -> Iterator[Edit]:
+def _wrong_operand(subject: RightProgram) -> Iterator[Edit]:
     """A tensor of the same logical shape and layout is converted instead."""
     for statement, _ in _calls(subject):
         mine = subject.variables.get((statement.stage, statement.arguments[0]))
@@ -197,7 +197,7 @@ def _wrong_operand(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.with_argument(0, variable).call)
 
 
-def _before(subject: Subject, statement: Statement, variable: str) -> bool:
+def _before(subject: RightProgram, statement: Statement, variable: str) -> bool:
     role = next(r for r in subject.roles if r.file == statement.file)
     return any(
         variable in s.targets and s.line < statement.line and s.method == statement.method for s in role.statements

@@ -8,17 +8,17 @@ from itertools import pairwise
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import Entry, Subject
+from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram
 
 _STATE = re.compile(r'"(\w+)": ((?:Sharded|Partial|Replicated)\([^()]*(?:\([^()]*\))?[^()]*\))')
 _OUTER = re.compile(r", outer=(\d+)")
 
 
-def _parameters(subject: Subject) -> Iterator[Entry]:
+def _parameters(subject: RightProgram) -> Iterator[DeclarationEntry]:
     yield from (e for e in subject.entries("parameters") if "used=False" not in e.text)
 
 
-def _not_reduced(subject: Subject) -> Iterator[Edit]:
+def _not_reduced(subject: RightProgram) -> Iterator[Edit]:
     """The gradient is not summed over an axis."""
     for entry in _parameters(subject):
         reduce = entry.keyword("reduce")
@@ -30,7 +30,7 @@ def _not_reduced(subject: Subject) -> Iterator[Edit]:
                 yield entry.swapped(f"reduce={reduce}", f"reduce={text}")
 
 
-def _reduced_too_often(subject: Subject) -> Iterator[Edit]:
+def _reduced_too_often(subject: RightProgram) -> Iterator[Edit]:
     """The gradient is summed over an axis on which it is whole, or a shard."""
     for entry in _parameters(subject):
         names = re.findall(r'"(\w+)"', entry.keyword("reduce"))
@@ -43,7 +43,7 @@ def _reduced_too_often(subject: Subject) -> Iterator[Edit]:
                     yield entry.with_more(text)
 
 
-def _reduced_on_another(subject: Subject) -> Iterator[Edit]:
+def _reduced_on_another(subject: RightProgram) -> Iterator[Edit]:
     for entry in _parameters(subject):
         names = re.findall(r'"(\w+)"', entry.keyword("reduce"))
         for axis in subject.axes[entry.stage]:
@@ -51,7 +51,7 @@ def _reduced_on_another(subject: Subject) -> Iterator[Edit]:
                 yield entry.swapped(f"reduce={entry.keyword('reduce')}", f'reduce=("{axis}",)')
 
 
-def _untied(subject: Subject) -> Iterator[Edits]:
+def _untied(subject: RightProgram) -> Iterator[Edits]:
     """A tied parameter is not summed over the stages that hold it."""
     found: dict[str, list[Edit]] = {}
     for entry in _parameters(subject):
@@ -61,7 +61,7 @@ def _untied(subject: Subject) -> Iterator[Edits]:
     yield from (tuple(edits) for edits in found.values())
 
 
-def _wrong_copies(subject: Subject) -> Iterator[Edit]:
+def _wrong_copies(subject: RightProgram) -> Iterator[Edit]:
     """The copies of a tied parameter are looked for on other ranks, or on one stage only."""
     for entry in _parameters(subject):
         copies = entry.keyword("copies")
@@ -76,12 +76,12 @@ def _wrong_copies(subject: Subject) -> Iterator[Edit]:
             yield entry.swapped(f"copies={copies}", f"copies={text}")
 
 
-def _unused(subject: Subject) -> Iterator[Edit]:
+def _unused(subject: RightProgram) -> Iterator[Edit]:
     for entry in _parameters(subject):
         yield entry.with_more("used=False")
 
 
-def _at_rest(subject: Subject) -> Iterator[Edit]:
+def _at_rest(subject: RightProgram) -> Iterator[Edit]:
     """A parameter or buffer is cut along another dim, otherwise, or not at all."""
     for entry in subject.entries("parameters", "frozen", "buffers"):
         for found in _STATE.finditer(entry.states):
@@ -109,7 +109,7 @@ def _without(states: str, entry: str) -> str:
     return states.replace(entry, "").replace("{, ", "{").replace(", }", "}").replace(", , ", ", ")
 
 
-def _other_name(subject: Subject) -> Iterator[Edits]:
+def _other_name(subject: RightProgram) -> Iterator[Edits]:
     """Two parameters of one shape change places: names that count from the start of a stage do that."""
     for section in ("parameters", "buffers"):
         entries = list(subject.entries(section))
@@ -119,7 +119,7 @@ def _other_name(subject: Subject) -> Iterator[Edits]:
                 yield (one.swapped(one.arguments[0], two.arguments[0]), two.swapped(two.arguments[0], one.arguments[0]))
 
 
-def _same_name(subject: Subject) -> Iterator[Edit]:
+def _same_name(subject: RightProgram) -> Iterator[Edit]:
     """One parameter is stored under the name of another one of its shape."""
     entries = list(_parameters(subject))
     for one in entries:
@@ -129,12 +129,12 @@ def _same_name(subject: Subject) -> Iterator[Edit]:
                 break
 
 
-def _stored_low(subject: Subject) -> Iterator[Edit]:
+def _stored_low(subject: RightProgram) -> Iterator[Edit]:
     for entry in _parameters(subject):
         yield entry.swapped('"float32"', '"bfloat16"')
 
 
-def _input_states(subject: Subject) -> Iterator[Edit]:
+def _input_states(subject: RightProgram) -> Iterator[Edit]:
     """A rank, or a micro-batch, reads another piece of one of the inputs."""
     for section in ("inputs", "prepare_inputs"):
         for entry in subject.entries(section):
@@ -145,7 +145,7 @@ def _input_states(subject: Subject) -> Iterator[Edit]:
                         yield entry.swapped(entry.states, entry.states.replace(found[2], wrong, 1))
 
 
-def _loss_states(subject: Subject) -> Iterator[Edit]:
+def _loss_states(subject: RightProgram) -> Iterator[Edit]:
     """The loss is not summed over an axis, or over one too many."""
     for entry in subject.entries("loss"):
         for found in _STATE.finditer(entry.states):
@@ -158,7 +158,7 @@ def _loss_states(subject: Subject) -> Iterator[Edit]:
                 )
 
 
-def _micro_batches(subject: Subject) -> Iterator[Edits]:
+def _micro_batches(subject: RightProgram) -> Iterator[Edits]:
     """Half of the micro-batches are run, or the program takes itself for one without any."""
     for role in subject.roles:
         for number, line in enumerate(role.lines, 1):

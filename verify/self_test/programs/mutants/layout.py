@@ -14,17 +14,17 @@ from nnscaler.ir.mesh import MICRO
 from nnscaler.runtime.shards import same_bits
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Edits, StateEdit
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import Entry, Statement, Subject
+from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram, Statement
 
 Numbers = tuple[int, ...]
 _JOINING = ("all_gather", "all_gather_replicated", "place")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DeclaredCut:
     """A cut of a dim of `size` into `parts`, as a declaration or a conversion says it."""
 
-    place: Entry | Statement
+    place: DeclarationEntry | Statement
     text: str  # of a state; empty in a conversion
     size: int
     parts: int
@@ -50,7 +50,7 @@ class Cut:
         return self.place.swapped(self.text, f"Sharded({self.dim}{more})")
 
 
-def cuts(subject: Subject) -> Iterator[Cut]:
+def cuts(subject: RightProgram) -> Iterator[DeclaredCut]:
     """Every cut of a stored tensor, of an input that another one has to fit, and of a conversion that puts shards
     together. One that makes shards may make others: what follows may follow them."""
     tensors = subject.program.graph.tensors
@@ -66,16 +66,16 @@ def cuts(subject: Subject) -> Iterator[Cut]:
             parts = subject.program.plan.micro_batches if axis == MICRO else subject.axes[entry.stage][axis]
             given = {str(k.arg): ast.literal_eval(k.value) for k in state.keywords}
             dim = ast.literal_eval(state.args[0])
-            yield Cut(entry, ast.unparse(state), tensor.shape[dim], parts, dim, **given)
+            yield DeclaredCut(entry, ast.unparse(state), tensor.shape[dim], parts, dim, **given)
     for statement in subject.statements("comm."):
         held, dim = subject.tensor(statement.stage, statement.targets[0]), statement.keyword("dim")
         if held is not None and dim is not None and statement.callee.removeprefix("comm.") in _JOINING:
             given = {n: ast.literal_eval(v) for n, v in statement.keywords if n != "dim"}
             parts = subject.axes[statement.stage].get(statement.axis, 1)
-            yield Cut(statement, "", held.shape[int(dim)], parts, int(dim), **given)
+            yield DeclaredCut(statement, "", held.shape[int(dim)], parts, int(dim), **given)
 
 
-def _states(entry: Entry) -> Iterator[tuple[str, ast.Call]]:
+def _states(entry: DeclarationEntry) -> Iterator[tuple[str, ast.Call]]:
     node = ast.parse(entry.states, mode="eval").body
     assert isinstance(node, ast.Dict)
     for key, value in zip(node.keys, node.values, strict=True):
@@ -83,8 +83,8 @@ def _states(entry: Entry) -> Iterator[tuple[str, ast.Call]]:
             yield str(ast.literal_eval(key)), value
 
 
-def _per_cut(wrong: Callable[[Cut], Iterator[Edit]]) -> Find:
-    def find(subject: Subject) -> Iterator[Edit]:
+def _per_cut(wrong: Callable[[DeclaredCut], Iterator[Edit]]) -> Find:
+    def find(subject: RightProgram) -> Iterator[Edit]:
         for cut in cuts(subject):
             yield from wrong(cut)
 
@@ -95,11 +95,11 @@ def _other_orders(numbers: Numbers) -> Iterator[Numbers]:
     yield from (order for order in dict.fromkeys(permutations(numbers)) if order != numbers)
 
 
-def _sections_turned(cut: Cut) -> Iterator[Edit]:
+def _sections_turned(cut: DeclaredCut) -> Iterator[Edit]:
     yield from (cut.becomes(sections=order) for order in _other_orders(cut.sections))
 
 
-def _other_sections(cut: Cut) -> Iterator[Edit]:
+def _other_sections(cut: DeclaredCut) -> Iterator[Edit]:
     """One section is a unit longer, and another one shorter."""
     for one in range(len(cut.sections)):
         for other in range(len(cut.sections)):
@@ -108,18 +108,18 @@ def _other_sections(cut: Cut) -> Iterator[Edit]:
                 yield cut.becomes(sections=tuple(n + moved.get(i, 0) for i, n in enumerate(cut.sections)))
 
 
-def _not_said(cut: Cut) -> Iterator[Edit]:
+def _not_said(cut: DeclaredCut) -> Iterator[Edit]:
     if not cut.plain:
         yield cut.becomes()
 
 
-def _sections_for_plain(cut: Cut) -> Iterator[Edit]:
+def _sections_for_plain(cut: DeclaredCut) -> Iterator[Edit]:
     if cut.plain and cut.size % cut.parts == 0:
         for first in range(cut.parts, cut.size, cut.parts):
             yield cut.becomes(sections=(first, cut.size - first))
 
 
-def _other_outer(cut: Cut) -> Iterator[Edit]:
+def _other_outer(cut: DeclaredCut) -> Iterator[Edit]:
     if cut.sizes or cut.size == 0:
         return
     now = 0 if cut.sections else cut.outer
@@ -128,11 +128,11 @@ def _other_outer(cut: Cut) -> Iterator[Edit]:
             yield cut.becomes(outer=outer)
 
 
-def _sizes_turned(cut: Cut) -> Iterator[Edit]:
+def _sizes_turned(cut: DeclaredCut) -> Iterator[Edit]:
     yield from (cut.becomes(outer=cut.outer, sizes=order) for order in _other_orders(cut.sizes))
 
 
-def _other_sizes(cut: Cut) -> Iterator[Edit]:
+def _other_sizes(cut: DeclaredCut) -> Iterator[Edit]:
     """One rank has one more, and another one less."""
     now = cut.sizes or ((cut.size // cut.parts,) * cut.parts if cut.plain and cut.size % cut.parts == 0 else ())
     for one, other in permutations(range(len(now)), 2):
@@ -149,7 +149,7 @@ Copies = tuple[Numbers, ...]
 def _copies(change: Callable[[Copies, int], Iterator[Copies]]) -> Find:
     """`change` yields other copies; it is given those that are declared, and the number of ranks."""
 
-    def find(subject: Subject) -> Iterator[Edit]:
+    def find(subject: RightProgram) -> Iterator[Edit]:
         for entry in subject.entries("parameters"):
             text = entry.keyword("copies")
             if text:
@@ -190,7 +190,7 @@ def _twice(copies: Copies, _: int) -> Iterator[Copies]:
         yield (*copies, group)
 
 
-def _untold(subject: Subject) -> Iterator[Edits]:
+def _untold(subject: RightProgram) -> Iterator[Edits]:
     """Copies of a parameter that one stage alone holds."""
     entries = list(subject.entries("parameters"))
     for entry in entries:
@@ -203,7 +203,7 @@ def _untold(subject: Subject) -> Iterator[Edits]:
 # -- buffers and constants --------------------------------------------------------------------------------------------
 
 
-def _constants_exchanged(subject: Subject) -> Iterator[Edits]:
+def _constants_exchanged(subject: RightProgram) -> Iterator[Edits]:
     """Two buffers, or two constants, of one shape change places."""
     for section in ("buffers", "constants"):
         entries = list(subject.entries(section))
@@ -213,7 +213,7 @@ def _constants_exchanged(subject: Subject) -> Iterator[Edits]:
                 yield (one.swapped(one.arguments[0], two.arguments[0]), two.swapped(two.arguments[0], one.arguments[0]))
 
 
-def _constant_for_another(subject: Subject) -> Iterator[Edit]:
+def _constant_for_another(subject: RightProgram) -> Iterator[Edit]:
     """One holds the values of another of its shape."""
     for section in ("buffers", "constants"):
         entries = list(subject.entries(section))
@@ -222,7 +222,7 @@ def _constant_for_another(subject: Subject) -> Iterator[Edit]:
                 yield one.swapped(one.arguments[0], two.arguments[0])
 
 
-def _constant_cut(subject: Subject) -> Iterator[Edit]:
+def _constant_cut(subject: RightProgram) -> Iterator[Edit]:
     """A rank holds its shard of one that every rank needs whole."""
     for entry in subject.entries("buffers", "constants"):
         shape = ast.literal_eval(entry.arguments[1])
@@ -234,7 +234,7 @@ def _constant_cut(subject: Subject) -> Iterator[Edit]:
                     yield entry.swapped(entry.states, told)
 
 
-def _updated(subject: Subject) -> Iterator[Edit]:
+def _updated(subject: RightProgram) -> Iterator[Edit]:
     """A new value goes to another buffer, or to none."""
     for role in subject.roles:
         for number, line in enumerate(role.lines, 1):
@@ -254,7 +254,7 @@ def _updated(subject: Subject) -> Iterator[Edit]:
 # -- tensors of the folder --------------------------------------------------------------------------------------------
 
 
-def state_edits(subject: Subject) -> Iterator[StateEdit]:
+def state_edits(subject: RightProgram) -> Iterator[StateEdit]:
     """Other values, dtypes and shapes of what the program starts from, none of which leaves it as it is."""
     state = {name: tensor.detach() for name, tensor in subject.program.state.items()}
     for kind in STATE_EDITS:

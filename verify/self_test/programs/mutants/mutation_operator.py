@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.role_source import Subject
+from verify.self_test.programs.mutants.role_source import RightProgram
 
-Find = Callable[[Subject], Iterator[Edits] | Iterator[Edit]]
+Find = Callable[[RightProgram], Iterator[Edits] | Iterator[Edit]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class MutationOperator:
     kind: str
     find: Find
 
-    def places(self, subject: Subject) -> list[Edits]:
+    def places(self, subject: RightProgram) -> list[Edits]:
         """Return all edits that the operator can make to a program; each changes something."""
         found: list[Edits] = []
         for made in self.find(subject):

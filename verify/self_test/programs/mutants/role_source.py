@@ -63,7 +63,7 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DeclarationEntry:
     """One entry of a declaration: `"attribute": Parameter(...)` of `parameters`, or the line of `loss`, `sends`."""
 
     file: str
@@ -100,7 +100,7 @@ class Role:
     file: str
     lines: tuple[str, ...]
     statements: tuple[Statement, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[DeclarationEntry, ...]
     schedule: int  # its line
 
     @property
@@ -112,7 +112,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Subject:
+class RightProgram:
     """A right program, taken apart.
 
     axes       stage -> its axes
@@ -131,7 +131,7 @@ class Subject:
         for role in self.roles:
             yield from (s for s in role.statements if s.callee.startswith(prefix))
 
-    def entries(self, *sections: str) -> Iterator[Entry]:
+    def entries(self, *sections: str) -> Iterator[DeclarationEntry]:
         for role in self.roles:
             yield from (e for e in role.entries if e.section in sections)
 
@@ -160,7 +160,7 @@ def names_in(source: str) -> frozenset[str]:
     return frozenset(word.split())
 
 
-def take_apart(model: str, plan: str, program: Program) -> Subject:
+def take_apart(model: str, plan: str, program: Program) -> RightProgram:
     """Read every role of a program."""
     roles = tuple(read_role_source(file, text) for file, text in program.sources.items())
     axes: dict[int, Mapping[str, int]] = {}
@@ -172,7 +172,7 @@ def take_apart(model: str, plan: str, program: Program) -> Subject:
         for variable, (tensor, layout) in held.items()
         if tensor in program.graph.tensors
     }
-    return Subject(model, plan, program, roles, axes, variables)
+    return RightProgram(model, plan, program, roles, axes, variables)
 
 
 def _axes(text: str) -> Iterator[tuple[int, Mapping[str, int]]]:
@@ -196,7 +196,7 @@ def read_role_source(file: str, text: str) -> Role:
     tree = ast.parse(text)
     lines = tuple(text.split("\n"))
     statements: list[Statement] = []
-    entries: list[Entry] = []
+    entries: list[DeclarationEntry] = []
     for stage in _stages(tree):
         index = int(stage.name.removeprefix("Stage"))
         for node in stage.body:
@@ -238,7 +238,9 @@ def _statements(file: str, lines: tuple[str, ...], stage: int, method: ast.Funct
         )
 
 
-def _entries(file: str, lines: tuple[str, ...], stage: int, section: str, value: ast.expr) -> Iterator[Entry]:
+def _entries(
+    file: str, lines: tuple[str, ...], stage: int, section: str, value: ast.expr
+) -> Iterator[DeclarationEntry]:
     found: list[tuple[str, ast.expr]] = []
     if isinstance(value, ast.Dict):
         found = [(str(ast.literal_eval(k)), v) for k, v in zip(value.keys, value.values, strict=True) if k]
@@ -250,4 +252,4 @@ def _entries(file: str, lines: tuple[str, ...], stage: int, section: str, value:
         if isinstance(node, ast.Call) and node.lineno == node.end_lineno:
             arguments = tuple(_source(lines, a) for a in node.args)
             keywords = tuple((str(k.arg), _source(lines, k.value)) for k in node.keywords)
-            yield Entry(file, node.lineno, lines[node.lineno - 1], stage, section, name, arguments, keywords)
+            yield DeclarationEntry(file, node.lineno, lines[node.lineno - 1], stage, section, name, arguments, keywords)

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import Entry, Role, Subject
+from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram, Role
 
 
-def _several(subject: Subject) -> bool:
+def _several(subject: RightProgram) -> bool:
     return subject.program.plan.micro_batches > 1
 
 
-def _last_backward(subject: Subject) -> Iterator[Edits]:
+def _last_backward(subject: RightProgram) -> Iterator[Edits]:
     """The last micro-batch gets no backward, on no stage."""
     last = subject.program.plan.micro_batches - 1
     if _several(subject):
@@ -23,7 +23,7 @@ def _last_backward(subject: Subject) -> Iterator[Edits]:
         )
 
 
-def _one_backward(subject: Subject) -> Iterator[Edit]:
+def _one_backward(subject: RightProgram) -> Iterator[Edit]:
     """One stage leaves a backward out."""
     for role in subject.roles:
         for instruction in role.order:
@@ -31,20 +31,20 @@ def _one_backward(subject: Subject) -> Iterator[Edit]:
                 yield role.reordered([i for i in role.order if i != instruction])
 
 
-def _one_forward(subject: Subject) -> Iterator[Edit]:
+def _one_forward(subject: RightProgram) -> Iterator[Edit]:
     for role in subject.roles:
         if _several(subject):
             yield role.reordered([i for i in role.order if i[1:] != role.order[-1][1:]])
 
 
-def _twice(subject: Subject) -> Iterator[Edit]:
+def _twice(subject: RightProgram) -> Iterator[Edit]:
     for role in subject.roles:
         for instruction in role.order:
             at = role.order.index(instruction)
             yield role.reordered([*role.order[: at + 1], instruction, *role.order[at + 1 :]])
 
 
-def _backward_first(subject: Subject) -> Iterator[Edit]:
+def _backward_first(subject: RightProgram) -> Iterator[Edit]:
     for role in subject.roles:
         for instruction in role.order:
             if instruction[0] == "B":
@@ -53,7 +53,7 @@ def _backward_first(subject: Subject) -> Iterator[Edit]:
                 yield role.reordered([*rest[:at], instruction, *rest[at:]])
 
 
-def _deadlock(subject: Subject) -> Iterator[Edits]:
+def _deadlock(subject: RightProgram) -> Iterator[Edits]:
     """An order of one stage in which stages wait for each other. Orders that merely differ are right."""
     if len(subject.roles) < 2 or not _several(subject):
         return
@@ -70,7 +70,7 @@ def _legal(order: Sequence[str]) -> bool:
     return all(order.index(f"F{i[1:]}") < order.index(i) for i in order if i[0] == "B")
 
 
-def _hangs(subject: Subject, changed: Role, order: Sequence[str]) -> bool:
+def _hangs(subject: RightProgram, changed: Role, order: Sequence[str]) -> bool:
     """Return whether these orders deadlock: stage s waits for activations of s - 1, and for gradients of s + 1."""
     queues = {r.file: list(order if r.file == changed.file else r.order) for r in subject.roles}
     last = subject.program.plan.stages - 1
@@ -91,7 +91,7 @@ def _ready(instruction: str, last: int, done: set[str]) -> bool:
     return stage == last or f"B{stage + 1}.{micro}" in done
 
 
-def _peers(subject: Subject) -> Iterator[Edits]:
+def _peers(subject: RightProgram) -> Iterator[Edits]:
     """Both sides of a message agree on the wrong partner."""
     entries = [*subject.entries("sends"), *subject.entries("receives")]
     for key in dict.fromkeys(e.arguments[0] for e in entries):
@@ -113,7 +113,7 @@ def _turned(ranks: Sequence[str]) -> list[str]:
     return [*ranks[1:], ranks[0]]
 
 
-def _one_peer(subject: Subject) -> Iterator[Edit]:
+def _one_peer(subject: RightProgram) -> Iterator[Edit]:
     """One side only sends to, or expects from, the wrong rank."""
     for entry in subject.entries("sends", "receives"):
         ranks = re.findall(r"\d+", entry.keyword("peers"))
@@ -121,12 +121,12 @@ def _one_peer(subject: Subject) -> Iterator[Edit]:
             yield entry.swapped(f"peers={entry.keyword('peers')}", f"peers=({', '.join(_turned(ranks))})")
 
 
-def _missing_send(subject: Subject) -> Iterator[Edit]:
+def _missing_send(subject: RightProgram) -> Iterator[Edit]:
     for entry in subject.entries("sends"):
         yield Edit(entry.file, entry.line, entry.text, "")
 
 
-def _gradient_not_sent(subject: Subject) -> Iterator[Edits]:
+def _gradient_not_sent(subject: RightProgram) -> Iterator[Edits]:
     """A message whose gradient never comes back: on both sides, or on one."""
     entries = [e for e in (*subject.entries("sends"), *subject.entries("receives")) if "needs_grad=False" not in e.text]
     for key in dict.fromkeys(e.arguments[0] for e in entries):
@@ -135,11 +135,11 @@ def _gradient_not_sent(subject: Subject) -> Iterator[Edits]:
         yield edits[:1]
 
 
-def _without_gradient(entry: Entry) -> Edit:
+def _without_gradient(entry: DeclarationEntry) -> Edit:
     return entry.with_more("needs_grad=False")
 
 
-def _message_shape(subject: Subject) -> Iterator[Edit]:
+def _message_shape(subject: RightProgram) -> Iterator[Edit]:
     for entry in subject.entries("receives"):
         shape = entry.arguments[2] if len(entry.arguments) > 2 else ""
         sizes = re.findall(r"\d+", shape)

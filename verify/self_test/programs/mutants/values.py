@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from nnscaler.ir.operation import LogicalTensor
 from verify.self_test.programs.mutants.mutant import Edit
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import Statement, Subject, names_in
+from verify.self_test.programs.mutants.role_source import RightProgram, Statement, names_in
 
 INVISIBLE = ("aten.reshape", "aten.contiguous", "aten.clone", "aten._to_copy", "aten.to", "ops.dropout", "aten.alias")
 SIBLINGS = {
@@ -31,7 +31,7 @@ SIBLINGS = {
 SWAPPED = ("aten.sub.Tensor", "aten.div.Tensor", "aten.matmul", "aten.scaled_dot_product_attention", "aten.bmm")
 
 
-def _results(subject: Subject) -> Iterator[Statement]:
+def _results(subject: RightProgram) -> Iterator[Statement]:
     """Operations with one result that a gradient goes through."""
     for prefix in ("aten.", "ops.", "user."):
         for statement in subject.statements(prefix):
@@ -39,12 +39,12 @@ def _results(subject: Subject) -> Iterator[Statement]:
                 yield statement
 
 
-def _axes(subject: Subject, statement: Statement) -> list[str]:
+def _axes(subject: RightProgram, statement: Statement) -> list[str]:
     return list(subject.axes[statement.stage])
 
 
 def _scaled(factor: str) -> Find:
-    def find(subject: Subject) -> Iterator[Edit]:
+    def find(subject: RightProgram) -> Iterator[Edit]:
         for statement in _results(subject):
             for axis in _axes(subject, statement):
                 yield statement.becomes(f"{statement.call} {factor.replace('AXIS', f'self.{axis}')}")
@@ -52,7 +52,7 @@ def _scaled(factor: str) -> Find:
     return find
 
 
-def _scaled_once(subject: Subject) -> Iterator[Edit]:
+def _scaled_once(subject: RightProgram) -> Iterator[Edit]:
     """In the last micro-batch only."""
     for statement in _results(subject):
         if statement.method == "forward" and subject.program.plan.micro_batches > 1:
@@ -60,14 +60,14 @@ def _scaled_once(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(f"{statement.call} * (2.0 if self.micro.index == {last} else 1.0)")
 
 
-def _backward_scaled(subject: Subject) -> Iterator[Edit]:
+def _backward_scaled(subject: RightProgram) -> Iterator[Edit]:
     """The value is exact, its gradient twice what it should be."""
     for statement in _results(subject):
         name = statement.targets[0]
         yield statement.becomes(statement.call, f"{name} = 2 * {name} - {name}.detach()")
 
 
-def _backward_reversed(subject: Subject) -> Iterator[Edit]:
+def _backward_reversed(subject: RightProgram) -> Iterator[Edit]:
     """The value is exact, its gradient is somebody else's: that of the reversed tensor."""
     for statement in _results(subject):
         name, tensor = statement.targets[0], subject.tensor(statement.stage, statement.targets[0])
@@ -77,18 +77,18 @@ def _backward_reversed(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(statement.call, f"{name} = {name}.detach() + {turned} - {turned}.detach()")
 
 
-def _detached(subject: Subject) -> Iterator[Edit]:
+def _detached(subject: RightProgram) -> Iterator[Edit]:
     for statement in _results(subject):
         yield statement.becomes(f"{statement.call}.detach()")
 
 
-def _without_gradient(subject: Subject) -> Iterator[Edit]:
+def _without_gradient(subject: RightProgram) -> Iterator[Edit]:
     for statement in _results(subject):
         line = f"{statement.indent}    {statement.targets[0]} = {statement.call}"
         yield statement.becomes_text(f"{statement.indent}with torch.no_grad():\n{line}")
 
 
-def _with_gradient(subject: Subject) -> Iterator[tuple[Edit, ...]]:
+def _with_gradient(subject: RightProgram) -> Iterator[tuple[Edit, ...]]:
     """A region of the model that makes no gradients is lost."""
     for role in subject.roles:
         for statement in role.statements:
@@ -102,21 +102,21 @@ def _with_gradient(subject: Subject) -> Iterator[tuple[Edit, ...]]:
                 yield (opened,)
 
 
-def _dropout_left_out(subject: Subject) -> Iterator[Edit]:
+def _dropout_left_out(subject: RightProgram) -> Iterator[Edit]:
     """As in a program that was compiled from the model in evaluation mode."""
     for statement in subject.statements("ops."):
         if statement.callee == "ops.dropout":
             yield statement.becomes(statement.arguments[0])
 
 
-def _dropout_added(subject: Subject) -> Iterator[Edit]:
+def _dropout_added(subject: RightProgram) -> Iterator[Edit]:
     """As in a program that was compiled from the model in train mode."""
     for statement in _results(subject):
         if statement.method == "forward":
             yield statement.becomes(f"aten.dropout({statement.call}, 0.5, True)")
 
 
-def _autocast(subject: Subject) -> Iterator[Edit]:
+def _autocast(subject: RightProgram) -> Iterator[Edit]:
     """A region of low precision that the model does not have; in float64 it does nothing."""
     for statement in _results(subject):
         if statement.method == "forward" and not statement.without_gradient:
@@ -125,13 +125,13 @@ def _autocast(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes_text(f"{statement.indent}{region}\n{line}")
 
 
-def _from_trained(subject: Subject, statement: Statement) -> bool:
+def _from_trained(subject: RightProgram, statement: Statement) -> bool:
     read = (subject.tensor(statement.stage, argument) for argument in statement.arguments)
     made = subject.tensor(statement.stage, statement.targets[0])
     return made is not None and "float" in made.dtype and any(t is not None and t.needs_grad for t in read)
 
 
-def _constant(subject: Subject) -> Iterator[Edit]:
+def _constant(subject: RightProgram) -> Iterator[Edit]:
     """A number of the model is another one."""
     for prefix in ("aten.", "user."):
         for statement in subject.statements(prefix):
@@ -140,7 +140,7 @@ def _constant(subject: Subject) -> Iterator[Edit]:
                     yield statement.becomes(statement.with_argument(position, repr(3 * float(value))).call)
 
 
-def _constant_on_one_rank(subject: Subject) -> Iterator[Edit]:
+def _constant_on_one_rank(subject: RightProgram) -> Iterator[Edit]:
     for prefix in ("aten.", "user."):
         for statement in subject.statements(prefix):
             for position, value in enumerate(statement.arguments):
@@ -158,7 +158,7 @@ def _is_float(text: str) -> bool:
     return any(c in text for c in ".e")
 
 
-def _operand(subject: Subject) -> Iterator[Edit]:
+def _operand(subject: RightProgram) -> Iterator[Edit]:
     """Another tensor of the same logical shape and layout."""
     for statement in _results(subject):
         for position, argument in enumerate(statement.arguments):
@@ -166,7 +166,7 @@ def _operand(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.with_argument(position, other).call)
 
 
-def _alike(subject: Subject, statement: Statement, argument: str) -> Iterator[str]:
+def _alike(subject: RightProgram, statement: Statement, argument: str) -> Iterator[str]:
     attribute = argument.removeprefix("self.")
     mine = subject.variables.get((statement.stage, attribute))
     if mine is None and argument.startswith("self."):
@@ -190,7 +190,7 @@ def _same_kind(one: tuple[LogicalTensor, str], two: tuple[LogicalTensor, str]) -
     return (one[1], one[0].shape, one[0].dtype) == (two[1], two[0].shape, two[0].dtype)
 
 
-def _swapped_operands(subject: Subject) -> Iterator[Edit]:
+def _swapped_operands(subject: RightProgram) -> Iterator[Edit]:
     for statement in _results(subject):
         if statement.callee in SWAPPED and len(statement.arguments) > 1:
             first, second, *rest = statement.arguments
@@ -199,14 +199,14 @@ def _swapped_operands(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(made)
 
 
-def _swapped_outputs(subject: Subject) -> Iterator[Edit]:
+def _swapped_outputs(subject: RightProgram) -> Iterator[Edit]:
     for statement in subject.statements("aten."):
         if len(statement.targets) > 1 and "_" not in statement.targets:
             first, second, *rest = statement.targets
             yield statement.becomes_text(f"{statement.indent}{', '.join((second, first, *rest))} = {statement.call}")
 
 
-def _dropped(subject: Subject) -> Iterator[Edit]:
+def _dropped(subject: RightProgram) -> Iterator[Edit]:
     """The operation is left out: its (first) operand is the result."""
     for statement in _results(subject):
         if statement.callee in INVISIBLE or statement.callee.startswith("ops.dropout"):
@@ -218,7 +218,7 @@ def _dropped(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(argument)
 
 
-def _twice(subject: Subject) -> Iterator[Edit]:
+def _twice(subject: RightProgram) -> Iterator[Edit]:
     for statement in _results(subject):
         if statement.callee in ("aten.relu", "aten.expand", *INVISIBLE) or not statement.arguments:
             continue
@@ -228,19 +228,19 @@ def _twice(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(statement.with_argument(0, statement.call).call)
 
 
-def _sibling(subject: Subject) -> Iterator[Edit]:
+def _sibling(subject: RightProgram) -> Iterator[Edit]:
     for statement in _results(subject):
         if statement.callee in SIBLINGS:
             yield statement.becomes(statement.call.replace(statement.callee, SIBLINGS[statement.callee], 1))
 
 
-def _downgraded(subject: Subject) -> Iterator[Edit]:
+def _downgraded(subject: RightProgram) -> Iterator[Edit]:
     for statement in _results(subject):
         result = statement.targets[0]
         yield statement.becomes(statement.call, f"{result} = {result}.bfloat16().to({result}.dtype)")
 
 
-def _reversed_inside(subject: Subject) -> Iterator[Edit]:
+def _reversed_inside(subject: RightProgram) -> Iterator[Edit]:
     """The elements of each shard in reverse order."""
     for statement in _results(subject):
         layout = subject.layout(statement.stage, statement.targets[0])
@@ -250,7 +250,7 @@ def _reversed_inside(subject: Subject) -> Iterator[Edit]:
             yield statement.becomes(f"{statement.call}.flip({dim})")
 
 
-def _in_place(subject: Subject) -> Iterator[Edit]:
+def _in_place(subject: RightProgram) -> Iterator[Edit]:
     """The result overwrites an operand that is used again."""
     for statement in _results(subject):
         if statement.callee in ("aten.add.Tensor", "aten.mul.Tensor") and not statement.without_gradient:
@@ -261,7 +261,7 @@ def _in_place(subject: Subject) -> Iterator[Edit]:
                 yield statement.becomes(statement.call.replace(".Tensor(", "_.Tensor(", 1).replace("aten.", "aten.", 1))
 
 
-def _stale(subject: Subject) -> Iterator[Edit]:
+def _stale(subject: RightProgram) -> Iterator[Edit]:
     """Every micro-batch uses what the first one computed."""
     if subject.program.plan.micro_batches == 1:
         return

@@ -14,15 +14,15 @@ from random import Random
 
 from nnscaler.ir.mesh import MICRO
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.role_source import Entry
+from verify.self_test.programs.mutants.role_source import DeclarationEntry
 from verify.self_test.programs.soundness.role_draft import FED, STORED, Draft, Propose
 
 
-def _parts(draft: Draft, entry: Entry, axis: str) -> int:
+def _parts(draft: Draft, entry: DeclarationEntry, axis: str) -> int:
     return draft.subject.program.plan.micro_batches if axis == MICRO else draft.subject.axes[entry.stage][axis]
 
 
-def _shape(draft: Draft, entry: Entry) -> tuple[int, ...]:
+def _shape(draft: Draft, entry: DeclarationEntry) -> tuple[int, ...]:
     if entry.section in STORED:
         return tuple(ast.literal_eval(entry.arguments[1]))
     tensor = draft.subject.program.graph.tensors.get(ast.literal_eval(entry.arguments[0]))
@@ -69,7 +69,7 @@ def _written(states: Mapping[str, str]) -> str:
     return "{" + ", ".join(f'"{axis}": {state}' for axis, state in states.items() if state) + "}"
 
 
-def _read_states(entry: Entry) -> dict[str, str]:
+def _read_states(entry: DeclarationEntry) -> dict[str, str]:
     node = ast.parse(entry.states, mode="eval").body
     if not isinstance(node, ast.Dict):
         return {}
@@ -118,7 +118,7 @@ def _ranks(draft: Draft, chance: Random) -> Edits | None:
     """Copies or peers in another order, or other ones."""
     entries = [e for e in draft.subject.entries("parameters", "sends", "receives") if _groups(e)]
     entry = draft.pick(chance, entries)
-    if not isinstance(entry, Entry):
+    if not isinstance(entry, DeclarationEntry):
         return None
     keyword = "copies" if entry.section == "parameters" else "peers"
     old = entry.keyword(keyword)
@@ -140,7 +140,7 @@ def _ranks(draft: Draft, chance: Random) -> Edits | None:
     return draft.everywhere(chance, entry, f"{keyword}={old}", f"{keyword}={new}")
 
 
-def _groups(entry: Entry) -> bool:
+def _groups(entry: DeclarationEntry) -> bool:
     return bool(entry.keyword("copies") or entry.keyword("peers"))
 
 

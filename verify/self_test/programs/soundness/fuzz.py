@@ -72,7 +72,7 @@ class Violation:
 
 
 @dataclass
-class Tally:
+class EditTally:
     """Counts of edited programs. `ends`: (kind of edit, what became of the program); `runs`: how many programs ran."""
 
     tried: int = 0
@@ -83,7 +83,7 @@ class Tally:
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: EditTally) -> None:
         self.tried, self.guided = self.tried + other.tried, self.guided + other.guided
         self.runs, self.deepest = self.runs + other.runs, max(self.deepest, other.deepest)
         self.total.update(other.total)
@@ -110,7 +110,7 @@ class Fuzz:
     guided: bool
     fatal: frozenset[int] = frozenset()
     running: Callable[[str], None] = lambda text: None
-    tally: Tally = field(default_factory=Tally)
+    tally: EditTally = field(default_factory=EditTally)
     _runs: dict[str, Answer] = field(default_factory=dict)
     _reads: dict[str, Read] = field(default_factory=dict)
 
@@ -119,7 +119,7 @@ class Fuzz:
         subject = self.execution.base.subject
         return Draft(subject, dict(subject.program.sources))
 
-    def work(self) -> Tally:
+    def work(self) -> EditTally:
         """Try `count` edited programs."""
         try:
             while True:

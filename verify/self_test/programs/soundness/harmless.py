@@ -12,30 +12,30 @@ from dataclasses import dataclass, replace
 
 from verify.programs.typing.lines.forms import operator_of, parameters_of
 from verify.self_test.programs.mutants.mutant import Edit, apply_edits
-from verify.self_test.programs.mutants.role_source import Role, Statement, Subject, names_in
+from verify.self_test.programs.mutants.role_source import RightProgram, Role, Statement, names_in
 
-Rewrite = Callable[[Subject, Statement], Iterator[str]]  # the lines that stand for a statement; none: it stays
+Rewrite = Callable[[RightProgram, Statement], Iterator[str]]  # the lines that stand for a statement; none: it stays
 _PYTHON = {"add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/", "matmul": "@"}
 _SYMMETRIC = ("aten.add.Tensor", "aten.mul.Tensor", "aten.maximum", "aten.eq.Tensor", "aten.logical_and")
 _DIM = {"aten.transpose.int": (1, 2), "aten.softmax.int": (1,), "aten.unsqueeze": (1,), "aten.split_with_sizes": (2,)}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Rewriting:
     """`rewrite`: one statement in the other form; `whole`: the text of a whole file."""
 
     kind: str
     rewrite: Rewrite | None = None
     whole: Callable[[Role], str] | None = None
 
-    def sources(self, subject: Subject) -> dict[str, str]:
+    def sources(self, subject: RightProgram) -> dict[str, str]:
         """The files that the edit changes, with the edit in every place."""
         if self.whole is not None:
             texts = {role.file: self.whole(role) for role in subject.roles}
             return {file: text for file, text in texts.items() if text != subject.program.sources[file]}
         return apply_edits(subject.program.sources, tuple(self.edits(subject)))
 
-    def edits(self, subject: Subject) -> Iterator[Edit]:
+    def edits(self, subject: RightProgram) -> Iterator[Edit]:
         """One edit for each statement that has another form."""
         assert self.rewrite is not None
         for statement in subject.statements():
@@ -63,26 +63,26 @@ def names(statement: Statement) -> list[str]:
     return [p.name for p in parameters or ()]
 
 
-def _dims(subject: Subject, statement: Statement, variable: str = "") -> int | None:
+def _dims(subject: RightProgram, statement: Statement, variable: str = "") -> int | None:
     tensor = subject.tensor(statement.stage, (variable or statement.targets[0]).removeprefix("self."))
     return None if tensor is None else len(tensor.shape)
 
 
-def _keywords(_: Subject, statement: Statement) -> Iterator[str]:
+def _keywords(_: RightProgram, statement: Statement) -> Iterator[str]:
     known = names(statement)
     if known and statement.arguments:
         given = (*zip(known, statement.arguments, strict=False), *statement.keywords)
         yield written(statement, replace(statement, arguments=(), keywords=given).call)
 
 
-def _backwards(_: Subject, statement: Statement) -> Iterator[str]:
+def _backwards(_: RightProgram, statement: Statement) -> Iterator[str]:
     known = names(statement)
     if len(known) > 1 and len(statement.arguments) > 1:
         given = (*zip(known[1:], statement.arguments[1:], strict=False), *statement.keywords)
         yield written(statement, replace(statement, arguments=statement.arguments[:1], keywords=given[::-1]).call)
 
 
-def _defaults(_: Subject, statement: Statement) -> Iterator[str]:
+def _defaults(_: RightProgram, statement: Statement) -> Iterator[str]:
     operator = operator_of(statement.callee, {})
     given = {*names(statement)[: len(statement.arguments)], *(name for name, _ in statement.keywords)}
     more = {
@@ -94,7 +94,7 @@ def _defaults(_: Subject, statement: Statement) -> Iterator[str]:
         yield written(statement, statement.with_keywords(**more).call)
 
 
-def _no_defaults(_: Subject, statement: Statement) -> Iterator[str]:
+def _no_defaults(_: RightProgram, statement: Statement) -> Iterator[str]:
     operator = operator_of(statement.callee, {})
     defaults = {p.name: repr(p.default) for p in (parameters_of(operator) if operator else None) or ()}
     given = (*zip(defaults, statement.arguments, strict=False), *statement.keywords)
@@ -103,7 +103,7 @@ def _no_defaults(_: Subject, statement: Statement) -> Iterator[str]:
         yield written(statement, replace(statement, arguments=(), keywords=kept).call)
 
 
-def _python(_: Subject, statement: Statement) -> Iterator[str]:
+def _python(_: RightProgram, statement: Statement) -> Iterator[str]:
     sign = _PYTHON.get(statement.callee.removeprefix("aten."))
     if sign and len(statement.arguments) == 2 and not statement.keywords:
         yield written(statement, f"({statement.arguments[0]}) {sign} {statement.arguments[1]}")
@@ -111,7 +111,7 @@ def _python(_: Subject, statement: Statement) -> Iterator[str]:
         yield written(statement, f"-{statement.arguments[0]}")
 
 
-def _swapped(_: Subject, statement: Statement) -> Iterator[str]:
+def _swapped(_: RightProgram, statement: Statement) -> Iterator[str]:
     if statement.callee in _SYMMETRIC and len(statement.arguments) == 2 and not statement.keywords:
         first, second = statement.arguments
         if not second[:1].isdigit() and second[:1] != "-":
@@ -120,7 +120,7 @@ def _swapped(_: Subject, statement: Statement) -> Iterator[str]:
             yield written(statement, f"{second} * {first}")
 
 
-def _negative_dims(subject: Subject, statement: Statement) -> Iterator[str]:
+def _negative_dims(subject: RightProgram, statement: Statement) -> Iterator[str]:
     changed = statement
     for position in _DIM.get(statement.callee, ()):
         text = statement.arguments[position] if position < len(statement.arguments) else ""
@@ -132,7 +132,7 @@ def _negative_dims(subject: Subject, statement: Statement) -> Iterator[str]:
         yield written(changed)
 
 
-def _made(subject: Subject, statement: Statement) -> str:
+def _made(subject: RightProgram, statement: Statement) -> str:
     """The result, where it is one tensor of floating-point numbers that operators make."""
     tensor = subject.tensor(statement.stage, statement.targets[0])
     if tensor is None or len(statement.targets) > 1 or not tensor.dtype.startswith("float") or not tensor.shape:
@@ -140,7 +140,7 @@ def _made(subject: Subject, statement: Statement) -> str:
     return statement.targets[0] if statement.callee.startswith(("aten.", "comm.")) else ""
 
 
-def _unused(subject: Subject, statement: Statement) -> Iterator[str]:
+def _unused(subject: RightProgram, statement: Statement) -> Iterator[str]:
     made = _made(subject, statement)
     if made:
         yield statement.text.strip()
@@ -151,7 +151,7 @@ def _unused(subject: Subject, statement: Statement) -> Iterator[str]:
 def _after(steps: Callable[[str, int], tuple[str, ...]]) -> Rewrite:
     """The result is moved to and fro before others read it."""
 
-    def rewrite(subject: Subject, statement: Statement) -> Iterator[str]:
+    def rewrite(subject: RightProgram, statement: Statement) -> Iterator[str]:
         made, dims = _made(subject, statement), _dims(subject, statement)
         if made and dims:
             yield statement.text.strip()
@@ -167,7 +167,7 @@ def _permuted(made: str, dims: int) -> tuple[str, ...]:
     return f"aten.permute({made}, {order})", f"aten.permute({made}, {back})"
 
 
-def _viewed(_: Subject, statement: Statement) -> Iterator[str]:
+def _viewed(_: RightProgram, statement: Statement) -> Iterator[str]:
     """One more dim, and back to the shape that a rank has, where the text says it."""
     given = statement.arguments[1] if statement.callee == "aten.reshape" else ""
     if re.fullmatch(r"\(\d+(, \d+)*,?\)", given):
@@ -221,7 +221,7 @@ def _at_once(first: Statement, second: Statement) -> tuple[str, str]:
     return f"{first.indent}{b}, {a} = {first.call}, {second.call}", f"{first.indent}{a}, {b} = {b}, {a}"
 
 
-def _indexed(_: Subject, statement: Statement) -> Iterator[str]:
+def _indexed(_: RightProgram, statement: Statement) -> Iterator[str]:
     if len(statement.targets) > 1:
         yield f"parts = {statement.call}{hint(statement)}"
         for place, target in enumerate(statement.targets):
@@ -229,24 +229,24 @@ def _indexed(_: Subject, statement: Statement) -> Iterator[str]:
                 yield f"{target} = parts[{place if place % 2 else place - len(statement.targets)}]"
 
 
-def _aliased(_: Subject, statement: Statement) -> Iterator[str]:
+def _aliased(_: RightProgram, statement: Statement) -> Iterator[str]:
     if len(statement.targets) == 1:
         target = statement.targets[0]
         yield f"{target}_first = {statement.call}{hint(statement)}"
         yield f"{target} = {target}_first"
 
 
-def _chained(_: Subject, statement: Statement) -> Iterator[str]:
+def _chained(_: RightProgram, statement: Statement) -> Iterator[str]:
     if len(statement.targets) == 1:
         yield f"unused = {written(statement)}"
 
 
-def _parentheses(_: Subject, statement: Statement) -> Iterator[str]:
+def _parentheses(_: RightProgram, statement: Statement) -> Iterator[str]:
     arguments = tuple(f"({a})" for a in statement.arguments)
     yield written(statement, f"({replace(statement, arguments=arguments).call})")
 
 
-def _over_lines(_: Subject, statement: Statement) -> Iterator[str]:
+def _over_lines(_: RightProgram, statement: Statement) -> Iterator[str]:
     inside = [*statement.arguments, *(f"{n}={v}" for n, v in statement.keywords)]
     yield f"{', '.join(statement.targets)} = {statement.callee}("
     yield from (f"    {argument},  # (99)" for argument in inside)
@@ -268,17 +268,17 @@ def _in_place_of_its_name(role: Role) -> str:
     return "\n".join(lines)
 
 
-def _overload(_: Subject, statement: Statement) -> Iterator[str]:
+def _overload(_: RightProgram, statement: Statement) -> Iterator[str]:
     if re.fullmatch(r"aten\.\w+", statement.callee):
         yield written(replace(statement, callee=f"{statement.callee}.default"))
 
 
-def _packet(_: Subject, statement: Statement) -> Iterator[str]:
+def _packet(_: RightProgram, statement: Statement) -> Iterator[str]:
     if re.fullmatch(r"aten\.\w+\.\w+", statement.callee):
         yield written(replace(statement, callee=statement.callee.rpartition(".")[0]))
 
 
-def _lists(_: Subject, statement: Statement) -> Iterator[str]:
+def _lists(_: RightProgram, statement: Statement) -> Iterator[str]:
     def other(argument: str) -> str:
         if re.fullmatch(r"\(-?\d[^()]*\)", argument):
             return f"[{argument[1:-1]}]"
@@ -288,7 +288,7 @@ def _lists(_: Subject, statement: Statement) -> Iterator[str]:
         yield written(replace(statement, arguments=tuple(map(other, statement.arguments))))
 
 
-def _numbers(_: Subject, statement: Statement) -> Iterator[str]:
+def _numbers(_: RightProgram, statement: Statement) -> Iterator[str]:
     def other(argument: str) -> str:
         if re.fullmatch(r"\d+", argument):
             return f"{int(argument) + 3} - 3"
@@ -297,20 +297,20 @@ def _numbers(_: Subject, statement: Statement) -> Iterator[str]:
     yield written(replace(statement, arguments=tuple(map(other, statement.arguments))))
 
 
-def _inferred_size(_: Subject, statement: Statement) -> Iterator[str]:
+def _inferred_size(_: RightProgram, statement: Statement) -> Iterator[str]:
     if statement.callee == "aten.reshape" and re.fullmatch(r"\(\d+(, \d+)+\)", statement.arguments[1]):
         sizes = statement.arguments[1][1:-1].split(", ")
         yield written(statement.with_argument(1, f"({', '.join(['-1', *sizes[1:]])})"))
 
 
-def _noise(_: Subject, statement: Statement) -> Iterator[str]:
+def _noise(_: RightProgram, statement: Statement) -> Iterator[str]:
     yield '"""what comes next"""'
     yield "pass"
     yield statement.text.strip()
     yield "..."
 
 
-def _again(_: Subject, statement: Statement) -> Iterator[str]:
+def _again(_: RightProgram, statement: Statement) -> Iterator[str]:
     """The same variable for what is made on the way."""
     if len(statement.targets) == 1 and statement.callee.startswith("aten.") and statement.arguments:
         target = statement.targets[0]
@@ -327,39 +327,39 @@ def _identity(*steps: str) -> Rewrite:
     return _after(lambda made, dims: tuple(step.format(x=made, last=dims - 1) for step in steps))
 
 
-FORMS: tuple[Form, ...] = (
-    Form("arguments by name", _keywords),
-    Form("arguments by name, the last first", _backwards),
-    Form("defaults spelled out", _defaults),
-    Form("defaults left out", _no_defaults),
-    Form("an operator of Python", _python),
-    Form("operands swapped", _swapped),
-    Form("dims counted from the end", _negative_dims),
-    Form("lines that nothing reads", _unused),
-    Form("permuted to and fro", _after(_permuted)),
-    Form("transposed twice", _identity("aten.transpose.int({x}, 0, {last})", "aten.transpose.int({x}, -1, 0)")),
-    Form("flattened and unfolded", _identity("aten.unsqueeze({x}, 0)", "aten.flatten.using_ints({x}, 0, 1)")),
-    Form("one more dim, and one less", _identity("aten.unsqueeze({x}, -1)", "aten.squeeze.dim({x}, -1)")),
-    Form("a dim added and taken", _identity("aten.unsqueeze({x}, 1)", "aten.select.int({x}, 1, 0)")),
-    Form("all of a dim", _identity("aten.slice.Tensor({x}, 0, 0)", "aten.slice.Tensor({x}, -1)")),
-    Form("viewed in its own shape", _viewed),
-    Form("a copy", _identity("aten.clone({x})", "aten.alias({x})")),
-    Form("variables renamed", whole=_renamed),
-    Form("independent lines in another order", whole=_neighbours(lambda a, b: (b.text, a.text))),
-    Form("results by their numbers", _indexed),
-    Form("several targets at once", whole=_neighbours(_at_once)),
-    Form("another name for a tensor", _aliased),
-    Form("two targets", _chained),
-    Form("parentheses", _parentheses),
-    Form("a call over several lines", _over_lines),
-    Form("calls inside of calls", whole=_in_place_of_its_name),
-    Form("overloads spelled out", _overload),
-    Form("overloads left out", _packet),
-    Form("lists and tuples", _lists),
-    Form("numbers computed", _numbers),
-    Form("a size that is inferred", _inferred_size),
-    Form("lines that do nothing", _noise),
-    Form("a variable used again", _again),
-    Form("no comments", whole=_comments(r"(  # .*|^ *# .*)$", "")),
-    Form("comments that mislead", whole=_comments(r"  # .*$", "  # (7/tp, 5/dp), sum over dp")),
+FORMS: tuple[Rewriting, ...] = (
+    Rewriting("arguments by name", _keywords),
+    Rewriting("arguments by name, the last first", _backwards),
+    Rewriting("defaults spelled out", _defaults),
+    Rewriting("defaults left out", _no_defaults),
+    Rewriting("an operator of Python", _python),
+    Rewriting("operands swapped", _swapped),
+    Rewriting("dims counted from the end", _negative_dims),
+    Rewriting("lines that nothing reads", _unused),
+    Rewriting("permuted to and fro", _after(_permuted)),
+    Rewriting("transposed twice", _identity("aten.transpose.int({x}, 0, {last})", "aten.transpose.int({x}, -1, 0)")),
+    Rewriting("flattened and unfolded", _identity("aten.unsqueeze({x}, 0)", "aten.flatten.using_ints({x}, 0, 1)")),
+    Rewriting("one more dim, and one less", _identity("aten.unsqueeze({x}, -1)", "aten.squeeze.dim({x}, -1)")),
+    Rewriting("a dim added and taken", _identity("aten.unsqueeze({x}, 1)", "aten.select.int({x}, 1, 0)")),
+    Rewriting("all of a dim", _identity("aten.slice.Tensor({x}, 0, 0)", "aten.slice.Tensor({x}, -1)")),
+    Rewriting("viewed in its own shape", _viewed),
+    Rewriting("a copy", _identity("aten.clone({x})", "aten.alias({x})")),
+    Rewriting("variables renamed", whole=_renamed),
+    Rewriting("independent lines in another order", whole=_neighbours(lambda a, b: (b.text, a.text))),
+    Rewriting("results by their numbers", _indexed),
+    Rewriting("several targets at once", whole=_neighbours(_at_once)),
+    Rewriting("another name for a tensor", _aliased),
+    Rewriting("two targets", _chained),
+    Rewriting("parentheses", _parentheses),
+    Rewriting("a call over several lines", _over_lines),
+    Rewriting("calls inside of calls", whole=_in_place_of_its_name),
+    Rewriting("overloads spelled out", _overload),
+    Rewriting("overloads left out", _packet),
+    Rewriting("lists and tuples", _lists),
+    Rewriting("numbers computed", _numbers),
+    Rewriting("a size that is inferred", _inferred_size),
+    Rewriting("lines that do nothing", _noise),
+    Rewriting("a variable used again", _again),
+    Rewriting("no comments", whole=_comments(r"(  # .*|^ *# .*)$", "")),
+    Rewriting("comments that mislead", whole=_comments(r"  # .*$", "  # (7/tp, 5/dp), sum over dp")),
 )

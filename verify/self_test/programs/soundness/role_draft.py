@@ -9,7 +9,13 @@ from random import Random
 from typing import TypeVar
 
 from verify.self_test.programs.mutants.mutant import Edits, apply_edits
-from verify.self_test.programs.mutants.role_source import Entry, Statement, Subject, names_in, read_role_source
+from verify.self_test.programs.mutants.role_source import (
+    DeclarationEntry,
+    RightProgram,
+    Statement,
+    names_in,
+    read_role_source,
+)
 
 T = TypeVar("T")
 NEAR = 0.75  # of the edits are where the reader found something, if it found something
@@ -27,7 +33,7 @@ class Draft:
     said   its findings
     """
 
-    subject: Subject
+    subject: RightProgram
     sources: Mapping[str, str]
     lines: frozenset[tuple[str, int]] = frozenset()
     names: frozenset[str] = frozenset()
@@ -51,14 +57,16 @@ class Draft:
         names = frozenset(near | set(re.findall(r"`([\w.]+)`", said)))
         return Draft(replace(self.subject, roles=roles), sources, lines, names, said)
 
-    def near(self, place: Statement | Entry) -> bool:
+    def near(self, place: Statement | DeclarationEntry) -> bool:
         """Return whether the reader found something at this place, or in a variable that it makes or holds."""
         if (place.file, place.line) in self.lines:
             return True
         made = place.targets if isinstance(place, Statement) else (place.name, place.arguments[0].strip("\"'"))
         return not self.names.isdisjoint(made)
 
-    def pick(self, chance: Random, places: Sequence[Statement] | Sequence[Entry]) -> Statement | Entry | None:
+    def pick(
+        self, chance: Random, places: Sequence[Statement] | Sequence[DeclarationEntry]
+    ) -> Statement | DeclarationEntry | None:
         """Return one of the places."""
         close = [p for p in places if self.near(p)] if self.lines or self.names else []
         chosen = close if close and chance.random() < NEAR else places
@@ -68,11 +76,11 @@ class Draft:
         found = self.pick(chance, list(self.subject.statements(prefix)))
         return found if isinstance(found, Statement) else None
 
-    def entry(self, chance: Random, *sections: str) -> Entry | None:
+    def entry(self, chance: Random, *sections: str) -> DeclarationEntry | None:
         found = self.pick(chance, list(self.subject.entries(*sections)))
-        return found if isinstance(found, Entry) else None
+        return found if isinstance(found, DeclarationEntry) else None
 
-    def everywhere(self, chance: Random, entry: Entry, old: str, new: str) -> Edits:
+    def everywhere(self, chance: Random, entry: DeclarationEntry, old: str, new: str) -> Edits:
         """Return the entry with a part replaced, mostly also where another stage says the same of the same tensor."""
         alike = [
             e

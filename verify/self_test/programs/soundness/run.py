@@ -16,9 +16,18 @@ import torch
 
 from verify.processes.pool import Died, Done, Event, Note, Raised, TimedOut, run_forked, run_here
 from verify.processes.subprocess_isolation import can_run_apart
-from verify.results.line import Line, plain
+from verify.results.line import StyledLine, plain
 from verify.self_test.programs.judge import Execution
-from verify.self_test.programs.soundness.fuzz import EACH, ENDS, PROVED, UNDECIDED, VIOLATION, Fuzz, Tally, Violation
+from verify.self_test.programs.soundness.fuzz import (
+    EACH,
+    ENDS,
+    PROVED,
+    UNDECIDED,
+    VIOLATION,
+    EditTally,
+    Fuzz,
+    Violation,
+)
 from verify.self_test.programs.soundness.tiny_models import TINY
 
 COUNT = 20_000
@@ -64,8 +73,8 @@ class Soundness:
 
     count: int
     seed: int
-    tally: Tally = field(default_factory=Tally)
-    by_model: dict[str, Tally] = field(default_factory=dict)
+    tally: EditTally = field(default_factory=EditTally)
+    by_model: dict[str, EditTally] = field(default_factory=dict)
     saved: list[Path] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -88,7 +97,7 @@ def run_soundness(
     """Try `count` edited programs. `out`: where violations are saved."""
     started = time.perf_counter()
     torch.set_num_threads(1)
-    found = Soundness(count, seed, by_model={name: Tally() for name in names})
+    found = Soundness(count, seed, by_model={name: EditTally() for name in names})
     with tempfile.TemporaryDirectory(prefix="nnscaler-soundness-") as folder:
         executions = dict(_executions(names, Path(folder), progress))
         for job, tally in _work(_jobs(names, count), executions, seed, processes):
@@ -121,7 +130,7 @@ def _jobs(names: Sequence[str], count: int) -> list[Job]:
 
 def _work(
     jobs: Sequence[Job], executions: Mapping[str, Execution], seed: int, processes: int
-) -> Iterator[tuple[Job, Tally]]:
+) -> Iterator[tuple[Job, EditTally]]:
     """Run every job; yield it with its counts.
 
     A job whose process ends is run again without the program that ended it.
@@ -130,7 +139,7 @@ def _work(
     while waiting:
         again: list[Job] = []
         tasks = [partial(_fuzz, executions[job.name], job, seed) for job in waiting]
-        events: Iterator[Event[Tally]]
+        events: Iterator[Event[EditTally]]
         events = run_forked(tasks, processes, PATIENCE) if can_run_apart() else run_here(tasks)
         for event in events:
             job = waiting[event.index]
@@ -152,7 +161,7 @@ def _without(job: Job, event: Died | TimedOut) -> Job:
     return replace(job, fatal=job.fatal | {int(event.note)})
 
 
-def _fuzz(execution: Execution, job: Job, seed: int, note: Note) -> Tally:
+def _fuzz(execution: Execution, job: Job, seed: int, note: Note) -> EditTally:
     chance = Random(f"{seed} {job.name} {job.number}")
     return Fuzz(job.name, execution, chance, job.count, job.guided, job.fatal, note).work()
 
@@ -172,7 +181,7 @@ def save(violation: Violation, execution: Execution, out: Path) -> Path:
     return path
 
 
-def soundness_lines(found: Soundness) -> list[Line]:
+def soundness_lines(found: Soundness) -> list[StyledLine]:
     """Return the counts of every kind of edit and of every model, and where violations lie."""
     head = "".join(f"{end:>14}" for end in ("programs", *ENDS))
     tally = found.tally
@@ -194,5 +203,7 @@ def soundness_lines(found: Soundness) -> list[Line]:
     rest = f"{tally.tried} edited programs, {proved} PROVED, all of which agree with their models"
     if tally.violations:
         rest = f"{tally.tried} edited programs, {proved} PROVED that agree, {len(tally.violations)} that do not"
-    end = Line(((("PASSED", "good") if found.good else ("FAILED", "bad")), (f"  {rest}, {found.seconds:.1f} s", "")))
+    end = StyledLine(
+        ((("PASSED", "good") if found.good else ("FAILED", "bad")), (f"  {rest}, {found.seconds:.1f} s", ""))
+    )
     return [*map(plain, lines), end]

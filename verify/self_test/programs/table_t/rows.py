@@ -23,7 +23,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlantedBug:
     """One row of the table of known bugs.
 
     base     a key of `BASES`
@@ -63,15 +63,15 @@ def _backward(name: str, other: str) -> Change:
 
 
 CP = "there is no context parallelism here: the axis is dp, over which the loss is a sum as well"
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[PlantedBug, ...] = (
+    PlantedBug(
         1,
         "forward all_reduce of a partial sum missing",
         "sharded",
         ("all_reduce", "tp", "missing"),
         (Change("linear_3_v1 = comm", "comm.all_reduce(linear_3, self.tp)", "linear_3"),),
     ),
-    Row(
+    PlantedBug(
         2,
         "all_gather where an all_reduce belongs",
         "sharded",
@@ -82,35 +82,35 @@ ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(
+    PlantedBug(
         3,
         "backward of a fused communication is the identity",
         "sharded",
         ("backward", "all_reduce", "tp"),
         (Change("layer_norm_1_v1 = comm", "comm.replicate(layer_norm_1, self.tp)", "layer_norm_1"),),
     ),
-    Row(
+    PlantedBug(
         4,
         "send and recv between stages name the wrong ranks",
         "staged",
         ("rank",),
         (Change("Send(", "peers=(2, 3)", "peers=(3, 2)"), Change("Receive(", "peers=(0, 1)", "peers=(1, 0)", 1)),
     ),
-    Row(
+    PlantedBug(
         5,
         "a constant differs on one rank",
         "sharded",
         ("ranks", "different"),
         (Change("add_1 = aten", ", 0.01)", ", 0.01 if self.tp.index else 0.02)"),),
     ),
-    Row(
+    PlantedBug(
         6,
         "backward of a tensor that is read twice takes one gradient only",
         "sharded",
         ("gradient", "detach"),
         (Change("add_3 = aten", "(add_2,", "(add_2.detach(),"),),
     ),
-    Row(
+    PlantedBug(
         7,
         "rotary positions: outputs of the backward swapped",
         "rotary",
@@ -124,7 +124,7 @@ ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(
+    PlantedBug(
         8,
         "scale that is inconsistent between ranks",
         "sharded",
@@ -137,35 +137,35 @@ ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(
+    PlantedBug(
         9,
         "gradients are summed over ranks before the last micro-batch",
         "staged",
         ("micro-batch",),
         fault=runtime_faults.early_reducer("last.weight"),
     ),
-    Row(
+    PlantedBug(
         10,
         "all_gather over the group of another axis",
         "experts",
         ("all_gather", "over dp", "wrong"),
         (Change("linear_v1 = comm", "self.tp", "self.dp"),),
     ),
-    Row(
+    PlantedBug(
         11,
         "router weight under sequence parallelism: gradient not summed over tp",
         "router",
         ("tp", "all_reduce"),
         (Change('"router_weight"', 'reduce=("dp", "tp")', 'reduce=("dp",)'),),
     ),
-    Row(
+    PlantedBug(
         12,
         "layer norm under sequence parallelism: gradient not summed over tp",
         "sequence",
         ("tp", "all_reduce"),
         (Change('"blocks_0_norm_weight"', 'reduce=("dp", "tp")', 'reduce=("dp",)'),),
     ),
-    Row(
+    PlantedBug(
         13,
         "gradients multiplied by the size of an axis whose average is taken of the loss only",
         "sharded",
@@ -173,7 +173,7 @@ ROWS: tuple[Row, ...] = (
         (_backward("cross_entropy_loss", "self.dp.size * cross_entropy_loss"),),
         instead=CP,
     ),
-    Row(
+    PlantedBug(
         14,
         "gradients of one part keep a scale whose average was skipped",
         "sharded",
@@ -181,42 +181,42 @@ ROWS: tuple[Row, ...] = (
         (_backward("cross_entropy_loss_tail", "self.dp.size * cross_entropy_loss_tail"),),
         instead=CP,
     ),
-    Row(
+    PlantedBug(
         15,
         "sum of a tied embedding mixes different shards",
         "sharded stages",
         ("tied",),
         fault=runtime_faults.mixed_shards("words.weight"),
     ),
-    Row(
+    PlantedBug(
         16,
         "tied head and embedding drift apart",
         "staged",
         ("tied",),
         fault=runtime_faults.drifting_copy("words.weight"),
     ),
-    Row(
+    PlantedBug(
         17,
         "a stale bucket of gathered parameters",
         "sharded",
         ("stale",),
         fault=runtime_faults.stale_parameter("blocks.1.up.weight"),
     ),
-    Row(
+    PlantedBug(
         18,
         "buffer of gradients not zeroed",
         "sharded",
         ("step before",),
         fault=runtime_faults.kept_gradients,
     ),
-    Row(
+    PlantedBug(
         19,
         "an expert's parameter is summed over the ranks of dense ones",
         "experts",
         ("tp",),
         (Change('"up": Parameter', 'reduce=("dp",)', 'reduce=("dp", "tp")'),),
     ),
-    Row(
+    PlantedBug(
         20,
         "gradients of an auxiliary loss lack the factor of an axis",
         "losses",
@@ -224,7 +224,7 @@ ROWS: tuple[Row, ...] = (
         (_backward("mul_2", "mul_2 / self.dp.size"),),
         instead=CP,
     ),
-    Row(
+    PlantedBug(
         21,
         "gradients normalised by the tokens of the own rank, the loss by all",
         "sharded",
@@ -232,14 +232,14 @@ ROWS: tuple[Row, ...] = (
         (_backward("cross_entropy_loss", "cross_entropy_loss_tail / cross_entropy_loss_count"),),
         instead=CP,
     ),
-    Row(
+    PlantedBug(
         22,
         "label smoothing takes the mean of the own part of the vocabulary",
         "losses",
         ("20", "10"),
         (Change("div = aten.div.Tensor", ", 20)", ", 10)"),),
     ),
-    Row(
+    PlantedBug(
         23,
         "gathered logits fed to the vocabulary-parallel loss",
         "losses",
@@ -252,14 +252,14 @@ ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(
+    PlantedBug(
         24,
         "gradients of a second loss normalised by unequal counts of each rank",
         "losses",
         ("gradient", "tail"),
         (_backward("cross_entropy_loss_1", "cross_entropy_loss_1_tail / (cross_entropy_loss_1_count * self.dp.size)"),),
     ),
-    Row(
+    PlantedBug(
         25,
         "recomputation in backward uses the group of another axis",
         "recomputed",
@@ -273,7 +273,7 @@ ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(
+    PlantedBug(
         26,
         "sinks of sharded heads counted on one rank only",
         "sharded",
@@ -286,7 +286,7 @@ ROWS: tuple[Row, ...] = (
             ),
         ),
     ),
-    Row(
+    PlantedBug(
         27,
         "all_reduce in place overwrites the local sum that backward reads",
         "experts",
@@ -294,21 +294,21 @@ ROWS: tuple[Row, ...] = (
         (_backward("mul_1", "sum_1_v1 * sum_1_v1"),),
         instead="backward of the product reads what the all_reduce left in the place of the local sum",
     ),
-    Row(
+    PlantedBug(
         28,
         "norm that all heads share: gradient not summed over tp",
         "sharded",
         ("tp", "all_reduce"),
         (Change('"blocks_0_attention_out_norm"', 'reduce=("dp", "tp")', 'reduce=("dp",)'),),
     ),
-    Row(
+    PlantedBug(
         29,
         "checkpoint names that count layers from the start of a stage",
         "staged",
         ("blocks.1", "checkpoint"),
         fault=runtime_faults.names_of_stages,
     ),
-    Row(
+    PlantedBug(
         30,
         "gradients of a shared adapter summed on a dummy tensor",
         "adapted",

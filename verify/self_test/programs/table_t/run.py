@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verify.programs.checks.context import Outcome
+from verify.programs.checks.context import CheckOutcome
 from verify.programs.program_directory import open_program
 from verify.programs.rank_task import Beside
 from verify.programs.run import run_and_compare
@@ -18,7 +18,7 @@ from verify.results.finding import Finding
 from verify.self_test.programs.judge import Answer, Execution, answer_of, read_statically
 from verify.self_test.programs.mutants.mutant import Mutant
 from verify.self_test.programs.table_t.bases import BASES
-from verify.self_test.programs.table_t.rows import ROWS, Row
+from verify.self_test.programs.table_t.rows import ROWS, PlantedBug
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RowResult:
     said        the text of all findings of both levels
     """
 
-    row: Row
+    row: PlantedBug
     mutant: Mutant
     static: Answer
     executed: Answer
@@ -100,7 +100,7 @@ class TableBench:
         bad = [a for a in (static, executed) if a.refuted or a.undecided]
         return f"{name}: {bad[0].said}" if bad else ""
 
-    def judge(self, row: Row) -> RowResult:
+    def judge(self, row: PlantedBug) -> RowResult:
         """Plant one row and verify it as a user's program is verified."""
         execution = self.execution(row.base)
         program = execution.base.subject.program
@@ -124,7 +124,7 @@ class TableBench:
         return RowResult(row, mutant, static, executed, 0 in steps, bool(steps), said)
 
 
-def _wrong_losses(outcomes: Sequence[Outcome]) -> set[int]:
+def _wrong_losses(outcomes: Sequence[CheckOutcome]) -> set[int]:
     """Return the steps at which a comparison of losses alone fails; a program that does not run fails at the first."""
     found = {o.check.name: o for o in outcomes}
     if "loss" not in found:
@@ -136,7 +136,7 @@ def _text(finding: Finding) -> str:
     return f"{finding.message} {finding.cause or ''}"
 
 
-def run_table(progress: Callable[[str], None], rows: Sequence[Row] = ROWS) -> TableT:
+def run_table(progress: Callable[[str], None], rows: Sequence[PlantedBug] = ROWS) -> TableT:
     """Run all rows, one after the other."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-table-") as folder:
@@ -146,7 +146,7 @@ def run_table(progress: Callable[[str], None], rows: Sequence[Row] = ROWS) -> Ta
     return TableT(results, broken, time.perf_counter() - started)
 
 
-def _rows(bench: TableBench, rows: Sequence[Row], progress: Callable[[str], None]) -> Iterator[RowResult]:
+def _rows(bench: TableBench, rows: Sequence[PlantedBug], progress: Callable[[str], None]) -> Iterator[RowResult]:
     for row in rows:
         progress(f"table T, row {row.number}: {row.bug}")
         yield bench.judge(row)
