@@ -1,4 +1,7 @@
-"""The gradient sums of a step, in the buckets that `nnscaler.runtime.training.reducer` makes. A test holds the two together."""
+"""The gradient sums of a step, in the buckets that `nnscaler.runtime.training.reducer` makes.
+
+A test holds the two together.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`nns2:...`: one run of verify-plan as a word, from which `nnscaler reproduce` verifies exactly the same again.
 
-The word packs (`verify.results.packed_word`) the files with their digests, a plan that was read from a file as a whole, the
-options, and the versions of nnscaler and torch.
+The word packs (`verify.results.packed_word`) the files with their digests, a plan that was read from a file as a
+whole, the options, and the versions of nnscaler and torch.
 """
 
 from __future__ import annotations

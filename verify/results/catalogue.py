@@ -1,6 +1,7 @@
 """Every finding code: the sentence that explains it, and what it decides. Another code is a bug of ours (tested).
 
-Each has a page too, `verify/results/explanations/<code>.md`: `# <code>`, the sentence, what it means, an example, what to do.
+Each has a page too, `verify/results/explanations/<code>.md`: `# <code>`, the sentence, what it means, an example, what
+to do.
 """
 
 from __future__ import annotations

@@ -102,10 +102,10 @@ def find_jobs(
     """Return every operator that is named, once, in the order in which it is named; without any, what the project's
     settings name.
 
-    `targets`: see `verify.evidence.inputs.find_operator.matching`. `builtin`: all operators of `op_registry.builtin`. `modules`:
-    modules and packages; all that they and their submodules register. `annotation`, and `sample_inputs`, the name of a
-    function of the operator's file: for the one operator that is named. `suggest`: operators without annotation are
-    taken too. Raises NnscalerError where something names nothing, or cannot be imported.
+    `targets`: see `verify.evidence.inputs.find_operator.matching`. `builtin`: all operators of `op_registry.builtin`.
+    `modules`: modules and packages; all that they and their submodules register. `annotation`, and `sample_inputs`,
+    the name of a function of the operator's file: for the one operator that is named. `suggest`: operators without
+    annotation are taken too. Raises NnscalerError where something names nothing, or cannot be imported.
     """
     files: Sequence[Path] = ()
     if not targets and not builtin and not modules:

@@ -5,8 +5,8 @@
     factor     how far the best factor `a = f e` is from 1: everything a little too large. Rounding errors of N elements
                cancel in it, so that it sees errors that are sqrt(N) times smaller than the noise of one element.
 
-Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.tolerance`): a gradient that
-is zero in theory has no scale of its own.
+Each relates to the larger of the tensor itself and a thousandth of its family (see `verify.results.tolerance`): a
+gradient that is zero in theory has no scale of its own.
 """
 
 from __future__ import annotations

@@ -53,9 +53,10 @@ gradients that are laid out as their types say. By induction along the text the 
 the loss, each parameter's gradient is a sum that is taken exactly once. Where a line cannot be typed, the variables
 that depend on it have no type either: their lines are skipped, so that one mistake gives one finding.
 
-It rests on: the graph (compared with the eager model when it is traced); the obligations (`verify.programs.lemmas` proves or
-tests them, one lemma for all lines of a class); and the runtime, i.e. the rows of the table and the executor, which are
-tested. The ranks of a role run one text without branches, so they call the same collectives in the same order.
+It rests on: the graph (compared with the eager model when it is traced); the obligations (`verify.programs.lemmas`
+proves or tests them, one lemma for all lines of a class); and the runtime, i.e. the rows of the table and the
+executor, which are tested. The ranks of a role run one text without branches, so they call the same collectives in the
+same order.
 
 Why not otherwise
 -----------------
@@ -67,7 +68,8 @@ Why not otherwise
 * Insert missing conversions, as sharding propagation does: that would repair the very mistakes that are looked for.
 
 The method is incomplete: a line that computes the same in another way than the model is refuted as
-`operation_differs`. Where a run then finds no difference, the verdict is INCONCLUSIVE (`verify.programs.proof.combine`).
+`operation_differs`. Where a run then finds no difference, the verdict is INCONCLUSIVE
+(`verify.programs.proof.combine`).
 
 Sources: abstract interpretation (Cousot and Cousot 1977); layouts as in GSPMD (Xu et al. 2021) and DTensor, to which
 the gradient's half is added.

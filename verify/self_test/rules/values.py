@@ -1,4 +1,5 @@
-"""Tensors that are in a state, and whether they are: states of `verify.evidence.dimension_types.states` as numbers on ranks."""
+"""Tensors that are in a state, and whether they are: states of `verify.evidence.dimension_types.states` as numbers
+on ranks."""
 
 from __future__ import annotations
 
