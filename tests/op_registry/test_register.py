@@ -79,6 +79,13 @@ def test_what_is_recorded() -> None:
     assert matmul.spec == spec  # type: ignore[attr-defined]
 
 
+def test_the_facts_of_a_users_operator_are_the_defaults() -> None:
+    """Costs and memory are those of a function that computes, and keeps what it reads."""
+    spec = registered("matmul")
+    assert (spec.moves, spec.detached, spec.gathers, spec.keeps_nothing, spec.hands_on) == (None, *[False] * 4)
+    assert (spec.random, spec.draws_if, spec.view, spec.backward_flops) == (False, (), False, 2.0)
+
+
 def test_name_of() -> None:
     assert name_of(matmul.overload) == PREFIX + "matmul"  # type: ignore[attr-defined]
     assert name_of(torch.ops.aten.linear.default) == "aten.linear.default"
