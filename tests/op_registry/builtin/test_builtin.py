@@ -90,3 +90,15 @@ def test_a_wrong_answer_is_named() -> None:
     with pytest.raises(AssertionError, match=re.escape("softmax.int(n[6,12], 1): what_may_be_split, in 2: ")):
         answer_all(replace(sample, splits=frozenset("a")), wrong)
     assert [case for case, _ in splits(sample, wrong)][:2] == ["a = 1 x 2", "a = 3 x 2"]
+
+
+def test_what_is_not_said_is_named() -> None:
+    sample = S("relu", F(6, 12), splits="b")
+    frozen = with_text(whole_run(sample, 0), "a^ b -> a^ b")
+    with pytest.raises(AssertionError, match=re.escape("relu(n[6,12]): frozen_dims, a^ as a: DID NOT RAISE")):
+        answer_all(sample, frozen)
+    sample = S("neg", F(6, 12), splits="a b")
+    w = whole_run(sample, 0)
+    silent = replace(with_text(w, "a b -> a b"), spec=replace(w.spec, linear=()))
+    with pytest.raises(AssertionError, match=re.escape("neg(n[6,12]): other_linear_sets, inputs [0]: DID NOT RAISE")):
+        answer_all(sample, silent)
