@@ -178,7 +178,7 @@ def fields_of_roles() -> set[str]:
 def entries_read() -> set[str]:
     """Entries of the manifest that the source of the runtime names."""
     folder = Path(role.__file__).parent
-    return {name for file in folder.glob("*.py") for name in _entries(ast.parse(file.read_text(encoding="utf-8")))}
+    return {name for file in folder.rglob("*.py") for name in _entries(ast.parse(file.read_text(encoding="utf-8")))}
 
 
 def _entries(tree: ast.AST) -> Iterator[str]:

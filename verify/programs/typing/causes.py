@@ -5,16 +5,18 @@ The states are pairs of value and gradient, so each pair of them means one mecha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from op_registry.call import DType
 from op_registry.registry import facts_of
 
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
-from nnscaler.ir.operation import LogicalTensor
+from nnscaler.ir.operation import LogicalTensor, Operation
 from verify.programs.typing.lines.forms import operator_of
 from verify.programs.typing.roles.text import Assignment
-from verify.programs.typing.typed_value import Mistake
+from verify.programs.typing.typed_value import Held, Mistake
 
 
 def disagreement(have: State, need: State, axis: str, parts: int) -> str:
@@ -108,3 +110,30 @@ def rounding(line: Assignment, tensor: LogicalTensor) -> Mistake | None:
         "for all numbers, and casts do nothing in it"
     )
     return Mistake("precision_lost", message, cause, tensor.name)
+
+
+def region_differs(line: Assignment, op: Operation) -> Mistake:
+    """Return the mistake of a line that runs with other gradients, or in another precision, than its operation."""
+    if line.region.grad_enabled != op.region.grad_enabled:
+        word = "records" if line.region.grad_enabled else "does not record"
+        cause = "the gradient is cut off at this line" if not line.region.grad_enabled else None
+        return Mistake("operation_differs", f"`{line.text}` {word} gradients, unlike the model", cause, op.outputs[0])
+    message = f"`{line.text}` runs under autocast {line.region.autocast}, and the model under {op.region.autocast}"
+    return Mistake("operation_differs", message, "the dtype of the computation differs", op.outputs[0])
+
+
+def reads_other(line: Assignment, operands: Sequence[Held], meant: Operation) -> Mistake:
+    """Return the mistake of a line that reads other tensors than the operation which it is meant to be."""
+    names = [held.tensor for held in operands]
+    other = [(a, b) for a, b in zip(names, meant.inputs, strict=False) if a != b]
+    if not other and len(names) != len(meant.inputs):
+        message = f"`{line.text}` reads {len(names)} tensors, and the model's `{meant.operator}` {len(meant.inputs)}"
+        return Mistake("operation_differs", message, "an operand is missing or too many", meant.outputs[0])
+    if not other:
+        message = f"`{line.text}` takes the results of the model's `{meant.operator}` otherwise than the model does"
+        return Mistake("operation_differs", message, "outputs are left out, or too many", meant.outputs[0])
+    read, wanted = other[0]
+    message = f"`{line.text}` reads `{read}` where the model's `{meant.operator}` reads `{wanted}`"
+    swapped = sorted(names) == sorted(meant.inputs)
+    cause = "operands or outputs are swapped" if swapped else "a line is left out, or the wrong tensor is used"
+    return Mistake("operation_differs", message, cause, meant.outputs[0])

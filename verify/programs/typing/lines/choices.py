@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import gcd
+from itertools import pairwise, product
+from math import gcd, prod
 from typing import Any
 
 from op_registry.annotation.splits import balanced
@@ -22,6 +22,7 @@ from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicate
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Assignment
+from verify.programs.typing.typed_value import Axes
 
 # Read the layout from a line's comment. It is never trusted, only tried first where several typings are legal.
 
@@ -148,3 +149,12 @@ def matches(need: State, have: State, needs_grad: bool, uniform: Dims = NO_DIMS)
     if not needs_grad and isinstance(need, Invariant | Replicated):
         return isinstance(have, Invariant | Replicated)
     return same_piece(need, have, uniform)
+
+
+def outers_above(axes: Axes, axis: int) -> tuple[int, ...]:
+    """Return the outers that other axes may put above a split: products of their sizes."""
+    others = [size for i, size in enumerate(axes.sizes) if i != axis and size > 1]
+    found = {
+        prod(s for s, taken in zip(others, mask, strict=True) if taken) for mask in product((0, 1), repeat=len(others))
+    }
+    return tuple(sorted(found))

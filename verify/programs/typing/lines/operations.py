@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 from typing import Any
 
 from op_registry.call import Call, iterate_tensors
@@ -27,9 +26,17 @@ from nnscaler.ir.mesh import Axis
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
-from verify.programs.typing.causes import disagreement, rounding
+from verify.programs.typing.causes import disagreement, reads_other, region_differs, rounding
 from verify.programs.typing.lines.arguments import difference, variables
-from verify.programs.typing.lines.choices import as_told, every_split, legal_choices, matches, told_by, whole_choices
+from verify.programs.typing.lines.choices import (
+    as_told,
+    every_split,
+    legal_choices,
+    matches,
+    outers_above,
+    told_by,
+    whole_choices,
+)
 from verify.programs.typing.lines.forms import NoCall, arguments_of, forms, operator_of
 from verify.programs.typing.lines.random_numbers import (
     draws_numbers,
@@ -163,7 +170,7 @@ class Typer:
         name = axes.names[axis]
         fitting = [
             choice
-            for choice in legal_choices(signature, states, parts, told_by(line, name, _outers(axes, axis)))
+            for choice in legal_choices(signature, states, parts, told_by(line, name, outers_above(axes, axis)))
             if all(map(self._may_stand, op.inputs, input_states(signature, choice), states))
         ]
         made = {choice: output_states(signature, choice, len(op.outputs)) for choice in fitting}
@@ -220,7 +227,7 @@ class Typer:
     ) -> Mistake:
         for op in candidates:
             if line.region != op.region:
-                return _region_differs(line, op)
+                return region_differs(line, op)
             if not _random_fits(op, line):
                 return other_draws(line, op)
             if not _taken_apart(line, op):
@@ -234,7 +241,7 @@ class Typer:
         meant = next((op for op in self.graph.operations if _named(op, line)), None)
         if meant is None:
             return Mistake("operation_differs", f"`{line.text}` computes what no line of the model computes")
-        return _reads_other(line, operands, meant)
+        return reads_other(line, operands, meant)
 
     def _best(self, op: Operation, line: Assignment, layouts: Sequence[Layout], axes: Axes) -> Mistake:
         """Return the mistake under the choices that fit most operands, and then the line's comment, best."""
@@ -281,7 +288,7 @@ class Typer:
     ) -> tuple[Choice, list[tuple[int, State, State]]]:
         signature, parts = self.signatures[op.name], axes.sizes[axis]
         states = [layout[axis] for layout in layouts]
-        outers = _outers(axes, axis)
+        outers = outers_above(axes, axis)
         legal = legal_choices(signature, states, parts, told_by(line, axes.names[axis], outers))
         options = dict.fromkeys((*legal, *whole_choices(signature), *every_split(signature, outers)))
         name = axes.names[axis]
@@ -350,15 +357,6 @@ def _plain_arguments(line: Assignment) -> dict[str, Any]:
     return {name: plain(value) for name, value in without_place(line).items()}
 
 
-def _outers(axes: Axes, axis: int) -> tuple[int, ...]:
-    """Return the outers that other axes may put above a split: products of their sizes."""
-    others = [size for i, size in enumerate(axes.sizes) if i != axis and size > 1]
-    found = {
-        prod(s for s, taken in zip(others, mask, strict=True) if taken) for mask in product((0, 1), repeat=len(others))
-    }
-    return tuple(sorted(found))
-
-
 def _named(op: Operation, line: Assignment) -> bool:
     return any(name is not None and name in (t.removesuffix("_of_step") for t in line.targets) for name in op.outputs)
 
@@ -377,31 +375,6 @@ def _told(typing: Typing, shapes: Sequence[tuple[int, ...] | None], axes: Sequen
         if shape is not None and layout is not None
     ]
     return " | ".join(dict.fromkeys(texts))
-
-
-def _region_differs(line: Assignment, op: Operation) -> Mistake:
-    if line.region.grad_enabled != op.region.grad_enabled:
-        word = "records" if line.region.grad_enabled else "does not record"
-        cause = "the gradient is cut off at this line" if not line.region.grad_enabled else None
-        return Mistake("operation_differs", f"`{line.text}` {word} gradients, unlike the model", cause, op.outputs[0])
-    message = f"`{line.text}` runs under autocast {line.region.autocast}, and the model under {op.region.autocast}"
-    return Mistake("operation_differs", message, "the dtype of the computation differs", op.outputs[0])
-
-
-def _reads_other(line: Assignment, operands: Sequence[Held], meant: Operation) -> Mistake:
-    names = [held.tensor for held in operands]
-    other = [(a, b) for a, b in zip(names, meant.inputs, strict=False) if a != b]
-    if not other and len(names) != len(meant.inputs):
-        message = f"`{line.text}` reads {len(names)} tensors, and the model's `{meant.operator}` {len(meant.inputs)}"
-        return Mistake("operation_differs", message, "an operand is missing or too many", meant.outputs[0])
-    if not other:
-        message = f"`{line.text}` takes the results of the model's `{meant.operator}` otherwise than the model does"
-        return Mistake("operation_differs", message, "outputs are left out, or too many", meant.outputs[0])
-    read, wanted = other[0]
-    message = f"`{line.text}` reads `{read}` where the model's `{meant.operator}` reads `{wanted}`"
-    swapped = sorted(names) == sorted(meant.inputs)
-    cause = "operands or outputs are swapped" if swapped else "a line is left out, or the wrong tensor is used"
-    return Mistake("operation_differs", message, cause, meant.outputs[0])
 
 
 def _argument_cause(message: str) -> str | None:
