@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nnscaler.runtime import user_operators
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program import user_operators
 from nnscaler.runtime.program.loader import load_user_module
 
 OPERATORS = """
