@@ -21,8 +21,9 @@ from nnscaler.ir.placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
 from verify.evidence.strength import Strength
 from verify.operators.run.cache import Cache
-from verify.programs.lemmas import LemmaResult, Memo, evidence, prove_obligations
-from verify.programs.lemmas.evidence import Evidence
+from verify.programs.lemmas import LemmaResult, Memo, prove_obligations
+from verify.programs.lemmas import check_claims as evidence
+from verify.programs.lemmas.check_claims import Evidence
 from verify.programs.lemmas.obligation import Stated
 from verify.programs.lemmas.representative import represent
 from verify.programs.lemmas.statement import Claim, Splits
