@@ -21,8 +21,7 @@ from nnscaler.ir.placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
 from verify.evidence.strength import Strength
 from verify.operators.run.cache import Cache
-from verify.programs.lemmas import LemmaResult, Memo, prove_obligations
-from verify.programs.lemmas import check_claims
+from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations
 from verify.programs.lemmas.check_claims import Evidence
 from verify.programs.lemmas.obligation import Stated
 from verify.programs.lemmas.representative import represent
@@ -137,7 +136,9 @@ def test_a_run_that_was_cut_short_is_gone_on_with(how: str, tmp_path: Path, monk
     """Tests that are done are not done again, whether the limit was reached or the user pressed Ctrl-C."""
     disk, real = Cache(tmp_path / "lemmas"), check_claims.prove
 
-    def cut(subject: check_claims.ClaimedCall, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+    def cut(
+        subject: check_claims.ClaimedCall, tested: Mapping[Claim, Evidence], deadline: float
+    ) -> dict[Claim, Evidence]:
         if how == "interrupt":
             raise Stopped
         return real(subject, tested, deadline - 2 * SECONDS)
@@ -157,7 +158,9 @@ def test_a_run_that_was_cut_short_is_gone_on_with(how: str, tmp_path: Path, monk
 def test_what_a_proof_refutes_is_no_longer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had passed its tests, and was kept as such until then."""
     strength = Strength(Verdict.REFUTED, "", {"x": "1"})
-    monkeypatch.setattr(check_claims, "prove_base", lambda runner, base, deadline: dict.fromkeys(base.targets, strength))
+    monkeypatch.setattr(
+        check_claims, "prove_base", lambda runner, base, deadline: dict.fromkeys(base.targets, strength)
+    )
     memo = Memo(Cache(tmp_path / "lemmas"))
     assert run(linear(), memo).verdict is Verdict.REFUTED
     assert not memo.kept and not list(tmp_path.rglob("*.json"))

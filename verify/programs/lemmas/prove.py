@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from op_registry.call import DType, TensorArgument
 from op_registry.spec import OperatorSpec
 
-from verify.programs.lemmas import check_claims
-from verify.programs.lemmas import whole
+from verify.programs.lemmas import check_claims, whole
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.memo import Memo
 from verify.programs.lemmas.obligation import Obligation
