@@ -144,7 +144,7 @@ def test_a_run_that_was_cut_short_is_gone_on_with(how: str, tmp_path: Path, monk
         return real(subject, tested, deadline - 2 * SECONDS)
 
     with monkeypatch.context() as patch, suppress(Stopped):
-        patch.setattr(evidence, "prove", cut)
+        patch.setattr(check_claims, "prove", cut)
         first = run(linear(), Memo(disk))
         assert how == "limit" and first.verdict is Verdict.TESTED_EXACT
         split = next(m for m in first.lemmas if m.text.endswith("splits `k`"))
