@@ -55,9 +55,9 @@ def check(name: str, plan: str, depth: str = "quick", seed: int = 0) -> Told:
     from nnscaler.planning.policies import parse_spec
     from tests.zoo.architectures import ARCHITECTURES
     from tests.zoo.build import build, quiet
+    from verify.programs.entry_point import verify_request
     from verify.programs.request import PlanRequest
     from verify.programs.subject import PlanSubject, RunContext
-    from verify.programs.verify_request import verify_request
 
     torch.set_num_threads(1)
     architecture = next(a for a in ARCHITECTURES if a.name == name)

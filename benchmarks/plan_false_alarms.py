@@ -27,11 +27,11 @@ from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
+from verify.programs.entry_point import verify_request
 from verify.programs.random_plan import random_plan
 from verify.programs.random_plans import MESHES, PIPELINES
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
-from verify.programs.verify_request import verify_request
 from verify.self_test.programs.judge import read_statically
 from verify.self_test.programs.subjects import EXAMPLES, MODELS, shorten
 

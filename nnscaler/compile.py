@@ -14,7 +14,7 @@ from op_registry.registry import default_registry
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.codegen.origins import operator_origins
 from nnscaler.codegen.program import Program
-from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import communication_profile

@@ -11,7 +11,7 @@ import nnscaler
 from nnscaler.codegen.origins import Origin, operator_records, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
-from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
+from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
 from nnscaler.files import FORMAT
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, format_layout

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nnscaler.communication.communicated import Compute, Statement
+from nnscaler.communication.communicated_graph import Compute, Statement
 from nnscaler.ir.operation import Operation
 
 

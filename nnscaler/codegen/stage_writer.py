@@ -10,7 +10,7 @@ from op_registry.registry import facts_of
 from nnscaler.codegen.expressions import arguments, conversion_text, layout_text
 from nnscaler.codegen.operators import function_text, needs_device, returns_sequence
 from nnscaler.codegen.source_comments import SourceComments
-from nnscaler.communication.communicated import Compute, Convert, StageProgram, Statement, Version, reads, writes
+from nnscaler.communication.communicated_graph import Compute, Convert, StageProgram, Statement, Version, reads, writes
 from nnscaler.communication.recomputed import group_of
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Invariant, Layout, Replicated

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import chain, count
 
-from nnscaler.communication.communicated import Convert, Feed, Message, Statement, Stored, Version
+from nnscaler.communication.communicated_graph import Convert, Feed, Message, Statement, Stored, Version
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, find_path
 from nnscaler.ir.graph import Graph

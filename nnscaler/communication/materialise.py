@@ -14,7 +14,7 @@ from op_registry.call import Call
 from op_registry.localize import localise
 
 from nnscaler.communication.builder import StageBuilder
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, StageProgram, Stored, Version
+from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, Convert, StageProgram, Stored, Version
 from nnscaler.communication.messages import bring
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
 from nnscaler.ir.conversion import volume

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from nnscaler.communication.builder import StageBuilder
-from nnscaler.communication.communicated import Message, Version
+from nnscaler.communication.communicated_graph import Message, Version
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, local_shape

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.groups import Ranks, ranks_text
 from nnscaler.communication.profile_calls import CallClass, calls_of_stage
 from nnscaler.communication.profile_gradients import gradient_calls

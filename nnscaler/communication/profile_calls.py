@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nnscaler.communication.communicated import (
+from nnscaler.communication.communicated_graph import (
     CommunicatedGraph,
     Compute,
     Convert,

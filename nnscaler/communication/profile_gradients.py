@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nnscaler.communication.communicated import CommunicatedGraph, StageProgram, Stored
+from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
 from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.profile_calls import CallClass, layer_pattern
 from nnscaler.ir.graph import Graph

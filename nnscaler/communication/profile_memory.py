@@ -22,7 +22,7 @@ from typing import Any
 
 from op_registry.registry import facts_of
 
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, StageProgram, Version
+from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, StageProgram, Version
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.recomputed import group_of, kept_inputs
 from nnscaler.ir.graph import Graph

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from op_registry.bind_call import linear_sets
 from op_registry.registry import default_registry
 
-from nnscaler.communication.communicated import Compute, Convert, Statement, Version
+from nnscaler.communication.communicated_graph import Compute, Convert, Statement, Version
 from nnscaler.ir.graph import Graph
 from nnscaler.transform.saved_tensors import kept_slots
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from nnscaler.communication.communicated import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
+from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Partial, full_along, local_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.ir.graph import Graph

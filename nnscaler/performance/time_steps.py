@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nnscaler.communication.communicated import Compute
+from nnscaler.communication.communicated_graph import Compute
 from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
@@ -135,7 +135,7 @@ def time_steps(
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
     outcome = launch(
         ranks,
-        "nnscaler.runtime.jobs.crowded_steps:time_crowded",
+        "nnscaler.runtime.jobs.time_contention:time_crowded",
         {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS},
         timeout=_LIMIT,
         server=server,

@@ -38,7 +38,7 @@ LATE = {
     ("verify", "verify.operators*"): "the names of the front door are imported on first use",
     ("verify", "verify.programs*"): "the same",
     ("verify.programs.subject", "nnscaler.*"): "a record of what is to be verified is made without torch",
-    ("verify.programs.verify_request", "verify.*"): "a request that cannot be verified is refused without torch",
+    ("verify.programs.entry_point", "verify.*"): "a request that cannot be verified is refused without torch",
     ("verify.evidence.inputs.user_code", "nnscaler.runtime*"): "targets are read without torch",
     ("verify.programs.program_directory", "nnscaler.runtime*"): "a manifest is read without torch",
 }

@@ -16,7 +16,7 @@ from op_registry.spec import OperatorSpec
 import verify
 from nnscaler.errors import NnscalerError
 from verify import Verdict
-from verify.operators.operator_report import verify_spec
+from verify.operators.verify_spec import verify_spec
 from verify.results.catalogue import CODES
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import verify
 from nnscaler.errors import NnscalerError
 from verify import Report, Verdict
+from verify.programs.entry_point import verify_request
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
-from verify.programs.verify_request import verify_request
 from verify.results.catalogue import CODES
 
 Factory = Callable[[], nn.Module]

@@ -16,13 +16,13 @@ from verify.evidence.inputs.find_operator import matching, registered_in
 from verify.evidence.inputs.user_code import import_module, is_users
 from verify.evidence.options import OpOptions
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
-from verify.gate.order import Phase
+from verify.gate.run_order import Phase
 from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
 from verify.operators.run.many import Settings, run_many
 from verify.operators.run.targets import registered_by
+from verify.programs.entry_point import verify_request
 from verify.programs.subject import RunContext
-from verify.programs.verify_request import verify_request
 from verify.results.report import Report
 
 Note = Callable[[str], None]

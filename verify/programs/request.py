@@ -1,7 +1,7 @@
 """What is to be verified, and how much of it, as plain values.
 
 The command line, the gate's settings, a `reproduce` token and Python each make a `PlanRequest` and hand it to
-`verify.programs.verify_request.verify_request`. What its paths lead to is a `PlanSubject`.
+`verify.programs.entry_point.verify_request`. What its paths lead to is a `PlanSubject`.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
 
 def verify(request: PlanRequest, console: Console) -> Report:
     """Verifies what the request says, and tells the console. Raises NnscalerError for what could not be run."""
+    from verify.programs.entry_point import verify_request
     from verify.programs.subject import RunContext
-    from verify.programs.verify_request import verify_request
 
     context = RunContext(
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),

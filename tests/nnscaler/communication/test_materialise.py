@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nnscaler.communication.communicated import CommunicatedGraph, Convert, StageProgram
+from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Sharded

@@ -21,8 +21,8 @@ from nnscaler.ir.placement import RunReplicated, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, stated, users
 from verify.evidence.strength import Strength
 from verify.operators.run.cache import Cache
-from verify.programs.lemmas import LemmaResult, Memo, evidence, prove_obligations
-from verify.programs.lemmas.evidence import Evidence
+from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations
+from verify.programs.lemmas.check_claims import Evidence
 from verify.programs.lemmas.obligation import Stated
 from verify.programs.lemmas.representative import represent
 from verify.programs.lemmas.statement import Claim, Splits
@@ -119,7 +119,7 @@ def test_two_hooks_of_one_factory_are_two_entries(tmp_path: Path) -> None:
         assert spec is not None
         call = called("aten.roll.default", [(6, 4)], floats(6, 4), [1], [1])
         small = represent(stated(replace(spec, localize=localize), call, Split("a")).signature, 0)
-        return Memo(disk)._key(evidence.ClaimedCall(small, {Splits("a"): None}))
+        return Memo(disk)._key(check_claims.ClaimedCall(small, {Splits("a"): None}))
 
     hooks = [None, made(True), made(False), partial(hook, True), partial(hook, False), other.localize, planar.localize]
     keys = [key(localize) for localize in hooks]
@@ -134,29 +134,33 @@ class Stopped(Exception):
 @pytest.mark.parametrize("how", ["interrupt", "limit"])
 def test_a_run_that_was_cut_short_is_gone_on_with(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that are done are not done again, whether the limit was reached or the user pressed Ctrl-C."""
-    disk, real = Cache(tmp_path / "lemmas"), evidence.prove
+    disk, real = Cache(tmp_path / "lemmas"), check_claims.prove
 
-    def cut(subject: evidence.ClaimedCall, tested: Mapping[Claim, Evidence], deadline: float) -> dict[Claim, Evidence]:
+    def cut(
+        subject: check_claims.ClaimedCall, tested: Mapping[Claim, Evidence], deadline: float
+    ) -> dict[Claim, Evidence]:
         if how == "interrupt":
             raise Stopped
         return real(subject, tested, deadline - 2 * SECONDS)
 
     with monkeypatch.context() as patch, suppress(Stopped):
-        patch.setattr(evidence, "prove", cut)
+        patch.setattr(check_claims, "prove", cut)
         first = run(linear(), Memo(disk))
         assert how == "limit" and first.verdict is Verdict.TESTED_EXACT
         split = next(m for m in first.lemmas if m.text.endswith("splits `k`"))
         assert split.open and "limit of processor time" in split.blocker
-    monkeypatch.setattr(evidence, "test", lambda *_: pytest.fail("it has been tested already"))
+    monkeypatch.setattr(check_claims, "test", lambda *_: pytest.fail("it has been tested already"))
     assert run(linear(), Memo(disk)).verdict is Verdict.PROVED_ALL_SIZES
-    monkeypatch.setattr(evidence, "prove", lambda *_: pytest.fail("it has been proved already"))
+    monkeypatch.setattr(check_claims, "prove", lambda *_: pytest.fail("it has been proved already"))
     assert run(linear(), Memo(disk), seconds=-1.0).verdict is Verdict.PROVED_ALL_SIZES
 
 
 def test_what_a_proof_refutes_is_no_longer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had passed its tests, and was kept as such until then."""
     strength = Strength(Verdict.REFUTED, "", {"x": "1"})
-    monkeypatch.setattr(evidence, "prove_base", lambda runner, base, deadline: dict.fromkeys(base.targets, strength))
+    monkeypatch.setattr(
+        check_claims, "prove_base", lambda runner, base, deadline: dict.fromkeys(base.targets, strength)
+    )
     memo = Memo(Cache(tmp_path / "lemmas"))
     assert run(linear(), memo).verdict is Verdict.REFUTED
     assert not memo.kept and not list(tmp_path.rglob("*.json"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nnscaler.tracing.precision import exact, run_backward
-from verify.programs.low_precision.reassociate import Reassociated
+from verify.programs.low_precision.reassociation_mode import Reassociated
 
 Compute = Callable[[Tensor], Tensor]
 LABELS = torch.tensor([1, 0, -100, 3, 2, 5, 4, -100, 6, 1, 2, 3])

@@ -25,7 +25,7 @@ from verify.evidence.options import Kind, OpOptions, Safeguards
 from verify.evidence.oracle.claims import SAID, claims_of, exercised_by
 from verify.evidence.oracle.enumerate import enumerate_cases
 from verify.evidence.oracle.runner import Runner
-from verify.operators.operator_report import verify_spec
+from verify.operators.verify_spec import verify_spec
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants.mutant import Hook, spec_of

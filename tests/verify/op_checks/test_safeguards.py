@@ -18,7 +18,7 @@ from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.check import as_check
 from verify.evidence.oracle.enumerate import enumerate_cases
 from verify.evidence.oracle.outcome import TargetOutcome
-from verify.operators.operator_report import verify_spec
+from verify.operators.verify_spec import verify_spec
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

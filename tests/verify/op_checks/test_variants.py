@@ -11,7 +11,7 @@ from nnscaler.ir.layout import PARTIAL, Sharded
 from verify.evidence.inputs.operand_shards import lay_of, take
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.variants import variants_of
-from verify.operators.operator_report import verify_spec
+from verify.operators.verify_spec import verify_spec
 
 
 def of(expected: torch.Tensor, dim: int = 0, outer: int = 1) -> dict[str, tuple[bool, bool]]:

@@ -22,8 +22,8 @@ from verify.evidence.inputs.concrete_call import (
     with_tensors,
 )
 from verify.evidence.inputs.draw_calls import builtin_call
+from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.prove import BoundedProof, Target, prove_bounded
-from verify.evidence.smt.solve import Limits
 
 
 def spec_of(name: str) -> OperatorSpec:

@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from verify.evidence.smt.algebra import Numbers
+from verify.evidence.smt.decide_equality import Limits, Prover, Translator, answer_of
 from verify.evidence.smt.errors import Unsupported
 from verify.evidence.smt.polynomial import Polynomial
-from verify.evidence.smt.solve import Limits, Prover, Translator, answer_of
 from verify.evidence.smt.terms import Formula, Terms
 
 NAMES = {"x": "float", "y": "float", "i": "int", "j": "int", "p": "bool", "q": "bool"}

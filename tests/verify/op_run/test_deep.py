@@ -17,7 +17,7 @@ from verify.operators.run import deep
 from verify.operators.run.deep import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.many import Settings, run_many
-from verify.operators.run.one import Reproduce
+from verify.operators.run.run_job import Reproduce
 from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, cases=6, timeout=120.0)

@@ -14,7 +14,7 @@ from verify.evidence.options import OpOptions
 from verify.operators.run.cache import CACHED
 from verify.operators.run.job import Job, make_job
 from verify.operators.run.many import InternalError, Settings, run_many, run_one, worst
-from verify.operators.run.one import Reproduce
+from verify.operators.run.run_job import Reproduce
 from verify.operators.run.summary import summary
 from verify.operators.run.targets import find_jobs
 from verify.processes.pool import Note

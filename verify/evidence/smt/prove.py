@@ -26,9 +26,9 @@ from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.smt.calls import TracedCall, trace_whole
 from verify.evidence.smt.check import BoundedResult, check
+from verify.evidence.smt.decide_equality import Limits
 from verify.evidence.smt.errors import NoCall, Unsupported
 from verify.evidence.smt.shrink import same_kind, variants
-from verify.evidence.smt.solve import Limits
 from verify.evidence.smt.terms import Work
 
 Target = str | frozenset[int]

@@ -11,8 +11,8 @@ from typing import Any
 from nnscaler.tracing import Traced
 from verify.operators.missing.calls import Form, forms, record, tensors_of
 from verify.operators.missing.shares import Shares, shares
-from verify.operators.missing.stub import NoStub, Stub, annotation_of, write_stub
 from verify.operators.missing.suggest import Advice, advise
+from verify.operators.missing.suggested_registration import NoStub, Stub, annotation_of, write_stub
 from verify.operators.missing.uses import Missing, find_missing, places
 from verify.processes.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
 

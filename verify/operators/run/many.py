@@ -13,7 +13,7 @@ from verify.evidence.provers import SPENT
 from verify.operators.run.cache import Cache, key_of
 from verify.operators.run.fingerprint import Opaque
 from verify.operators.run.job import Job
-from verify.operators.run.one import Reproduce, lost, not_run, verify_job
+from verify.operators.run.run_job import Reproduce, lost, not_run, verify_job
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.report import Report
 

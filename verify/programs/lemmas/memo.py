@@ -17,7 +17,7 @@ from verify.evidence.options import OpOptions
 from verify.operators.run.cache import Cache, key_of, open_cache
 from verify.operators.run.fingerprint import Opaque, fingerprint
 from verify.operators.run.job import Job
-from verify.programs.lemmas.evidence import ClaimedCall, Evidence
+from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.statement import Claim
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict

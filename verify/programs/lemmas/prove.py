@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from op_registry.call import DType, TensorArgument
 from op_registry.spec import OperatorSpec
 
-from verify.programs.lemmas import evidence, whole
-from verify.programs.lemmas.evidence import ClaimedCall, Evidence
+from verify.programs.lemmas import check_claims, whole
+from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.memo import Memo
 from verify.programs.lemmas.obligation import Obligation
 from verify.programs.lemmas.representative import Representative, represent
@@ -89,7 +89,7 @@ def _gather(
             open_.append((subject, known))
     for subject, tested in open_:
         progress(f"the proof of {subject.small.runner.spec.name}")
-        found[id(subject.small)] = memo.keep(subject, evidence.prove(subject, tested, deadline))
+        found[id(subject.small)] = memo.keep(subject, check_claims.prove(subject, tested, deadline))
     return found
 
 
@@ -97,7 +97,7 @@ def _tested(subject: ClaimedCall, claim: Claim, deadline: float, seconds: float)
     if time.thread_time() > deadline:
         reason = f"the limit of {seconds:g} s of processor time was reached before it was tested"
         return Evidence(Verdict.INCONCLUSIVE, reason, open=True)
-    return whole.look_at(subject) if isinstance(claim, RunsWhole) else evidence.test(subject, claim)
+    return whole.look_at(subject) if isinstance(claim, RunsWhole) else check_claims.test(subject, claim)
 
 
 def _forms(obligations: Sequence[Obligation], seed: int) -> list[_CallForm]:

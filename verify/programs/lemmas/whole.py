@@ -32,7 +32,7 @@ from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
 from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.audit.side_effects import audit
-from verify.programs.lemmas.evidence import ClaimedCall, Evidence, test
+from verify.programs.lemmas.check_claims import ClaimedCall, Evidence, test
 from verify.programs.lemmas.representative import Representative
 from verify.programs.lemmas.statement import RunsWhole
 from verify.results.catalogue import INCOMPARABLE

@@ -4,7 +4,7 @@ The truth is the untraced model in float64, from parameters, buffers and inputs 
 a run of the same model in the dtype, with one of the disturbances that a right program may have as well:
 
     plain        the model as it is: its distance from float64
-    reassociated its sums in another order and in parts (`verify.programs.low_precision.reassociate`)
+    reassociated its sums in another order and in parts (`verify.programs.low_precision.reassociation_mode`)
     moved        parameters and inputs moved at random by -1, 0 or +1 unit in the last place; and where the first draws
                  have not explained an error, what is chosen among nearly equal values chosen otherwise
                  (`verify.programs.low_precision.noise`)
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from nnscaler.tracing.precision import exact
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.low_precision.measures import Statistics, floors, size, statistics
-from verify.programs.low_precision.reassociate import Reassociated, RulesMode
+from verify.programs.low_precision.reassociation_mode import Reassociated, RulesMode
 from verify.programs.reference.eager import Trajectory, run_reference
 from verify.results.tolerance import Key, family_scale, is_finite
 

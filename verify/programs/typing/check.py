@@ -94,7 +94,7 @@ from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.messages import arrivals, check_sends
-from verify.programs.typing.results import check_ends
+from verify.programs.typing.program_outputs import check_ends
 from verify.programs.typing.roles.reader import read_role
 from verify.programs.typing.roles.record import MANIFEST, check_manifest
 from verify.programs.typing.roles.text import RoleText, StageText

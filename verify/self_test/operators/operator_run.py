@@ -10,7 +10,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.options import OpOptions, Safeguards
-from verify.operators.operator_report import verify_spec
+from verify.operators.verify_spec import verify_spec
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants.mutant import OperatorMutant
 

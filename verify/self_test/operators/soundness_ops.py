@@ -29,7 +29,7 @@ from verify.evidence.dimension_types.prove import prove
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.enumerate import leaders_of
 from verify.evidence.oracle.runner import Prepared, Runner
-from verify.operators.operator_report import verify_spec
+from verify.operators.verify_spec import verify_spec
 from verify.results.line import StyledLine, plain
 from verify.results.report import Report
 from verify.self_test.operators.annotation_edits import edited

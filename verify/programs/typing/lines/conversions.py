@@ -23,7 +23,7 @@ from nnscaler.ir.layout import (
 )
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.operation import LogicalTensor
-from verify.programs.typing.causes import converted, disagreement
+from verify.programs.typing.explain_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Assignment, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal

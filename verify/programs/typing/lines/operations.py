@@ -26,7 +26,7 @@ from nnscaler.ir.mesh import Axis
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
-from verify.programs.typing.causes import disagreement, reads_other, region_differs, rounding
+from verify.programs.typing.explain_mismatch import disagreement, reads_other, region_differs, rounding
 from verify.programs.typing.lines.arguments import difference, variables
 from verify.programs.typing.lines.choices import (
     as_told,

@@ -17,7 +17,7 @@ from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Placement, Split
 from nnscaler.ir.signature import Signature
 from verify.self_test.operators.annotation_mutants import annotation_mutants
-from verify.self_test.programs.mutants.compiler_stages import Generation
+from verify.self_test.programs.compile_in_steps import Generation
 
 Sources = dict[str, str]
 

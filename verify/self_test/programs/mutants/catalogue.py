@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from verify.self_test.programs.compile_in_steps import generation_of
 from verify.self_test.programs.mutants import arguments as mutants_arguments
 from verify.self_test.programs.mutants import communication as mutants_communication
 from verify.self_test.programs.mutants import declared as mutants_declared
@@ -12,7 +13,6 @@ from verify.self_test.programs.mutants import layout as mutants_layout
 from verify.self_test.programs.mutants import schedule as mutants_schedule
 from verify.self_test.programs.mutants import values as mutants_values
 from verify.self_test.programs.mutants.annotation import wrong_annotations
-from verify.self_test.programs.mutants.compiler_stages import generation_of
 from verify.self_test.programs.mutants.graph import graph_changes
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator

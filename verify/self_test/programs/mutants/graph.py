@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from nnscaler.communication.communicated import (
+from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
     Feed,
@@ -18,7 +18,7 @@ from nnscaler.communication.communicated import (
 from nnscaler.ir.conversion import ROWS, Move
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, RunPartial, Split
-from verify.self_test.programs.mutants.compiler_stages import Generation
+from verify.self_test.programs.compile_in_steps import Generation
 
 Sources = dict[str, str]
 FindGraph = Callable[[Generation], Iterator[Callable[[], Sources | None]]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, PARTIAL
-from verify.programs.typing.causes import disagreement
+from verify.programs.typing.explain_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.roles.text import StageText
 from verify.programs.typing.stage import leaf_layout

@@ -11,11 +11,11 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.cases import Case
 from verify.evidence.inputs.user_code import is_users
 from verify.evidence.options import OpOptions
-from verify.operators.operator_report import verify_spec
 from verify.operators.run.job import Job, shown
 from verify.operators.run.token import Token, encode
 from verify.operators.suggest.contradiction import contradiction
 from verify.operators.suggest.infer import suggest_annotation
+from verify.operators.verify_spec import verify_spec
 from verify.processes.pool import Died, Note, TimedOut
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

@@ -9,7 +9,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate
 from nnscaler.codegen.origins import Origin, operator_origins
-from nnscaler.communication.communicated import CommunicatedGraph
+from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import PartitionedGraph
