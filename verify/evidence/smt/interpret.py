@@ -1,7 +1,7 @@
 """Run a trace on elements instead of tensors.
 
 Every storage is a list of elements, and every tensor a way of looking at one: views and writes through views come out
-right by construction, and only what makes new values needs semantics (`semantics.py`).
+right by construction, and only what makes new values needs semantics (`semantics/`).
 """
 
 from __future__ import annotations

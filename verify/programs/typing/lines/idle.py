@@ -69,10 +69,16 @@ def moves(line: Assignment) -> bool:
 
 
 def _is_move(operator: str | None) -> bool:
-    """Return whether the gradient of each element goes, too, to the one element of the operand that it is."""
+    """Return whether the gradient of each element goes, too, to the one element of the operand that it is.
+
+    What becomes of the elements is asked of tensors without values. They do not tell of a cast that depends on the
+    device (autocast's own two), so that the one cast is taken that says its dtype and nothing else.
+    """
     if operator is None:
         return False
     facts = facts_of(operator)
+    if facts.moves == "cast":
+        return operator == "aten.to.dtype"
     return facts.moves not in (None, "pad") and not facts.detached
 
 
