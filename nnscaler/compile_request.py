@@ -1,4 +1,4 @@
-"""What is to be compiled, as plain values: what the command line, settings and tokens say of a model and its plan."""
+"""A request to compile, as plain values: what the command line, settings and tokens say of a model and its plan."""
 
 from __future__ import annotations
 

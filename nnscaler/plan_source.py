@@ -120,7 +120,7 @@ def _memory_of(text: str | None) -> float | None:
 
 
 def is_words(spec: str) -> bool:
-    """Whether it says itself what the plan is (axes, auto), and is no file and no function."""
+    """Return whether it says itself what the plan is (axes, auto), and is no file and no function."""
     return "::" not in spec and ("=" in spec or parse_auto(spec) is not None)
 
 

@@ -109,12 +109,14 @@ class OperatorSpec:
 
     @property
     def view(self) -> bool:
-        """Whether its results lie in its first operand's memory: torch's schema says so. A cast does where it changes
-        nothing, which no graph has. Where strides do not allow it, `reshape` copies all the same."""
+        """Return whether its results lie in its first operand's memory, as torch's schema says.
+
+        A cast does where it changes nothing, which no graph has. Where strides do not allow it, `reshape` copies.
+        """
         return self.moves != "cast" and returns_alias(self.name)
 
     def is_detached(self, output: int) -> bool:
-        """Whether torch connects this output to no input."""
+        """Return whether torch connects this output to no input."""
         return self.detached if isinstance(self.detached, bool) else output in self.detached
 
 

@@ -1,4 +1,4 @@
-"""What torch itself says of its operators: facts that need no table. torch is imported at the first question."""
+"""Facts of operators that torch itself knows, and that need no table. torch is imported at the first question."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnscaler.compile_request import CompileRequest
 
@@ -150,22 +150,29 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--profile", metavar="FILE", help="costs measured by `nnscaler profile`")
 
 
-def compile_request(options: argparse.Namespace) -> CompileRequest:
-    """Return what the options of `add_plan_options` and `add_search_options` name, with the model and the seed."""
+def search_request(options: argparse.Namespace) -> CompileRequest:
+    """Return what the options of `add_search_options` name, with the model, its loss and the seed: no plan."""
     return CompileRequest(
         model=options.model,
         loss_fn=options.loss_fn,
         seed=options.seed,
         specialise=options.specialise,
         ranks=options.ranks,
-        plan=options.plan,
-        schedule=options.schedule,
-        micro_batches=options.micro_batches,
-        replicate=tuple(options.replicate),
         cluster=options.cluster,
         memory=options.memory,
         constraints=options.constraints,
         profile=options.profile,
+    )
+
+
+def compile_request(options: argparse.Namespace) -> CompileRequest:
+    """Return what the options of `add_plan_options` and `add_search_options` name, with the model and the seed."""
+    return replace(
+        search_request(options),
+        plan=options.plan,
+        schedule=options.schedule,
+        micro_batches=options.micro_batches,
+        replicate=tuple(options.replicate),
     )
 
 

@@ -35,7 +35,7 @@ def user_name(operator: str) -> str:
 
 
 def needs_device(operator: str) -> bool:
-    """Whether the operator takes its device from the rank; all others take it from their arguments."""
+    """Return whether the operator takes its device from the rank; all others take it from their arguments."""
     return operator.startswith("aten.") and is_factory(operator)
 
 

@@ -1,4 +1,7 @@
-"""Operations: the nodes of a graph."""
+"""Logical tensors and operations, of which a graph is made.
+
+A logical tensor is a whole tensor of the original model (the paper's pTensor).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,6 @@ def is_free_name(name: str) -> bool:
     """Return whether the name is an identifier of Python that a rank program does not use already."""
     return name.isidentifier() and not keyword.iskeyword(name) and name not in RESERVED
 
-
-# Logical tensors: the whole tensors of the original model (the paper's pTensors).
 
 # Sizes of dtypes, by torch's names for them.
 

@@ -1,1 +1,1 @@
-"""What a step takes: predicted by a cost model, and measured on this machine."""
+"""The time and memory of a step: predicted by a cost model, and measured on this machine."""

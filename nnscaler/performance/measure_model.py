@@ -77,7 +77,7 @@ def _timed(call: ShardCall, device: str) -> tuple[float, float] | str:
 
 
 def _collectives(ranks: int, server: ForkServer, listener: Listener) -> tuple[CollectiveEntry, ...]:
-    """What collectives take between processes of this machine; nothing, with a warning, where these fail."""
+    """Time collectives between processes of this machine; none, with a warning, where these fail."""
     calls = collective_calls(ranks)
     start = time.perf_counter()
     groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]

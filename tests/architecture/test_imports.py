@@ -19,8 +19,6 @@ PACKAGES = ("op_registry", "nnscaler", "verify")
 When = Literal["at import", "in a function", "for types"]
 Imports = Mapping[str, Mapping[When, set[str]]]  # of each module
 
-# Circles that shall go; a circle that is gone must leave this list.
-KNOWN_CIRCLES: list[frozenset[str]] = []
 # `nnscaler` tells type checkers its public names, which it imports on first use; its version is read below it.
 FRONT_DOOR = frozenset({"nnscaler", "nnscaler.codegen.generate", "nnscaler.compile"})
 # (importer, imported), as patterns -> why it is imported inside a function
@@ -179,21 +177,18 @@ def test_imports_have_no_cycle(imports: Imports) -> None:
 def test_imports_have_no_circle_through_functions(imports: Imports) -> None:
     """An import inside a function hides a circle from Python, not from a reader: neither file is understood first."""
     graph = graph_of(imports, "at import", "in a function")
-    found = circles(graph)
-    new = [described(circle, graph) for circle in found if circle not in KNOWN_CIRCLES]
-    assert not new, "import circles:\n\n" + "\n\n".join(new)
-    gone = [sorted(circle) for circle in KNOWN_CIRCLES if circle not in found]
-    assert not gone, f"these circles are gone; take them out of KNOWN_CIRCLES: {gone}"
+    found = [described(circle, graph) for circle in circles(graph)]
+    assert not found, "import circles:\n\n" + "\n\n".join(found)
 
 
 def test_circles_for_type_checkers_are_known(imports: Imports) -> None:
     """Imports under TYPE_CHECKING never run. A circle through them is allowed where it is named here."""
     found = circles(graph_of(imports, "at import", "for types"))
-    assert [circle for circle in found if circle not in KNOWN_CIRCLES] == [FRONT_DOOR]
+    assert list(found) == [FRONT_DOOR]
 
 
 def test_imports_inside_functions_are_for_start_up(imports: Imports) -> None:
-    """What is imported late without need hides what a module stands on."""
+    """A late import without need hides what a module stands on."""
     late = [(name, target) for name, by in imports.items() for target in by["in a function"] - by["at import"]]
     rules = {edge: [rule for rule in LATE if all(map(fnmatchcase, edge, rule))] for edge in late}
     wrong = [f"{name} imports {target} inside a function" for (name, target), found in rules.items() if not found]

@@ -105,7 +105,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 def asked(*arguments: str) -> PlanRequest:
-    """What a command line says, on two ranks of the simulator."""
+    """Return the request of a command line, on two ranks of the simulator."""
     return replace(plan_request(parsed(*arguments)), ranks=2, backend="simulator")
 
 

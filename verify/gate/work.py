@@ -1,4 +1,4 @@
-"""What a child process of the gate does with an item. The gate's own process never imports a user's file."""
+"""Verify one item of the gate, in a child process. The gate's own process never imports a user's file."""
 
 from __future__ import annotations
 

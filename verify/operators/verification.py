@@ -335,7 +335,7 @@ def verify_record(
     runner: Runner | None = None,
     advise: Callable[[Verification], None] = lambda verification: None,
 ) -> Report:
-    """What the oracle says of an operator.
+    """Ask the oracle about an operator.
 
     reproduce  gives the line that findings show
     progress   is told what runs, before it runs

@@ -92,7 +92,7 @@ def _ranks(request: PlanRequest, say: Callable[[str], None]) -> int:
 
 
 def _in_processes(request: PlanRequest) -> bool:
-    """Whether the ranks are processes, as far as that is known without torch."""
+    """Return whether the ranks are processes, as far as that is known without torch."""
     if request.backend is not None:
         return request.backend != "simulator"
     return request.rank_count <= PROCESS_LIMIT

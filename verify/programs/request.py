@@ -1,4 +1,4 @@
-"""What is to be verified, and how much of it, as plain values.
+"""A request to verify a program, as plain values: the program, and how much of it is looked at.
 
 The command line, the gate's settings, a `reproduce` token and Python each make a `PlanRequest` and hand it to
 `verify.programs.entry_point.verify_request`. What its paths lead to is a `PlanSubject`.
@@ -61,7 +61,7 @@ class PlanRequest(CompileRequest):
 
     @property
     def exact(self) -> bool:
-        """Whether it is compared up to rounding."""
+        """Return whether it is compared up to rounding."""
         return self.dtype == "float64"
 
     def with_plan(self, document: str) -> PlanRequest:

@@ -1,4 +1,4 @@
-"""What a request's paths lead to, and who is told of the run: the objects beside a `PlanRequest`, which holds none."""
+"""The objects beside a `PlanRequest`, which holds none: the loaded model and plan, and who is told of the run."""
 
 from __future__ import annotations
 

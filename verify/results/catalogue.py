@@ -16,7 +16,7 @@ PAGES = Path(__file__).parent / "explanations"
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What is known of one finding code.
+    """One finding code, and what it decides.
 
     sentence      explains it in one line
     undecided     it says that nothing could be decided, also beside something else that is refuted: it is a warning

@@ -1,5 +1,6 @@
-"""The bound on differences that float64 rounding can explain. Lower precisions are judged by
-`verify.programs.low_precision`.
+"""How far two tensors differ, and the bound on differences that float64 rounding can explain.
+
+Lower precisions are judged by `verify.programs.low_precision`.
 
 The bound is fixed. The unit of rounding is 1.1e-16; a step of a deep model adds up a few thousand of them, and correct
 programs measure 1e-16 to 1e-13. The bound, 1e-9, leaves four orders of magnitude to either side: the smallest real

@@ -9,8 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnscaler.cli.options import MODEL_HELP, SPECIALISE_HELP, add_search_options, add_verbosity, positive
-from nnscaler.compile_request import CompileRequest
+from nnscaler.cli.options import (
+    MODEL_HELP,
+    SPECIALISE_HELP,
+    add_search_options,
+    add_verbosity,
+    positive,
+    search_request,
+)
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -84,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.transform.select import select
 
     console: Console = options.console
-    request = _request(options)
+    request = search_request(options)
     check_targets(options.model, request.loss_fn)
     check_plan(request)
     wanted = asked_search(request)
@@ -112,21 +118,6 @@ def run(options: argparse.Namespace) -> int:
         console.result(line)
     _write(model.name, found, replayed, sections, options)
     return 0
-
-
-def _request(options: argparse.Namespace) -> CompileRequest:
-    """Name the model, and no plan: it is searched."""
-    return CompileRequest(
-        model=options.model,
-        loss_fn=options.loss_fn,
-        seed=options.seed,
-        specialise=options.specialise,
-        ranks=options.ranks,
-        cluster=options.cluster,
-        memory=options.memory,
-        constraints=options.constraints,
-        profile=options.profile,
-    )
 
 
 def _replayed(

@@ -1,1 +1,1 @@
-"""What commands print and write."""
+"""Print and write what commands find."""

@@ -1,6 +1,6 @@
 """Lower bounds of a configuration under a limit of memory, without solving it for all of its layers.
 
-For a chain of equal layers the bounds are those of `layered`. For any other graph:
+For a chain of equal layers the bounds are those of `pipeline_bound`. For any other graph:
 
 Stage s of p keeps up to live_s = min(m, p - s) of m micro-batches (1F1B). Of equal layers that rest in r bytes and keep
 k bytes of a micro-batch, at most sum_s memory / (r + live_s k) fit, however they are cut. The sum is convex in (r, k):

@@ -8,13 +8,14 @@ can any plan of this kind be?". Each kind gets a lower bound that is cheap to co
 than the best plan in hand are never solved, and the least bound of all that is left says how far from the optimum that
 plan can be. There are three levels, each with a method from the literature:
 
-1  which configuration (dp, tp, pp, micro-batches, recomputation, ZeRO): best-first branch and bound (`search`)
-2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`priced`, `solver.hull`)
+1  which configuration (dp, tp, pp, micro-batches, recomputation, ZeRO): best-first search (`branch_and_bound`)
+2  what a stage spends its memory on: Lagrangian relaxation of the limit of memory (`lagrangian_bound`,
+   `solver.pareto_frontier`)
 3  which strategy each operation takes: min-weight variable elimination, and min-plus powers of equal layers, which
    are both exact (`solver.eliminate`, `solver.fold`)
 
-Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`spread`). What level 2 leaves open is
-filled by mixing two ways to run a layer (`fill`), or by repair and branching (`solver.budget`).
+Between 1 and 2, a dynamic program spreads the layers over pipeline stages (`stage_partition_dp`). What level 2 leaves
+open is filled by mixing two ways to run a layer (`memory_fit`), or by repair and branching (`solver.solve`).
 
 Level 2 by hand
 ---------------

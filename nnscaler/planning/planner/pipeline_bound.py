@@ -1,11 +1,11 @@
 """Lower bounds for a pipeline of many equal layers under a limit of memory, for all cuts and all choices of layers.
 
-Every stage has a bound for every number of layers, by Lagrangian relaxation (see `priced`). The layers are then spread
-over the stages so that a step is shortest by these bounds (see `spread`). A step of 1F1B takes the sum of the stages'
-seconds, (micro-batches - 1) times the largest, and the work that is done once per step, on the stage that has most of
-it. Where all have about as much, each stage counts 1 / (micro-batches + stages - 1) of it: the sum and the largest then
-make up no more than the whole. Where one stage has much more (the one with the embedding), the least that this can be
-is added.
+Every stage has a bound for every number of layers, by Lagrangian relaxation (see `lagrangian_bound`). The layers are
+then spread over the stages so that a step is shortest by these bounds (see `stage_partition_dp`). A step of 1F1B takes
+the sum of the stages' seconds, (micro-batches - 1) times the largest, and the work that is done once per step, on the
+stage that has most of it. Where all have about as much, each stage counts 1 / (micro-batches + stages - 1) of it: the
+sum and the largest then make up no more than the whole. Where one stage has much more (the one with the embedding),
+the least that this can be is added.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from nnscaler.planning.solver.reduce import Reduced, reduce_problem, restrict
 from nnscaler.planning.solver.repair import repair_from
 
 # The best choices within one budget of memory, with a proven bound.
-# The bound is that of Lagrangian relaxation, from exact solves at prices of memory (see `hull`); the choices come
-# from the efficient points next to the budget and their crossings (see `repair`). Where a gap stays open, hubs are
-# fixed one by one (see `branch`), and a small problem is handed to an integer program.
+# The bound is that of Lagrangian relaxation, from exact solves at prices of memory (see `pareto_frontier`); the
+# choices come from the efficient points next to the budget and their crossings (see `repair`). Where a gap stays
+# open, hubs are fixed one by one (see `branch`), and a small problem is handed to an integer program.
 
 CLOSED = 0.005  # a gap that is small enough
 SMALL = 30_000  # columns of an integer program that is worth trying

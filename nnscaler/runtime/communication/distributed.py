@@ -1,4 +1,4 @@
-"""What communicators over torch.distributed share, whatever the backend.
+"""The common part of communicators over torch.distributed, whatever the backend.
 
 Each call is reported to a `Reporter` (what a hung rank was doing), and torch's errors become `CommunicationError`s that
 name the call.

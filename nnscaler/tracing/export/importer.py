@@ -34,7 +34,7 @@ _IGNORED = (
     "aten.sym_constrain_range_for_size.default",
     "aten.sym_constrain_range.default",
 )
-_MARK = "nnscaler_layer."  # `stitch_calls` leaves operators without results
+_MARK = "nnscaler_layer."  # `repeated_layers.calls` leaves operators without results
 _COPY = "aten.lift_fresh_copy.default"
 _PLACE_KEYWORDS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 _PLACE_TYPES = (torch.device, torch.layout, torch.memory_format)

@@ -53,7 +53,7 @@ class Active:
         self.record = Record(innermost[0] if innermost else "", own, self.model, self._is_given)
 
     def mark(self, operator: Any, args: tuple[Any, ...]) -> None:
-        """Leave an operator of `stitch_marks` in the tracer's graph."""
+        """Leave an operator of `calls` in the tracer's graph."""
         proxy = self.tracer.create_proxy("call_function", operator, args, {}, name="layer")
         proxy.node.meta["val"] = None
 

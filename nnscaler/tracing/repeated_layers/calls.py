@@ -2,7 +2,7 @@
 
 The first call of a run of layers is traced as ever, between two marks. Every later one runs too, with all that its
 Python code does, but torch's tracer is not told: the operators go into a `Record` instead. If the record equals that of
-a call that was traced, one mark stands for the call, and `stitch.expand` copies the traced body. If it does not, the
+a call that was traced, one mark stands for the call, and `expand` copies the traced body. If it does not, the
 steps of the record are told to the tracer after all. So each layer is compared, operator by operator.
 """
 

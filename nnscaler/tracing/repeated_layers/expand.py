@@ -1,4 +1,4 @@
-"""Put copies of a traced layer's operations where `stitch_calls` left one node for an equal layer."""
+"""Put copies of a traced layer's operations where `calls` left one node for an equal layer."""
 
 from __future__ import annotations
 

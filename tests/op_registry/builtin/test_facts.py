@@ -44,7 +44,7 @@ def results(w: Whole) -> list[Tensor]:
 
 
 def is_among(made: Tensor, given: Tensor) -> bool:
-    """Whether every element of one tensor is an element of the other."""
+    """Return whether every element of one tensor is an element of the other."""
     return bool(torch.isin(torch.view_as_real(made.cfloat()), torch.view_as_real(given.cfloat())).all())
 
 
@@ -76,7 +76,7 @@ def test_what_moves_elements_makes_no_new_ones(spec: OperatorSpec) -> None:
 
 
 def test_views_lie_in_the_memory_of_their_operand() -> None:
-    """What torch's schema says of aliases is what its kernels do on contiguous tensors; a view costs nothing."""
+    """Kernels do on contiguous tensors what torch's schema says of aliases; a view costs nothing."""
     apart: set[str] = set()
     for w in wholes(OF_TORCH):
         memory = [t.untyped_storage().data_ptr() for t in w.inputs]
@@ -116,7 +116,7 @@ def test_what_keeps_nothing_saves_no_tensor() -> None:
 
 
 def made_from_nothing(call: Call) -> bool:
-    """Whether a result of the call lies not where its tensors do. One that asks for their values is none."""
+    """Return whether a result of the call lies elsewhere than its tensors. One that asks for their values is none."""
     inputs = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in call.tensors()]
     try:
         outputs = run(call, inputs, {})

@@ -83,7 +83,7 @@ class Partition:
         return any(isinstance(s, Partial) and s.reduction != "sum" for states in self.states_out for s in states)
 
     def random_arguments(self, rank: Sequence[int]) -> dict[str, Any]:
-        """What a random operator is called with beside its own arguments, on one rank."""
+        """Return the arguments that a random operator takes beside its own, on one rank."""
         tensors = self.signature.call.tensors()
         shape = tensors[0].shape if tensors else next(o.shape for o in self.signature.call.outputs if o is not None)
         states = self.states_in[0] if tensors else self.states_out[0]

@@ -1,7 +1,7 @@
 """Test every transfer rule of the prover against torch: from arbitrary states, do the claimed states come out?
 
 A call of an ATen operator is drawn from what built-in operators do on their samples, forward and backward
-(`rule_fuzz_calls`), with more factors in its dims; then what is split and a state for every tensor. Where the rule
+(`calls`), with more factors in its dims; then what is split and a state for every tensor. Where the rule
 claims anything, tensors that are in these states are made for two and three ranks (asymmetric terms, uneven shards
 of any indices), the operator runs on the whole and on every rank, and the claim is compared with what ranks hold.
 """

@@ -18,7 +18,10 @@ _PLACE = ("stage", "name", "states", "logical_shape")
 
 
 def draws_numbers(function: str) -> bool:
-    """Whether the text calls an operator of the runtime that draws numbers: a user's own has no place to draw for."""
+    """Return whether the text calls an operator of the runtime that draws numbers.
+
+    A user's own operator has no place to draw for.
+    """
     return function.startswith("ops.") and facts_of(f"nnscaler.{function.removeprefix('ops.')}").random
 
 
