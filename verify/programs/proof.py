@@ -114,7 +114,7 @@ def prove_program(
         started = time.perf_counter()
         lemmas = prove_obligations(static.obligations, seconds=options.seconds, memo=memo, seed=options.seed)
         rows = check_rows(static.rows) if static.rows else None
-        sizes = sizes_result(graph, static.obligations)
+        sizes = sizes_result(graph, static.obligations, static.at_sample)
         counts = ", ".join(f"{n} {verdict}" for verdict, n in lemmas.counts.items())
         progress("prove", time.perf_counter() - started, f"{len(lemmas.lemmas)} lemmas: {counts}")
     problem = None if memo is None or memo.disk is None else memo.disk.problem

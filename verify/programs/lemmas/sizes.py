@@ -73,12 +73,21 @@ class SizesResult:
         return "\n".join(lines)
 
 
-def sizes_result(graph: Graph, obligations: Sequence[Obligation]) -> SizesResult:
-    """Return the sizes for which the obligations of a graph hold if they hold at the sample's. Does not raise."""
+def sizes_result(graph: Graph, obligations: Sequence[Obligation], at_sample: Sequence[str] = ()) -> SizesResult:
+    """Return the sizes for which the obligations of a graph hold if they hold at the sample's. Does not raise.
+
+    at_sample  lines of the program that were read with the sample's sizes, and may mean something else at others
+    """
     known = signatures(graph)
     relied_on = _by_operation(graph, known, obligations)
     every = _symbols(graph)
     blocked: dict[str, str] = {}
+    if at_sample:
+        more = f", and {len(at_sample) - 1} more lines" if len(at_sample) > 1 else ""
+        why = (
+            f"{at_sample[0]}{more}: no operation of the model, and shown to do nothing at the sizes of the sample only"
+        )
+        blocked = dict.fromkeys(every, why)
     while True:
         samples = {name: size for name, (size, _) in every.items() if name not in blocked}
         try:

@@ -194,6 +194,8 @@ class StaticResult:
     held         stage -> variable -> its type
     rows         functions of the conversion table that are called
     seconds      of wall time
+    at_sample    lines that are no operation of the model and do nothing at the sample's sizes, with their places; they
+                 may do something at others
     """
 
     outcomes: tuple[CheckOutcome, ...]
@@ -203,6 +205,7 @@ class StaticResult:
     held: Mapping[int, Mapping[str, Held]]
     rows: frozenset[str]
     seconds: float
+    at_sample: tuple[str, ...] = ()
 
     @property
     def proved(self) -> bool:
@@ -301,7 +304,10 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     total = tuple(f"{kind}{stage}.{micro}" for kind, stage, micro in order.total)
     kept = tuple(o for o in outcomes if o.check.count or o.findings)
     rows = frozenset(row for r in done for row in r.rows)
-    return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, rows, 0.0)
+    at_sample = tuple(
+        f"`{line.text}` in {r.stage.file}:{number}" for r in done for number, line in sorted(r.at_sample.items())
+    )
+    return StaticResult(kept, obligations, lines + sum(r.converted for r in done), total, held, rows, 0.0, at_sample)
 
 
 def _check_operators(roles: Sequence[RoleText], finder: Finder) -> None:

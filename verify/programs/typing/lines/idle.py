@@ -6,7 +6,7 @@ sizes, one for each place in the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -36,6 +36,7 @@ _TOTAL = frozenset(
         " cat.default stack.default zeros_like.default ones_like.default"
     ).split()
 )
+_TOTAL_AT_ALL_SIZES = _TOTAL - {"aten.cat.default", "aten.stack.default"}  # of one tensor; its dims, and no sizes
 _OF_MEMORY = frozenset({"memory_format", "layout", "device", "pin_memory"})  # without values nothing shows their effect
 _LARGEST = 1 << 26  # elements that a rank has memory for beside its own tensors
 _MANY = 64  # places in a mesh that are looked at one by one
@@ -66,6 +67,25 @@ class Move:
 def moves(line: Assignment) -> bool:
     """Return whether each element of the line's result is an element of its first operand, in another place."""
     return _is_move(operator_of(line.function, {})) and isinstance(line.kwargs.get("self"), Variable)
+
+
+def idle_at_all_sizes(line: Assignment, operands: Iterable[Locals]) -> bool:
+    """Return whether a line that does nothing at the sample's sizes does nothing at any.
+
+    Elements may be computed one by one, and dims exchanged. What names a size or a place in a dim (`slice`, `view`,
+    `squeeze`), or fits one tensor's sizes to another's, is seen at the sample's sizes only; so is an exchange of
+    dims where two of them have size 1 on a rank.
+    """
+    operator = operator_of(line.function, {})
+    if operator is None or len(list(variables(line.kwargs))) != 1:
+        return False
+    if not _is_move(operator):
+        return operator in _TOTAL_AT_ALL_SIZES
+    moved = facts_of(operator).moves
+    if moved in ("transpose", "permute"):
+        shapes = [tensor.shape for local in operands for tensor in local]
+        return bool(shapes) and all(list(shape).count(1) < 2 for shape in shapes)
+    return moved in ("value", "cast")
 
 
 def _is_move(operator: str | None) -> bool:

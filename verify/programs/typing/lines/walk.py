@@ -6,7 +6,7 @@ makes the tensor that it started from, and one that nothing reads changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 
@@ -15,7 +15,15 @@ from nnscaler.ir.layout import Layout
 from verify.programs.typing.lines.arguments import variables
 from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.forms import NoCall, canonical
-from verify.programs.typing.lines.idle import Locals, Move, as_before, idle_result, moves
+from verify.programs.typing.lines.idle import (
+    Locals,
+    Move,
+    as_before,
+    idle_at_all_sizes,
+    idle_result,
+    local_tensors,
+    moves,
+)
 from verify.programs.typing.lines.operations import Typed, Typer
 from verify.programs.typing.lines.random_numbers import draws_numbers
 from verify.programs.typing.lines.uniform import NO_DIMS, equal_layouts
@@ -88,6 +96,7 @@ class Reading:
     rows: set[str] = field(default_factory=set)  # functions of the conversion table
     returned: dict[str, Held | None] = field(default_factory=dict)
     made: dict[str, Held] = field(default_factory=dict)
+    at_sample: dict[int, Assignment] = field(default_factory=dict)  # idle lines that need not be idle at other sizes
 
     def note(self, number: int, mistake: Mistake) -> None:
         self.mistakes.append(Noted(self.stage, number, mistake))
@@ -282,6 +291,8 @@ class Walk:
             move = Move(None, line, self.moved.get(source) or Move(known if isinstance(known, Held) else None))
             before = as_before(move, self.graph, axes)
             if before is not None:
+                path = [local_tensors(step.held, self.graph, axes) for step in move.path() if step.held is not None]
+                self._idle(line, path)
                 self._assign(line.targets[0], before.held, replace(move, held=before.held))
                 return
         else:
@@ -291,7 +302,13 @@ class Walk:
         if not result:
             self._wrong(line, noted.mistake) if noted.number == line.number else self._wrong_before(line, noted)
             return
+        self._idle(line, [k if not isinstance(k, Held) else local_tensors(k, self.graph, axes) for k in local.values()])
         self._assign(line.targets[0], Idle(noted, result), move)
+
+    def _idle(self, line: Assignment, operands: Iterable[Locals]) -> None:
+        """Note an idle line that was seen to be idle at the sample's sizes only."""
+        if not idle_at_all_sizes(line, operands):
+            self.reading.at_sample[line.number] = line
 
     def _wrong_before(self, line: Assignment, noted: Noted) -> None:
         """Note that a line reads the result of an idle line."""
