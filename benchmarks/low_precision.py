@@ -38,8 +38,7 @@ from verify.programs.low_precision.measure import measured
 from verify.programs.low_precision.noise import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
 from verify.programs.program_directory import ProgramDirectory, open_program
-from verify.programs.reference.eager import Trajectory, names_of, run_reference
-from verify.programs.reference.randomised_state import logical_state, randomise_parameters
+from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict, merge
 

@@ -28,8 +28,7 @@ from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from verify.programs.entry_point import verify_request
-from verify.programs.random_plan import random_plan
-from verify.programs.random_plans import MESHES, PIPELINES
+from verify.programs.random_plans import MESHES, PIPELINES, random_plan
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
 from verify.self_test.programs.judge import read_statically

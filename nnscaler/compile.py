@@ -20,8 +20,7 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import communication_profile
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec

@@ -11,6 +11,21 @@ from op_registry.annotation.rules import parse_checked
 from op_registry.errors import AnnotationError, NnscalerError
 from op_registry.spec import OperatorSpec
 
+# Facts of operators that no plan holds: tracing spells them otherwise, so that they need no annotation.
+
+_CASTS = """
+    to.prim_Device to.prim_dtype to.prim_other _autocast_to_reduced_precision.default
+    _autocast_to_full_precision.default
+""".split()
+_DRAWN = "bernoulli.default bernoulli.p rand_like.default randn_like.default randint_like.default".split()
+
+UNANNOTATED: tuple[OperatorSpec, ...] = (
+    *(OperatorSpec(f"aten.{name}", "", moves="cast") for name in _CASTS),
+    *(OperatorSpec(f"aten.{name}", "", detached=True) for name in _DRAWN),
+    OperatorSpec("aten.detach_.default", "", moves="value", detached=True),
+    OperatorSpec("aten.atleast_1d.default", "", moves="unit dims"),
+)
+
 
 class Registry:
     """Operators by name. `load` gives the built-in ones, at the first use.
@@ -117,6 +132,5 @@ def facts_of(operator: str) -> OperatorSpec:
 
 @lru_cache(maxsize=8192)
 def _unannotated(operator: str) -> OperatorSpec:
-    from op_registry.builtin.unannotated import UNANNOTATED
 
     return next((spec for spec in UNANNOTATED if spec.name == operator), OperatorSpec(operator, ""))

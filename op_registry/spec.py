@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from op_registry.call import AxisShard, Call
-from op_registry.torch_schema import returns_alias
+from op_registry.schema import returns_alias
 
 AnnotationResult = str | tuple[str, Mapping[str, int]]  # the text, and sizes that shapes alone do not determine
 AnnotationFunction = Callable[[Call], AnnotationResult]
@@ -60,7 +60,7 @@ class OperatorSpec:
     localize       rewrites a call for one shard; arguments are (call, shards by identifier); may change the operator.
                    Raises `Refusal` with a reason where it cannot
     uneven         shards may have unequal sizes. None: they may where no hook rewrites the call; a hook that reads
-                   `AxisShard.sizes` (`op_registry.local_size` does) says True
+                   `AxisShard.sizes` (`op_registry.expression` does) says True
     flops          multiply-add pairs times two of one call, from the sizes of identifiers; None: the compiler counts
     random         draws random numbers, of the runtime's own: it is told its place
     draws_if       positions of arguments (a probability, a switch): torch draws where all of them are true

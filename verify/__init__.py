@@ -13,7 +13,7 @@ from verify.results.report import Check, Report
 from verify.results.verdict import Verdict, merge
 
 if TYPE_CHECKING:
-    from verify.operators.verify_op import verify_op
+    from verify.operators.run.many import verify_op
     from verify.programs.verify_plan import verify_plan
 
 __all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"]
@@ -22,7 +22,7 @@ __all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verif
 def __getattr__(name: str) -> Any:
     # torch is imported only when something is verified: `nnscaler --help` and error paths stay fast
     if name == "verify_op":
-        from verify.operators.verify_op import verify_op
+        from verify.operators.run.many import verify_op
 
         return verify_op
     if name == "verify_plan":

@@ -20,8 +20,8 @@ from verify.gate.baseline import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge
 from verify.gate.run import Clock, complete, find_operators, preload, run_items
+from verify.gate.run_order import State
 from verify.gate.settings import GateSettings, all_items, read_settings
-from verify.gate.state import State
 from verify.gate.work import perform_item
 from verify.operators.run.cache import open_cache
 from verify.report_formats import FORMATS

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from op_registry.torch_schema import is_factory, schema_of
+from op_registry.schema import is_factory, schema_of
 
 
 def is_builtin(operator: str) -> bool:

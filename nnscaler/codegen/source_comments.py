@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nnscaler.communication.communicated_graph import Compute, Statement
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Operation
 
 
 @dataclass(slots=True)

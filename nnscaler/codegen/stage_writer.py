@@ -12,10 +12,9 @@ from nnscaler.codegen.operators import function_text, needs_device, returns_sequ
 from nnscaler.codegen.source_comments import SourceComments
 from nnscaler.communication.communicated_graph import Compute, Convert, StageProgram, Statement, Version, reads, writes
 from nnscaler.communication.recomputed import group_of
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Region
 from nnscaler.ir.layout import Invariant, Layout, Replicated
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.operation import Region
 from nnscaler.ir.placement import Stage
 
 # Runs of statements that share a region of the model (no_grad, autocast) or a recompute group.

@@ -8,9 +8,8 @@ from itertools import chain, count
 from nnscaler.communication.communicated_graph import Convert, Feed, Message, Statement, Stored, Version
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import Move, find_path
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, is_free_name
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, format_layout
-from nnscaler.ir.operation import is_free_name
 from nnscaler.ir.placement import Stage
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from op_registry.call import Call
 
 from nnscaler.ir.conversion import Move
+from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout import Layout
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import PartitionedGraph, Placement, Stage
 
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
+from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.layout import Layout, is_uneven, local_shape
 from nnscaler.ir.mesh import DeviceMesh
-from nnscaler.ir.operation import element_bytes
 from nnscaler.ir.placement import Stage
 
 Ranks = tuple[int, ...]

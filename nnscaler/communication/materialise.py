@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from op_registry.bind_call import localise
 from op_registry.call import Call
-from op_registry.localize import localise
 
 from nnscaler.communication.builder import StageBuilder
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, Convert, StageProgram, Stored, Version
@@ -19,9 +19,8 @@ from nnscaler.communication.messages import bring
 from nnscaler.communication.stored import StoredLayout, stored_layouts, whole
 from nnscaler.ir.conversion import volume
 from nnscaler.ir.derive import input_layouts, output_layouts, shards_of
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import INVARIANT, Layout, Partial, full_along, local_shape, shape_of_rank
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, PartitionedGraph
 from nnscaler.ir.signature import Signature
 

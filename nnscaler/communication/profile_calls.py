@@ -22,9 +22,8 @@ from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.communication.regions import Message as Block
 from nnscaler.communication.regions import transfer, without_axis
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation, element_bytes
 from nnscaler.ir.layout import Partial
-from nnscaler.ir.operation import Operation, element_bytes
 
 
 @dataclass(frozen=True, slots=True)

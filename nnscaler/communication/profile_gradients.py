@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
 from nnscaler.communication.groups import Ranks, by_bytes, groups_over
 from nnscaler.communication.profile_calls import CallClass, layer_pattern
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import gradient_dtype
+from nnscaler.ir.graph import Graph, gradient_dtype
 from nnscaler.planning.cost.collectives import BUCKET_BYTES
 
 

@@ -25,9 +25,8 @@ from op_registry.registry import facts_of
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, StageProgram, Version
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.recomputed import group_of, kept_inputs
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import Layout, local_shape
-from nnscaler.ir.operation import element_bytes, gradient_dtype
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 from nnscaler.scheduling.schedule import Schedule

@@ -1,10 +1,9 @@
 """The intermediate representation: graphs, meshes, layouts, placements."""
 
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot, as_call, map_slots
 from nnscaler.ir.invariants import InternalError, check_graph
 from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State
 from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
-from nnscaler.ir.operation import LogicalTensor, Operation, Region, Role, Slot, as_call, map_slots
 from nnscaler.ir.placement import (
     Choice,
     PartitionedGraph,
@@ -15,8 +14,7 @@ from nnscaler.ir.placement import (
     Split,
     Stage,
 )
-from nnscaler.ir.printer import print_graph
-from nnscaler.ir.text_parser import parse_graph
+from nnscaler.ir.printer import parse_graph, print_graph
 
 __all__ = [
     "Axis",

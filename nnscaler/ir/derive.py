@@ -13,7 +13,7 @@ from op_registry.annotation.sizes import BoundAnnotation, BoundDim, BoundOperand
 from op_registry.annotation.splits import balanced, shard_of, splittable
 from op_registry.call import AxisShard
 
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import (
     INVARIANT,
     PARTIAL,
@@ -25,7 +25,6 @@ from nnscaler.ir.layout import (
     explain_illegal,
     without_gradient,
 )
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 

@@ -2,12 +2,156 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from types import MappingProxyType
+from typing import Any, Literal
 
-from nnscaler.ir.operation import LogicalTensor, Operation
+from op_registry.call import Call, TensorArgument
+from op_registry.spec import SourceLocation
+
+# Logical tensors and operations, of which a graph is made.
+# A logical tensor is a whole tensor of the original model (the paper's pTensor).
+
+# Names that a rank program can give to tensors and axes.
+
+# what a rank program uses for other things: its imports, and the attributes of a stage
+RESERVED = frozenset(
+    "self torch aten comm ops dtypes float recompute user device index ranks axes micro micro_batches parameters "
+    "frozen buffers constants inputs prepare_inputs receives sends updates forward prepare context rank coordinates "
+    "sizes loss".split()
+)
+
+
+def is_free_name(name: str) -> bool:
+    """Return whether the name is an identifier of Python that a rank program does not use already."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name not in RESERVED
+
+
+# Sizes of dtypes, by torch's names for them.
+
+HALF = ("float16", "bfloat16")
+_BYTES = {"bool": 1, "complex32": 4, "complex64": 8, "complex128": 16, "bfloat16": 2}
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of one element: `float32` -> 4."""
+    if dtype in _BYTES:
+        return _BYTES[dtype]
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())  # float8_e4m3fn
+    return int(digits) // 8
+
+
+def gradient_dtype(dtype: str) -> str:
+    """Gradients of half precision are accumulated in float32."""
+    return "float32" if dtype in HALF else dtype
+
+
+Role = Literal["parameter", "buffer", "constant", "input", "activation"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """A tensor of the graph.
+
+    name         unique in the graph
+    shape        of the whole tensor
+    dtype        its name: `float32`
+    role         parameter, buffer, constant, input or activation
+    needs_grad   whether gradients flow through it, by dataflow
+    fqns         a parameter's or buffer's names in the model's state, all of them when it is tied (the first is the
+                 canonical one); an input's path in the sample inputs; empty otherwise
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "activation"
+    needs_grad: bool = False
+    fqns: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands in an operation's arguments for its `index`-th input tensor."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The modes around the operation in the model.
+
+    grad_enabled   whether gradients are recorded
+    autocast       dtype name, or "off"; None outside of any region
+    recompute      the call of `torch.utils.checkpoint` that computes it again in backward, which does not change its
+                   meaning
+    """
+
+    grad_enabled: bool = True
+    autocast: str | None = None
+    recompute: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of an operator. A tensor that is used twice has two slots.
+
+    name          unique in the graph
+    operator      `aten.linear.default`
+    inputs        tensor names, by slot
+    args          positional arguments, with a `Slot` where a tensor stands
+    kwargs        keyword arguments, with a `Slot` where a tensor stands
+    outputs       tensor names; None for an output that is not a tensor or is never used
+    region        modes in which it ran
+    where         place in the model's code
+    module        path of the module that ran it (`blocks.0.attn`, "" at the top)
+    module_type   class name of that module
+    """
+
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[str | None, ...]
+    region: Region = field(default_factory=Region)
+    where: SourceLocation | None = None
+    module: str = ""
+    module_type: str = ""
+
+
+def map_slots(value: Any, function: Any) -> Any:
+    """Rebuild nested arguments with `function(slot)` in place of each slot."""
+    if isinstance(value, Slot):
+        return function(value)
+    if isinstance(value, list):
+        return [map_slots(v, function) for v in value]
+    if isinstance(value, tuple):
+        return tuple(map_slots(v, function) for v in value)
+    return value
+
+
+def as_call(operation: Operation, tensors: Mapping[str, LogicalTensor]) -> Call:
+    """Return the operation in the form in which the registry's functions take it."""
+
+    def argument(slot: Slot) -> TensorArgument:
+        tensor = tensors[operation.inputs[slot.index]]
+        return TensorArgument(slot.index, tensor.shape, tensor.dtype)
+
+    outputs = tuple(
+        None if name is None else TensorArgument(i, tensors[name].shape, tensors[name].dtype)
+        for i, name in enumerate(operation.outputs)
+    )
+    kwargs = {k: map_slots(v, argument) for k, v in operation.kwargs}
+    return Call(operation.operator, map_slots(operation.args, argument), kwargs, outputs)
 
 
 @dataclass(frozen=True)

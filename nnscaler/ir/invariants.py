@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Slot
+from nnscaler.ir.graph import Graph, Operation, Slot
 
 
 class InternalError(AssertionError):

@@ -17,8 +17,7 @@ from op_registry.call import Call
 from op_registry.registry import Registry, default_registry
 from op_registry.spec import OperatorSpec
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import as_call
+from nnscaler.ir.graph import Graph, as_call
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from typing import Any
 
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_states, output_states
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.ir.layout import INVARIANT, Replicated, Sharded, State
-from nnscaler.ir.operation import LogicalTensor, Operation
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
 

@@ -8,8 +8,7 @@ from itertools import product
 from math import prod
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches

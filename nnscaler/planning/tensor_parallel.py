@@ -15,9 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from op_registry.annotation.splits import balanced
 
 from nnscaler.ir.derive import explain_illegal_choices
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Sharded
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from op_registry.torch_schema import may_draw
+from op_registry.schema import may_draw
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor, Operation
-from nnscaler.tracing.export.raw import RawGraph, written_inputs
-from nnscaler.tracing.rewrite import LEAF_ROLES
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation
+from nnscaler.tracing.rewrite import LEAF_ROLES, RawGraph, written_inputs
 
 _COPY = re.compile(r"@.*$")
 _NUMBER = re.compile(r"_\d+$")

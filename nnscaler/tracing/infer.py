@@ -10,7 +10,7 @@ from torch import Tensor
 
 from op_registry.call import DType
 
-from nnscaler.ir.operation import LogicalTensor
+from nnscaler.ir.graph import LogicalTensor
 from nnscaler.tracing.rewrite import Ref, map_references
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from op_registry.call import DType
 from op_registry.registry import default_registry, facts_of
-from op_registry.torch_schema import is_factory, schema_of
+from op_registry.schema import is_factory, schema_of
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, map_slots
+from nnscaler.ir.graph import Graph, Operation, map_slots
 from nnscaler.runtime import ops
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.tracing.infer import dtype_of, map_leaves, torch_operator

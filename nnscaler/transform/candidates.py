@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from nnscaler.ir.derive import even_or_balanced, input_states, is_legal, output_states, resolve
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Sharded, State
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
 

@@ -13,9 +13,8 @@ from dataclasses import replace
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_states, output_states
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import INVARIANT, Replicated
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import PartitionedGraph, Placement, RunInvariant
 from nnscaler.ir.signature import Signature
 

@@ -15,9 +15,8 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import STEP, find_path
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, resolve
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Replicated, Sharded, State
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.candidates import split_of

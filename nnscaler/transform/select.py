@@ -7,8 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 
 
 def matches(op: Operation, pattern: str) -> bool:

@@ -13,8 +13,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.transform.balance import balanced_cuts, cut_limits
 from nnscaler.transform.layers import Layer, describe_layers, describe_paths, layers_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from op_registry.annotation.printer import print_operand
-from op_registry.annotation.syntax import Annotation, Dim, Opaque, Operand
+from op_registry.annotation.syntax import Annotation, Dim, Opaque, Operand, print_operand
 from op_registry.errors import AnnotationError, annotation_error
 
 Shape = tuple[int, ...]

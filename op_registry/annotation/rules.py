@@ -10,8 +10,20 @@ from dataclasses import replace
 from functools import lru_cache
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.printer import print_annotation, print_identifier, print_operand
-from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Mark, Opaque, Operand
+from op_registry.annotation.syntax import (
+    Annotation,
+    Concat,
+    Dim,
+    Group,
+    Identifier,
+    Integer,
+    Mark,
+    Opaque,
+    Operand,
+    print_annotation,
+    print_identifier,
+    print_operand,
+)
 from op_registry.errors import AnnotationError, annotation_error
 
 OutputOnly = bool | frozenset[str]  # may outputs have identifiers of their own: all, none, or these

@@ -12,7 +12,6 @@ from functools import lru_cache
 from math import prod
 
 from op_registry.annotation.mismatch import Mismatch, misfit
-from op_registry.annotation.printer import print_annotation
 from op_registry.annotation.rules import check, parse_checked, tied_identifiers
 from op_registry.annotation.syntax import (
     Annotation,
@@ -25,6 +24,7 @@ from op_registry.annotation.syntax import (
     Opaque,
     Operand,
     Reduction,
+    print_annotation,
 )
 
 Shape = tuple[int, ...]

@@ -6,41 +6,28 @@ Importing this package needs no torch.
 
 from op_registry.builtin.layers import (
     attention,
-    batch_norm,
-    convolution,
-    experts,
     interpolation,
     loss,
     normalization,
-    pooling,
     recurrent,
+    windows,
 )
 from op_registry.builtin.numeric import (
-    distance,
-    einsum,
     elementwise,
     linear_algebra,
     matmul,
     reduction,
-    scan,
-    special,
     spectral,
 )
-from op_registry.builtin.tensors import arrange, casts, diagonal, embedding, factories, index, ordering, pieces, views
+from op_registry.builtin.tensors import arrange, embedding, factories, index, pieces, views
 from op_registry.spec import OperatorSpec
 
 SPECS: tuple[OperatorSpec, ...] = (
     *arrange.SPECS,
     *attention.SPECS,
-    *batch_norm.SPECS,
-    *casts.SPECS,
-    *convolution.SPECS,
-    *diagonal.SPECS,
-    *distance.SPECS,
-    *einsum.SPECS,
+    *windows.SPECS,
     *elementwise.SPECS,
     *embedding.SPECS,
-    *experts.SPECS,
     *factories.SPECS,
     *index.SPECS,
     *interpolation.SPECS,
@@ -48,13 +35,9 @@ SPECS: tuple[OperatorSpec, ...] = (
     *loss.SPECS,
     *matmul.SPECS,
     *normalization.SPECS,
-    *ordering.SPECS,
     *pieces.SPECS,
-    *pooling.SPECS,
     *recurrent.SPECS,
     *reduction.SPECS,
     *spectral.SPECS,
-    *scan.SPECS,
-    *special.SPECS,
     *views.SPECS,
 )

@@ -6,15 +6,9 @@ from functools import cache
 
 from op_registry.samples import (
     algebra,
-    batch_norm,
     dims,
-    images,
-    losses,
     math,
-    pieces,
     pointwise,
-    recurrent,
-    special,
     tables,
     windows,
 )
@@ -28,13 +22,7 @@ SAMPLES: tuple[Sample, ...] = (
     *math.SAMPLES,
     *tables.SAMPLES,
     *windows.SAMPLES,
-    *images.SAMPLES,
-    *pieces.SAMPLES,
-    *recurrent.SAMPLES,
-    *batch_norm.SAMPLES,
-    *special.SAMPLES,
     *algebra.SAMPLES,
-    *losses.SAMPLES,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from op_registry.call import DType
-from op_registry.samples.sample import B, C, F, I, S, Sample
+from op_registry.samples.sample import B, C, F, I, P, S, Sample
 
 _PRODUCTS: tuple[Sample, ...] = (
     S("linear", F(6, 12, 18), F(24, 18), splits="*0 *1 k n"),
@@ -154,4 +154,20 @@ _ATTENTION: tuple[Sample, ...] = (
     S(_SDPA, F(4, 6, 12, 3), F(4, 6, 18, 3), F(4, 6, 18, 8), enable_gqa=True, splits="a b l v"),
 )
 
-SAMPLES: tuple[Sample, ...] = (*_PRODUCTS, *_SUMS, *_FROZEN, *_NORMS, *_ATTENTION)
+
+# Samples: the parts of batch norm.
+
+_BATCH_NORM_SAMPLES: tuple[Sample, ...] = (
+    S("nnscaler.batch_mean", F(12, 6, 18), splits="b c s0"),
+    S("nnscaler.batch_mean", F(24, 12), splits="b c"),
+    S("nnscaler.batch_mean", F(6, 12, 4, 18), splits="b c s0 s1"),
+    S("nnscaler.batch_variance", F(12, 6, 18), F(6), splits="b c s0"),
+    S("nnscaler.batch_variance", F(24, 12), F(12), splits="b c"),
+    S("nnscaler.batch_normalise", F(12, 6, 18), F(6), P(2, 6), F(6), F(6), 1e-5, splits="b c s0"),
+    S("nnscaler.batch_normalise", F(24, 12), F(12), P(2, 12), None, None, 1e-5, splits="b c"),
+    S("nnscaler.batch_normalise", F(6, 12), F(12), P(2, 12), F(12), None, 0.1, splits="b c"),
+    S("nnscaler.running_statistic", C(12), C(12), 0.3, splits="c"),
+)
+
+
+SAMPLES: tuple[Sample, ...] = (*_PRODUCTS, *_SUMS, *_FROZEN, *_NORMS, *_ATTENTION, *_BATCH_NORM_SAMPLES)

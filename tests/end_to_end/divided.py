@@ -10,8 +10,7 @@ from math import prod
 from typing import Any
 
 from nnscaler.compile import parse_spec
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.policies import make_plan

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nnscaler.cli.defaults import command_defaults
 from nnscaler.cli.main import build_parser, main
+from nnscaler.cli.options import command_defaults
 from nnscaler.errors import NnscalerError
 from verify.operators.run.targets import read_project
 

@@ -26,7 +26,7 @@ from op_registry.call import AxisShard
 from op_registry.errors import AnnotationError
 from op_registry.registry import default_registry
 
-from nnscaler.ir.operation import Operation, as_call
+from nnscaler.ir.graph import Operation, as_call
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.interpret import run_graph
 from tests.op_registry.builtin.oracle import Whole, as_leaf, check_split, differentiable, gradients, run

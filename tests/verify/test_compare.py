@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from verify import Verdict
-from verify.programs.reference.eager import measure_condition
-from verify.programs.reference.randomised_state import logical_state, randomise_parameters
+from verify.programs.reference.eager import logical_state, measure_condition, randomise_parameters
 from verify.results.tolerance import difference, exact_tolerance, family_scale, largest
 
 KEY = ("gradient", 0, "w")

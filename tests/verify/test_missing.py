@@ -11,13 +11,13 @@ import pytest
 
 from op_registry.registry import default_registry
 
-from nnscaler.cli.commands.missing import missing_of
+from nnscaler.cli.commands.list_things import missing_of
 from nnscaler.cli.main import main
 from nnscaler.cli.output.console import Console
 from nnscaler.compile import parallelize
 from nnscaler.model_file import load_model_file
 from nnscaler.transform.plan import SplitStep
-from verify.operators.missing.text import missing_lines
+from verify.operators.missing.report import missing_lines
 
 RARE = "special_i1e"
 MODEL = """\

@@ -20,8 +20,8 @@ from op_registry.spec import OperatorSpec
 from verify import Verdict
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.draw_calls import builtin_call
-from verify.operators.audit.probed import Probed
 from verify.operators.audit.side_effects import audit
+from verify.operators.audit.watched import Probed
 from verify.results.catalogue import CODES
 from verify.results.finding import Finding
 from verify.self_test.operators.mutants.custom_backward import with_backward

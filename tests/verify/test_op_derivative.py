@@ -25,7 +25,7 @@ from tests.verify.backwards import (
 )
 from verify import Verdict
 from verify.operators.audit.handwritten import handwritten
-from verify.operators.audit.probed import Probed
+from verify.operators.audit.watched import Probed
 from verify.self_test.operators.mutants.custom_backward import with_backward
 
 

@@ -14,7 +14,7 @@ from verify.programs.checks.logical import Holding
 from verify.programs.execution.failure import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap
 from verify.programs.typing import check_program
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict

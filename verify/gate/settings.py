@@ -24,8 +24,8 @@ from nnscaler.config import (
     value_of_variable,
 )
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import find_target
 from nnscaler.planning.auto import parse_auto
-from nnscaler.targets import find_target
 from verify.gate.items import Item, OpItem, OpSource, Option, PlanItem, SourceKind, check_names, plan_name
 from verify.programs.request import BACKENDS, DTYPES, PlanRequest
 

@@ -29,8 +29,8 @@ from verify.evidence.provers import prove_base
 from verify.evidence.strength import TESTED, Strength, weakest
 from verify.operators.audit.derivative import check_derivative
 from verify.operators.audit.opcheck import opcheck
-from verify.operators.audit.probed import Probed
 from verify.operators.audit.side_effects import audit
+from verify.operators.audit.watched import Probed
 from verify.results.catalogue import INCOMPARABLE
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment

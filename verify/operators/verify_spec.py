@@ -15,7 +15,7 @@ from nnscaler.ir.placement import Split
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.findings import wrong
 from verify.evidence.oracle.runner import CaseResult, Runner
-from verify.operators.suggest.derived import add_derived
+from verify.operators.suggest.tested import add_derived
 from verify.operators.suggest.widen import repair, widen
 from verify.operators.verification import Reproduce, Verification, verify_record
 from verify.results.finding import Finding

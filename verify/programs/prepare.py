@@ -20,9 +20,8 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
 from verify.programs.program_directory import ProgramDirectory, open_program
-from verify.programs.reference.eager import record_draws
+from verify.programs.reference.eager import randomise_parameters, record_draws
 from verify.programs.reference.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
-from verify.programs.reference.randomised_state import randomise_parameters
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject, RunContext
 

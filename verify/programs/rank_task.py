@@ -12,11 +12,10 @@ from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.failure import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.prepare import Prepared
-from verify.programs.reference.eager import Trajectory, names_of
-from verify.programs.reference.randomised_state import logical_state
+from verify.programs.reference.eager import Trajectory, logical_state, names_of
 from verify.programs.request import PlanRequest
+from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import Trial
-from verify.programs.source_map import SourceMap
 from verify.results.report import Check
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from nnscaler.compile_request import CompileRequest
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import CompileRequest
 
 if TYPE_CHECKING:
     import torch

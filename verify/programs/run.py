@@ -24,9 +24,10 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.training.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
-from verify.programs.checks import forward_only, resume, run_checks, timed
+from verify.programs.checks import resume, run_checks, timed
 from verify.programs.checks import trials as trial_check
 from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor, Comparison
+from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.backends import run_program
 from verify.programs.execution.failure import Failure
@@ -38,12 +39,11 @@ from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
 from verify.programs.rank_task import Beside, failed, make_comparison, make_task
-from verify.programs.reference.eager import Settings, Trajectory, measure_condition, run_reference
+from verify.programs.reference.eager import Settings, Trajectory, logical_state, measure_condition, run_reference
 from verify.programs.reference.program_draws import UnmatchedDraws
-from verify.programs.reference.randomised_state import logical_state
 from verify.programs.request import PlanRequest, check_values
+from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import plan_trials
-from verify.programs.source_map import SourceMap
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.finding import Finding
@@ -256,7 +256,7 @@ def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[
         partial(trial_check.check, comparison, trial) for trial in beside.trials
     ]
     if beside.forward_only:
-        checks.append(lambda: forward_only.check(comparison))
+        checks.append(lambda: check_forward_only(comparison))
     if task.checkpoint is not None:
         folder = task.checkpoint
         checks.append(lambda: resume.check(comparison, load_checkpoint(folder).state))

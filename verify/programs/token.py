@@ -15,8 +15,8 @@ from shlex import join, quote
 from typing import Any
 
 from nnscaler.errors import NnscalerError
+from nnscaler.model_file import find_target
 from nnscaler.plan_source import is_words, plan_text
-from nnscaler.targets import find_target
 from verify.programs.request import PlanRequest
 from verify.results.packed_word import Damaged, pack, unpack
 from verify.results.report import environment

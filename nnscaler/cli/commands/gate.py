@@ -206,7 +206,7 @@ def _run(
     from contextlib import closing
 
     from verify.gate.run import run_items
-    from verify.gate.state import read_state, state_file
+    from verify.gate.run_order import read_state, state_file
     from verify.gate.work import perform_item
     from verify.operators.run.cache import open_cache
 
@@ -280,7 +280,7 @@ def _updated(
 
 
 def _remember(settings: GateSettings, outcome: GateOutcome) -> None:
-    from verify.gate.state import Last, read_state, state_file, write_state
+    from verify.gate.run_order import Last, read_state, state_file, write_state
 
     file = state_file(settings.folder)
     now = {

@@ -5,10 +5,41 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import time
+import warnings
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import MODEL_HELP, seconds
 from nnscaler.cli.output.exit_codes import ExitCode
+from nnscaler.model_file import check_targets, load_model_file
+
+# List the operators of a model file that lack an annotation.
+
+if TYPE_CHECKING:
+    from nnscaler.cli.output.console import Console
+    from verify.operators.missing.report import MissingReport
+
+
+def missing_of(
+    target: str, seed: int, loss_fn: str | None, specialise: bool, timeout: float, console: Console
+) -> MissingReport:
+    """Report on `model.py` or `model.py::factory`. Raises NnscalerError as loading and tracing do."""
+    check_targets(target, loss_fn)
+    from nnscaler.tracing import trace
+    from verify.operators.missing.report import report_missing
+
+    model = load_model_file(target, seed, loss_fn)
+    console.progress(f"load         {model.name}")
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of functions without annotation: the report is about them
+        traced = trace(model.build(), model.inputs, specialise=specialise)
+    taken = time.perf_counter() - started
+    console.progress(f"trace        {taken:5.1f} s  {len(traced.graph.operations)} operations")
+    for note in traced.notes:
+        console.detail(note)
+    return report_missing(model.name, traced, timeout, console.progress)
+
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -91,13 +122,12 @@ def _missing(options: argparse.Namespace, console: Console) -> int:
         raise NnscalerError(
             "usage", f"--missing is about ops, not {options.what}", help="nnscaler list ops --missing MODEL"
         )
-    from nnscaler.cli.commands.missing import missing_of
 
     report = missing_of(options.missing, options.seed, options.loss_fn, options.specialise, options.timeout, console)
     if options.json:
         console.result(json.dumps(report.as_dict(), indent=1))
     else:
-        from verify.operators.missing.text import missing_lines
+        from verify.operators.missing.report import missing_lines
 
         console.lines(missing_lines(report))
     return ExitCode.REFUTED if report.rows else ExitCode.VERIFIED

@@ -81,8 +81,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints, writes. Raises NnscalerError."""
-    from nnscaler.cli.output.plan_compare import comparison, other_plan, replay_other
-    from nnscaler.cli.output.plan_text import explanation, summary
+    from nnscaler.cli.output.plan_text import comparison, explanation, other_plan, replay_other, summary
     from nnscaler.ir.signature import signatures
     from nnscaler.model_file import check_targets, load_model_file, traced
     from nnscaler.plan_source import asked_search, check_plan

@@ -143,8 +143,8 @@ def run(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace, console: Console) -> Settings:
     from verify.operators.run.cache import open_cache
     from verify.operators.run.deep import require_hypothesis, verify_deep
+    from verify.operators.run.job import verify_job
     from verify.operators.run.many import Settings
-    from verify.operators.run.run_job import verify_job
 
     if options.profile == "deep":
         require_hypothesis()
@@ -161,7 +161,7 @@ def _settings(options: argparse.Namespace, console: Console) -> Settings:
 
 def _results(jobs: list[Job], asked: OpOptions, settings: Settings, console: Console) -> list[JobResult]:
     """Every result; each is told on stderr as it comes."""
-    from nnscaler.cli.output.progress import ProgressLine
+    from nnscaler.cli.output.console import ProgressLine
     from verify.operators.run.many import run_many
 
     found: list[JobResult] = []
@@ -186,7 +186,7 @@ def _line(result: JobResult) -> str:
 
 def _print(results: list[JobResult], options: argparse.Namespace, taken: float) -> None:
     from nnscaler.cli.output.show import destinations, print_reports
-    from verify.operators.run.summary import summary
+    from verify.operators.run.many import summary
 
     console: Console = options.console
     reports = [result.report for result in results]

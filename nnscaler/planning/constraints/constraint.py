@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.planning.configurations import Configuration
 

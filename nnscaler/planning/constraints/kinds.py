@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint

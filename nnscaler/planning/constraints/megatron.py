@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from op_registry.annotation.splits import balanced
 
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Sharded, State
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint

@@ -8,16 +8,15 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from op_registry.bind_call import localise
 from op_registry.call import Call, TensorArgument
 from op_registry.expression import Expression
-from op_registry.localize import localise
 from op_registry.registry import facts_of
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import explain_illegal_choices, input_layouts, output_layouts, shards_of
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import local_shape, shape_of_rank
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape

@@ -9,7 +9,7 @@ from math import prod
 from op_registry.annotation.sizes import BoundDim
 from op_registry.registry import facts_of
 
-from nnscaler.ir.operation import element_bytes
+from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import Shape, Shapes
 from nnscaler.transform.saved_tensors import kept_slots

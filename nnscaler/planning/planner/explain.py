@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Operation
 from nnscaler.planning.planner.find_plan import Found
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.solver.fold import min_marginal

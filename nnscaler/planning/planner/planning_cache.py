@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import element_bytes
+from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.ir.conversion import ROWS, Move, find_path, move_cost
+from nnscaler.ir.graph import LogicalTensor, element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal, full_along, local_shape
-from nnscaler.ir.operation import LogicalTensor, element_bytes
 from nnscaler.planning.cost.model import Collective, CostModel
 from nnscaler.planning.sharding.problem_config import Setting
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from op_registry.registry import facts_of
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import HALF, element_bytes, gradient_dtype
+from nnscaler.ir.graph import HALF, Graph, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.saved_tensors import kept_slots
 

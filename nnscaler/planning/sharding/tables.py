@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, without_gradient
-from nnscaler.ir.operation import LogicalTensor, Operation, element_bytes, gradient_dtype
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.cost.work import computes_in

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from nnscaler.ir.graph import LogicalTensor, element_bytes
 from nnscaler.ir.layout import INVARIANT, Layout, Sharded, local_shape
-from nnscaler.ir.operation import LogicalTensor, element_bytes
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.sharding.memory import parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting

@@ -17,14 +17,12 @@ from op_registry.register import operator_of
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor, Operation, Region, Role, Slot
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot
 from nnscaler.tracing.export.checkpoints import checkpoint_of
 from nnscaler.tracing.export.locations import location_of_trace, module_of
 from nnscaler.tracing.export.loss_module import PREFIX
-from nnscaler.tracing.export.raw import RawGraph, storage_of, written_inputs
 from nnscaler.tracing.infer import dtype_name
-from nnscaler.tracing.rewrite import Ref, iterate_references, make_operation
+from nnscaler.tracing.rewrite import RawGraph, Ref, iterate_references, make_operation, storage_of, written_inputs
 
 _IGNORED = (
     "aten._assert_tensor_metadata.default",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.operation import LogicalTensor, Operation, Region
-from nnscaler.tracing.export.raw import RawGraph
-from nnscaler.tracing.rewrite import Builder, Ref
+from nnscaler.ir.graph import LogicalTensor, Operation, Region
+from nnscaler.tracing.rewrite import Builder, RawGraph, Ref
 
 RUNNING_STATISTIC = "nnscaler.running_statistic"
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from op_registry.call import DType
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor, Operation, Region
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
 from nnscaler.tracing.infer import is_floating
 from nnscaler.tracing.rewrite import Builder, Ref
 

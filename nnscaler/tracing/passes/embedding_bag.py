@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor, Operation
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.tracing.rewrite import Builder, Ref
 
 _NAMES = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from op_registry.call import DType
 from op_registry.registry import facts_of
+from op_registry.schema import has_default_dtype
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
+from nnscaler.tracing.passes.in_place import DROPOUTS, slice_bounds
 from nnscaler.tracing.passes.needs_grad import needing_grad
-from nnscaler.tracing.passes.view_inverse import DROPOUTS, slice_bounds
 from nnscaler.tracing.rewrite import Builder, Ref
 
 _GROUPED = "aten._grouped_mm.default"
@@ -116,3 +116,36 @@ def _slice_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> tup
     values = dict(zip(("dim", "start", "end", "step"), args[1:], strict=False)) | kwargs
     given = {"dim": 0, "start": None, "end": None, "step": 1} | values
     return given["dim"], given["start"], given["end"], given["step"]  # type: ignore[return-value]
+
+
+# Reshaping is spelled one way, with explicit sizes; so are expansion and the dtypes of factories.
+
+
+def spell_shapes(graph: Graph) -> Graph:
+    """Views and reshapes become `aten.reshape(x, sizes)` (strides of the traced run are not a property of shards),
+    expansions `aten.expand(x, sizes)`, and factories name their dtype.
+    """
+    builder = Builder(graph)
+    for operation in graph.operations:
+        if not _spell(operation, builder):
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _spell(operation: Operation, builder: Builder) -> bool:
+    kind = operation.operator
+    if not operation.outputs or operation.outputs[0] is None:
+        return False
+    args, kwargs = builder.references(operation)
+    output = builder.source.tensors[operation.outputs[0]]
+    moves = facts_of(kind).moves
+    if moves == "reshape":
+        spelled, args, kwargs = "aten.reshape.default", (args[0], output.shape), {}
+    elif moves == "expand":
+        spelled, args, kwargs = "aten.expand.default", (args[0], output.shape), {}
+    elif kind.startswith("aten.") and has_default_dtype(kind):
+        spelled, kwargs = kind, {**kwargs, "dtype": DType(output.dtype)}
+    else:
+        return False
+    builder.emit(spelled, args, kwargs, outputs=(output,), like=operation, name=operation.name)
+    return True

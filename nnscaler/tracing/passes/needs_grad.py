@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from op_registry.registry import facts_of
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.tracing.infer import is_floating
 
 
@@ -53,3 +52,20 @@ def mark_needs_grad(graph: Graph) -> Graph:
         return replace(operation, region=replace(operation.region, grad_enabled=True))
 
     return graph.replace(tensors=tensors, operations=tuple(simplified(op) for op in graph.operations))
+
+
+# Operations whose results nobody uses disappear, and so do results and constants that nobody uses.
+
+
+def remove_dead_code(graph: Graph) -> Graph:
+    """Keep what the loss and the updates need. Parameters, buffers and inputs stay, used or not."""
+    used = {graph.loss, *(value for _, value in graph.updates)}
+    kept = []
+    for operation in reversed(graph.operations):
+        outputs = tuple(name if name in used else None for name in operation.outputs)
+        if any(name is not None for name in outputs):
+            kept.append(replace(operation, outputs=outputs))
+            used.update(operation.inputs)
+    always = ("parameter", "buffer", "input")
+    tensors = {name: t for name, t in graph.tensors.items() if name in used or t.role in always}
+    return graph.replace(tensors=tensors, operations=tuple(reversed(kept)))

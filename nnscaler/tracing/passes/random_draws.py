@@ -10,11 +10,10 @@ from typing import Any
 
 from op_registry.call import DType
 from op_registry.registry import facts_of
-from op_registry.torch_schema import may_draw
+from op_registry.schema import may_draw
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor, Operation
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.tracing.draws import formula_of, numbers_of
 from nnscaler.tracing.infer import infer
 from nnscaler.tracing.rewrite import Builder, Ref

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation, Region
+from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.tracing.rewrite import Builder, Ref
 
 _Key = tuple[str, int, Region]

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor, Operation, Slot
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical import with_names
-from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.infer import dtype_name
 from nnscaler.tracing.repeated_layers.calls import NAMESPACE, LayerCall
 from nnscaler.tracing.repeated_layers.looks import CannotStitch
+from nnscaler.tracing.rewrite import RawGraph
 
 STORED = ("parameter", "buffer")
 

@@ -11,11 +11,11 @@ from nnscaler.errors import NnscalerError
 from nnscaler.tracing.canonical import canonical
 from nnscaler.tracing.export.importer import import_program
 from nnscaler.tracing.export.loss_module import LossModule
-from nnscaler.tracing.export.raw import RawGraph
 from nnscaler.tracing.export.run_export import Exported, export_loss
+from nnscaler.tracing.repeated_layers.active_call import repeated_layers
 from nnscaler.tracing.repeated_layers.calls import Calls, following
 from nnscaler.tracing.repeated_layers.expand import expand
-from nnscaler.tracing.repeated_layers.sites import repeated_layers
+from nnscaler.tracing.rewrite import RawGraph
 from nnscaler.tracing.strided_views import name_windows
 
 _AT_LEAST = {"auto": 8, "always": 2}

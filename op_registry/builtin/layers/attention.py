@@ -11,7 +11,7 @@ from math import prod
 
 from op_registry.builtin._dims import aligned, all_frozen, annotate, broadcast_shape, letters, linear_in, tensor
 from op_registry.call import Call, TensorArgument
-from op_registry.local_size import block_start
+from op_registry.expression import block_start
 from op_registry.spec import AnnotationResult, LinearSets, OperatorSpec, Shards
 
 _ROWS = "nnscaler.causal_rows"  # what a block of rows runs

@@ -5,6 +5,8 @@ An operand that is expanded along a split dim lacks the identifier: it is replic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from op_registry.builtin._dims import all_frozen, annotate, broadcast, letters, linear_in, linear_in_all, marked, tensor
 from op_registry.call import Call
 from op_registry.spec import LinearSets, OperatorSpec
@@ -104,6 +106,67 @@ def _overload(name: str) -> str:
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
+# Changes of dtype. None of them passes partial sums: rounding before the sum is not rounding after it.
+
+
+def companion(shape: Sequence[int], target: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Dims of an operand whose values do not matter (it only gives a dtype).
+
+    It shares a dim of the result where the sizes agree, so that it may stay sharded as the others are.
+    """
+    offset = len(target) - len(shape)
+    return [
+        names[offset + i] if offset + i >= 0 and size == target[offset + i] else f"y{i}^"
+        for i, size in enumerate(shape)
+    ]
+
+
+def _like_other(call: Call) -> str:
+    """`type_as(x, other)`: other gives the dtype only."""
+    x, other = tensor(call, 0, "self"), tensor(call, 1, "other")
+    names = letters(x.ndim)
+    return annotate([names, companion(other.shape, x.shape, names)], [names])
+
+
+_NAMES = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default")
+
+_CASTS_SPECS: tuple[OperatorSpec, ...] = (
+    *(OperatorSpec(f"aten.{name}", "* -> *", moves="cast", keeps_nothing=True) for name in _NAMES),
+    OperatorSpec("aten.type_as.default", _like_other, moves="cast", keeps_nothing=True),
+    OperatorSpec("aten.to.other", _like_other, moves="cast", keeps_nothing=True),
+)
+
+
+# The functions of `torch.special`: element by element.
+
+_UNARY_SPECIAL = """
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammaln i0 i0e
+    i1 i1e log1p log_ndtr logit modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln
+    ndtr ndtri polygamma psi round scaled_modified_bessel_k0 scaled_modified_bessel_k1 sinc spherical_bessel_j0
+""".split()
+_BINARY = "gammainc gammaincc".split()
+_WITH_NUMBERS = "xlog1py xlogy zeta".split()
+_POLYNOMIALS = """
+    chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
+    hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+""".split()
+_OVERLOADS = (
+    *((name, ("default",)) for name in _BINARY),
+    *((name, ("default", "other_scalar", "self_scalar")) for name in _WITH_NUMBERS),
+    *((name, ("default", "n_scalar", "x_scalar")) for name in _POLYNOMIALS),
+)
+
+_SPECIAL_SPECS: tuple[OperatorSpec, ...] = (
+    *(OperatorSpec(f"aten.special_{name}.default", "* -> *") for name in _UNARY_SPECIAL),
+    *(
+        OperatorSpec(f"aten.special_{name}.{overload}", broadcasting)
+        for name, overloads in _OVERLOADS
+        for overload in overloads
+    ),
+)
+
+
 SPECS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(_overload(name), "* -> *") for name in _UNARY),
     *(
@@ -156,4 +219,6 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"nnscaler.{name}", "* -> *", random=True)
         for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
     ),
+    *_CASTS_SPECS,
+    *_SPECIAL_SPECS,
 )

@@ -19,7 +19,8 @@ from op_registry.builtin._dims import (
     whole,
 )
 from op_registry.call import Call
-from op_registry.spec import LinearSets, OperatorSpec
+from op_registry.expression import block_start
+from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 _EITHER = linear_in({0}, {1})
 _EITHER_AND_FIRST = linear_in({0, 1}, {0, 2})
@@ -166,6 +167,93 @@ def _kron(call: Call) -> str:
     return annotate([left, right], [[f"({a} {b})" if a and b else a or b for a, b in pairs]])
 
 
+# `einsum` in every spelling: blanks, capitals, `...`, no arrow, one letter twice in a term.
+# Letters that the result lacks are reductions. A letter twice in one term is a diagonal: no layout splits one, so
+# that letter is frozen and the others stay free.
+
+_DOTS = "..."
+
+
+def _terms(equation: str) -> tuple[list[str], str]:
+    """The operands' letters and the result's; without `->` those that occur once, in alphabetical order."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow:
+        used = left.replace(",", "").replace(".", "")
+        right = (_DOTS if _DOTS in left else "") + "".join(sorted(c for c in set(used) if used.count(c) == 1))
+    return left.split(","), right
+
+
+def _spelled(term: str, common: list[str]) -> list[str]:
+    """The names of a term's dims, `...` being those in `common`."""
+    head, dots, tail = term.partition(_DOTS)
+    return [*head, *(common if dots else ()), *tail]
+
+
+def _einsum(call: Call) -> str:
+    """`einsum("b i k, k j -> b i j", [x, y])`; dims of `...` broadcast, aligned at the right."""
+    tensors = call.tensors()
+    terms, result = _terms(str(call.get(0, "equation")))
+    rests = [t.ndim - len(term.replace(_DOTS, "")) for t, term in zip(tensors, terms, strict=True)]
+    common = [f"e{i}" for i in range(max(rests))]
+    spelled = [_spelled(term, common[len(common) - rest :]) for term, rest in zip(terms, rests, strict=True)]
+    output = _spelled(result, common)
+    twice = {name for names in spelled for name in names if names.count(name) > 1}
+    sizes: dict[str, int] = {}
+    for t, names in zip(tensors, spelled, strict=True):
+        for name, size in zip(names, t.shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+
+    def dim(name: str, size: int) -> str:
+        if size != sizes[name]:
+            return "1"  # expanded
+        return f"{name}^" if name in twice else name if name in output else f"{name}+"
+
+    inputs = [
+        [dim(n, size) for n, size in zip(names, t.shape, strict=True)]
+        for t, names in zip(tensors, spelled, strict=True)
+    ]
+    return annotate(inputs, [[dim(n, sizes[n]) for n in output]])
+
+
+_EINSUM_SPECS: tuple[OperatorSpec, ...] = (
+    OperatorSpec("aten.einsum.default", _einsum, linear=linear_in_each, flops=product_flops),
+)
+
+
+# Products by groups: rows sorted by expert, one matrix per expert, and a list of where each expert's rows end.
+# Rows split into contiguous blocks (the ends are counted from the block's first row), experts into blocks whose
+# other rows are zero, and hidden dims as in any product.
+
+
+def _flops(sizes: Mapping[str, int]) -> int:
+    """Every row meets the matrix of one group."""
+    return product_flops({name: size for name, size in sizes.items() if name not in ("e", "g")})
+
+
+def _localize(call: Call, shards: Shards) -> Call:
+    """The first row and the first group of this block."""
+    if "m" not in shards and "g" not in shards:
+        return call
+    a, b, ends = call.tensors()
+    row = block_start("m", a.shape[0], shards["m"]) if "m" in shards else 0
+    group = block_start("g", b.shape[0], shards["g"]) if "g" in shards else 0
+    return Call("nnscaler.grouped_mm", (a, b, ends, row, group), {}, call.outputs)
+
+
+_EXPERTS_SPECS: tuple[OperatorSpec, ...] = tuple(
+    OperatorSpec(
+        name,
+        "m k+, g+ k+ n, e^ -> m n",
+        linear=linear_in({0}, {1}),
+        contiguous=frozenset({"m", "g"}),
+        localize=_localize,
+        uneven=True,
+        flops=_flops,
+    )
+    for name in ("transformers.grouped_mm_fallback.default", "nnscaler.grouped_mm")
+)
+
+
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.linear.default", _linear, linear=_linear_sets, flops=product_flops),
     *(
@@ -197,4 +285,6 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"aten.{name}.default", _chain, linear=linear_in_each)
         for name in ("chain_matmul", "linalg_multi_dot")
     ),
+    *_EINSUM_SPECS,
+    *_EXPERTS_SPECS,
 )

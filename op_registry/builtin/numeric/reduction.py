@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf, prod
 
-from op_registry.builtin._dims import annotate, letters, linear_in_all, marked, output_shape, parts, tensor, whole_dims
+from op_registry.builtin._dims import (
+    aligned,
+    annotate,
+    letters,
+    linear_in,
+    linear_in_all,
+    marked,
+    output_shape,
+    parts,
+    tensor,
+    whole,
+    whole_dims,
+)
 from op_registry.call import Call, TensorArgument
 from op_registry.spec import AnnotationFunction, LinearSets, OperatorSpec, Shards
 
@@ -165,6 +177,125 @@ def _frozen_specs() -> tuple[OperatorSpec, ...]:
     )
 
 
+# Operators that run along one dim, which is frozen: softmax, cumulative sums and the like.
+
+
+def along(dim_at: int = 1, default: int | None = None, outputs: int = 1) -> AnnotationFunction:
+    """Same shape; the one dim that it runs along is frozen."""
+
+    def annotation(call: Call) -> str:
+        ndim = tensor(call, 0, "self").ndim
+        dim = whole(call.get(dim_at, "dim", default), ndim)
+        names = [f"{n}^" if i == dim else n for i, n in enumerate(letters(ndim))]
+        return annotate([names], [names] * outputs)
+
+    return annotation
+
+
+def _diff(call: Call) -> str:
+    """Differences along a dim, which is frozen in every operand."""
+    tensors = call.tensors()
+    ndim = tensors[0].ndim
+    dim = whole(call.get(2, "dim", -1), ndim)
+    names = letters(ndim, avoid="n")
+    inputs = [[f"z{t.index}^" if i == dim else n for i, n in enumerate(names)] for t in tensors]
+    times = call.get(1, "n", 1)
+    size = sum(t.shape[dim] for t in tensors) - times if times else tensors[0].shape[dim]  # of none: x as it is
+    return annotate(inputs, [[str(max(size, 0)) if i == dim else n for i, n in enumerate(names)]])
+
+
+def _trapezoid(cumulative: bool) -> AnnotationFunction:
+    """`trapezoid(y, x, dim)`: an integral along a dim of y, at the places x (of the dim alone, or of all)."""
+
+    def annotation(call: Call) -> str:
+        y, tensors = tensor(call, 0, "y"), call.tensors()
+        dim = whole(call.kwargs.get("dim", -1), y.ndim)
+        names = [f"{n}^" if i == dim else n for i, n in enumerate(letters(y.ndim))]
+        inputs = [names]
+        if len(tensors) == 2:
+            inputs.append([names[dim]] if tensors[1].ndim == 1 else aligned(tensors[1].shape, y.shape, names))
+        size = [str(y.shape[dim] - 1)] if cumulative else []
+        return annotate(inputs, [[*names[:dim], *size, *names[dim + 1 :]]])
+
+    return annotation
+
+
+_TRAPEZOIDS = {"trapezoid": False, "trapz": False, "cumulative_trapezoid": True}
+_SOFTMAXES = "softmax.int log_softmax.int special_softmax.default special_log_softmax.default".split()
+
+_SCAN_SPECS: tuple[OperatorSpec, ...] = (
+    *(OperatorSpec(f"aten.{name}", along()) for name in _SOFTMAXES),
+    *(OperatorSpec(f"aten.{name}.default", along()) for name in ("_softmax", "_log_softmax", "_safe_softmax")),
+    OperatorSpec("aten.cumsum.default", along(), linear=unless_cast),
+    OperatorSpec("aten.cumprod.default", along()),
+    OperatorSpec("aten.logcumsumexp.default", along()),
+    *(OperatorSpec(f"aten.{name}.default", along(outputs=2)) for name in ("cummax", "cummin")),
+    OperatorSpec("aten.diff.default", _diff, linear=linear_in_all),
+    *(OperatorSpec(f"aten.{n}.dx", _trapezoid(c), linear=linear_in({0})) for n, c in _TRAPEZOIDS.items()),
+    *(OperatorSpec(f"aten.{n}.x", _trapezoid(c), linear=linear_in({0}, {1})) for n, c in _TRAPEZOIDS.items()),
+)
+
+
+# Sorting: the dim that is sorted, or searched, is frozen.
+
+
+def _sorting(dim_at: int, name: str = "self", outputs: int = 2) -> AnnotationFunction:
+    """`values, indices` of the shape of the input."""
+
+    def annotation(call: Call) -> str:
+        ndim = tensor(call, 0, name).ndim
+        dim = whole(call.get(dim_at, "dim", -1), ndim)
+        dims = [f"{n}^" if i == dim else n for i, n in enumerate(letters(ndim))]
+        return annotate([dims], [dims] * outputs)
+
+    return annotation
+
+
+def _topk(call: Call) -> str:
+    """`topk(x, k, dim)`: the number taken is part of the call."""
+    ndim = tensor(call, 0, "self").ndim
+    dim = whole(call.get(2, "dim", -1), ndim)
+    names = letters(ndim, avoid="k")
+    taken = str(call.get(1, "k"))
+    result = [taken if i == dim else n for i, n in enumerate(names)] if ndim else []
+    return annotate([[f"{n}^" if i == dim else n for i, n in enumerate(names)]], [result] * 2)
+
+
+def _first_sorted(call: Call) -> str:
+    """`msort(x)` sorts along the first dim."""
+    names = letters(tensor(call, 0, "self").ndim)
+    dims = [f"{n}^" if i == 0 else n for i, n in enumerate(names)]
+    return annotate([dims], [dims])
+
+
+def _searchsorted(call: Call) -> str:
+    """`searchsorted(sequence, x)`: one sequence for all, or one for each place of the dims before the last.
+
+    The result counts the entries below x, and counts of parts add up; a `sorter` points into the whole sequence.
+    """
+    sequence, x = call.tensors()[0], call.get(1, "self")
+    places = x if isinstance(x, TensorArgument) else None
+    sorters = len(call.tensors()) - 1 - (places is not None)
+    along = "s^" if sorters else "s+"
+    names = letters(sequence.ndim - 1, avoid="sx")
+    result = [*names, "x"]
+    if sequence.ndim == 1:
+        result = letters(places.ndim, avoid="s") if places is not None else []
+    rows = [*names, along]
+    return annotate([rows, *[result] * (places is not None), *[rows] * sorters], [result])
+
+
+_ORDERING_SPECS: tuple[OperatorSpec, ...] = (
+    OperatorSpec("aten.sort.default", _sorting(1)),
+    OperatorSpec("aten.sort.stable", _sorting(2)),
+    OperatorSpec("aten.argsort.default", _sorting(1, outputs=1)),
+    OperatorSpec("aten.argsort.stable", _sorting(2, outputs=1)),
+    OperatorSpec("aten.topk.default", _topk),
+    OperatorSpec("aten.msort.default", _first_sorted),
+    *(OperatorSpec(f"aten.searchsorted.{of}", _searchsorted) for of in ("Tensor", "Scalar")),
+)
+
+
 SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.sum.default", of_all("+"), linear=unless_cast),
     OperatorSpec("aten.sum.dim_IntList", _over("+"), linear=unless_cast),
@@ -179,4 +310,6 @@ SPECS: tuple[OperatorSpec, ...] = (
     *_extreme_specs(),
     *_norm_specs(),
     *_frozen_specs(),
+    *_SCAN_SPECS,
+    *_ORDERING_SPECS,
 )

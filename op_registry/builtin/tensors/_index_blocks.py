@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from op_registry.builtin._dims import tensor, whole
 from op_registry.call import Call, TensorArgument
-from op_registry.expression import Expression
-from op_registry.local_size import block_start
+from op_registry.expression import Expression, block_start
 from op_registry.spec import Shards
 
 

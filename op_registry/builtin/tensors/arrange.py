@@ -17,7 +17,7 @@ from op_registry.builtin._dims import (
     whole_dims,
 )
 from op_registry.call import Call
-from op_registry.local_size import local_size
+from op_registry.expression import local_size
 from op_registry.spec import AnnotationFunction, AnnotationResult, LinearSets, Moves, OperatorSpec, Shards
 
 _FIRST = linear_in({0})
@@ -254,6 +254,30 @@ def _spec(
     return OperatorSpec(f"aten.{name}", annotation, linear=linear, moves=moves)
 
 
+# Diagonals of vectors and matrices: what becomes one is frozen, the other dims are free.
+
+
+def _whole(call: Call) -> str:
+    """`diag(x)`, `diagflat(x)`: a vector onto a diagonal, or the diagonal of a matrix."""
+    inputs = marked(letters(tensor(call, 0, "self").ndim), "^")
+    return annotate([inputs], [[str(size) for size in output_shape(call)]])
+
+
+def _of_matrices(call: Call) -> str:
+    """`linalg_diagonal(A, offset, dim1, dim2)`: keywords all, of the last two dims by default."""
+    names = letters(tensor(call, 0, "A").ndim)
+    pair = {whole(call.kwargs.get(f"dim{i}", i - 3), len(names)) for i in (1, 2)}
+    inputs = [f"{n}^" if i in pair else n for i, n in enumerate(names)]
+    return annotate([inputs], [[*(n for i, n in enumerate(names) if i not in pair), str(output_shape(call)[-1])]])
+
+
+_DIAGONAL_SPECS: tuple[OperatorSpec, ...] = (
+    OperatorSpec("aten.diag.default", _whole, linear=_FIRST),
+    OperatorSpec("aten.linalg_diagonal.default", _of_matrices, linear=_FIRST),
+    OperatorSpec("aten.diagflat.default", _whole, linear=_FIRST),
+)
+
+
 SPECS: tuple[OperatorSpec, ...] = (
     _spec("transpose.int", _transpose, moves="transpose"),
     _spec("swapaxes.default", _swapaxes, moves="transpose"),
@@ -293,4 +317,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("meshgrid.indexing", _meshgrid, linear_in_all),
     _spec("pixel_shuffle.default", _pixel_shuffle),
     _spec("pixel_unshuffle.default", _pixel_unshuffle),
+    *_DIAGONAL_SPECS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from op_registry.builtin._dims import all_frozen, annotate, letters, linear_in, marked, output_shape, tensor
 from op_registry.call import Call, TensorArgument
-from op_registry.local_size import block_start, local_size
+from op_registry.expression import block_start, local_size
 from op_registry.spec import LinearSets, OperatorSpec, Shards
 
 

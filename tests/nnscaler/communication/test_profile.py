@@ -20,7 +20,7 @@ from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import CommunicationProfile, communication_profile
 from nnscaler.compile import compile_traced
-from nnscaler.ir.operation import element_bytes
+from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
@@ -32,7 +32,7 @@ from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RecomputeStep, ReplicateStep, SplitStep
 from tests import traced_examples
-from verify.programs.random_plan import random_plan
+from verify.programs.random_plans import random_plan
 
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
 

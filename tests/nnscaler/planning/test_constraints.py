@@ -11,9 +11,8 @@ import pytest
 import verify
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import input_states
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Sharded, State
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster
@@ -42,7 +41,7 @@ from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 from tests.traced_examples import loaded
-from verify.programs.random_plan import random_plan
+from verify.programs.random_plans import random_plan
 
 
 def found(graph: Graph, ranks: int, *kept: Constraint) -> Found:

@@ -10,10 +10,8 @@ import pytest
 from nnscaler.ir import Graph, check_graph, parse_graph, print_graph
 from nnscaler.tracing.passes.attention_dropout import lower_attention_dropout
 from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
-from nnscaler.tracing.passes.dead_code import remove_dead_code
-from nnscaler.tracing.passes.identities import drop_identities
-from nnscaler.tracing.passes.needs_grad import mark_needs_grad
-from nnscaler.tracing.passes.shapes import spell_shapes
+from nnscaler.tracing.passes.identities import drop_identities, spell_shapes
+from nnscaler.tracing.passes.needs_grad import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.tile_slices import tile_slices
 
 

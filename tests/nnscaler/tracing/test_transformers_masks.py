@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.operation import Operation, Slot
+from nnscaler.ir.graph import Operation, Slot
 from nnscaler.tracing import trace
 from nnscaler.tracing.export import export_flags as as_eager
 

@@ -19,8 +19,18 @@ from tests.verify.gate.results import finding, report
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
 from verify.gate.outcome import ItemResult, judge
 from verify.gate.run import Clock, complete, find_operators, run_items
-from verify.gate.run_order import Phase, batches, expected, first_units, other_units
-from verify.gate.state import Last, State, read_state, state_file, write_state
+from verify.gate.run_order import (
+    Last,
+    Phase,
+    State,
+    batches,
+    expected,
+    first_units,
+    other_units,
+    read_state,
+    state_file,
+    write_state,
+)
 from verify.programs.request import PlanRequest
 from verify.results.report import Report
 from verify.results.verdict import Verdict

@@ -8,7 +8,7 @@ import pytest
 
 from nnscaler.ir.graph import Graph
 from tests.verify.lemmas.planted import planned as make_planned
-from verify.programs.lemmas.obligation import Stated
+from verify.programs.lemmas.statement import Stated
 
 Planned = tuple[Graph, tuple[Stated, ...]]
 

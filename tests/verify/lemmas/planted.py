@@ -19,7 +19,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.transform.apply import apply_plan
 from tests.traced_examples import traced
 from verify.programs.lemmas import LemmaResult, Obligation, obligations_of, prove_obligations
-from verify.programs.lemmas.obligation import Stated
+from verify.programs.lemmas.statement import Stated
 
 SECONDS = 60.0
 AXES = (("tp", 2),)

@@ -10,8 +10,8 @@ import pytest
 from nnscaler.ir.graph import Graph
 from tests.verify.lemmas.planted import SECONDS
 from verify.programs.lemmas import Memo, prove_obligations
-from verify.programs.lemmas.obligation import Stated
 from verify.programs.lemmas.result import NAME
+from verify.programs.lemmas.statement import Stated
 from verify.results.verdict import Verdict
 
 Plan = Callable[..., tuple[Graph, tuple[Stated, ...]]]

@@ -23,9 +23,8 @@ from verify.evidence.strength import Strength
 from verify.operators.run.cache import Cache
 from verify.programs.lemmas import LemmaResult, Memo, check_claims, prove_obligations
 from verify.programs.lemmas.check_claims import Evidence
-from verify.programs.lemmas.obligation import Stated
 from verify.programs.lemmas.representative import represent
-from verify.programs.lemmas.statement import Claim, Splits
+from verify.programs.lemmas.statement import Claim, Splits, Stated
 from verify.results.verdict import Verdict
 
 

@@ -14,8 +14,8 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import RunPartial, Split
 from tests.verify.lemmas.planted import SECONDS, called, floats, integers, stated
 from verify.programs.lemmas import LemmaResult, prove_obligations
-from verify.programs.lemmas.obligation import Obligation, Stated
 from verify.programs.lemmas.representative import represent
+from verify.programs.lemmas.statement import Obligation, Stated
 from verify.results.verdict import Verdict
 
 FIRST = RunPartial(frozenset({0}))

@@ -16,7 +16,7 @@ from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from verify import verify_plan
 from verify.programs.lemmas import SizesResult, obligations_of, sizes_result
-from verify.programs.lemmas.obligation import Stated
+from verify.programs.lemmas.statement import Stated
 
 Planned = Callable[..., tuple[Graph, tuple[Stated, ...]]]
 

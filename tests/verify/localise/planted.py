@@ -19,9 +19,9 @@ from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_all
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.program_directory import open_program
-from verify.programs.reference.randomised_state import logical_state
+from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap
 from verify.programs.subject import PlanSubject
 from verify.results.finding import Finding
 

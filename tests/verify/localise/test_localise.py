@@ -13,7 +13,7 @@ from tests.verify.localise.planted_gradients import BACKWARD
 from tests.verify.localise.planted_values import FORWARD
 from verify.programs.localise import first_divergent, localise
 from verify.programs.localise.localise import find_culprits
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap
 
 EVERY = (*FORWARD, *BACKWARD)
 Get = Callable[[str], Bench]

@@ -22,8 +22,7 @@ from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.rank_program import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
 from verify.programs.program_directory import ProgramDirectory, open_program
-from verify.programs.reference.eager import Trajectory, names_of, run_reference
-from verify.programs.reference.randomised_state import logical_state, randomise_parameters
+from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import exact_tolerance
 
 

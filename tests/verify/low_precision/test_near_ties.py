@@ -14,10 +14,9 @@ from nnscaler.runtime.program.loader import load_user_module
 from tests.verify.low_precision.conftest import Case, make_case
 from verify import verify_plan
 from verify.programs.low_precision import run as level
-from verify.programs.low_precision.measure import Measured
+from verify.programs.low_precision.measure import FIRST_DRAWS, Measured
 from verify.programs.low_precision.measures import Statistics
 from verify.programs.low_precision.noise import NearTies, Noise, NoisyModel, Target, draw_noise
-from verify.programs.low_precision.rows import FIRST_DRAWS
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict, merge
 from verify.self_test.programs.subjects import BATCH, shorten

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.verify.low_precision.conftest import Case, make_case
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.low_precision import run as level
+from verify.programs.low_precision.measure import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
 from verify.programs.low_precision.noise import Noise, choose_loss_scale, draw, parts_of, subject_of, targets_of
-from verify.programs.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO
 from verify.results.catalogue import CODES
 from verify.results.finding import Finding
 from verify.results.report import Check

@@ -19,8 +19,7 @@ from verify.programs.execution.rank_program import Task
 from verify.programs.minimise import PlanTrial, minimise, minimise_plan
 from verify.programs.minimise.minimise import units_of
 from verify.programs.prepare import Prepared, prepare
-from verify.programs.reference.eager import run_reference
-from verify.programs.reference.randomised_state import logical_state
+from verify.programs.reference.eager import logical_state, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.subject import PlanSubject
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from op_registry.call import Call
-from op_registry.expression import index
-from op_registry.local_size import block_start
+from op_registry.expression import block_start, index
 from op_registry.registry import default_registry
 from op_registry.samples.sample import F, I, S, U
 from op_registry.spec import OperatorSpec, Refusal, Shards

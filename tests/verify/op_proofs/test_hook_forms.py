@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from op_registry.call import AxisShard, Call
-from op_registry.local_size import local_size
+from op_registry.expression import local_size
 from op_registry.spec import OperatorSpec, Refusal, SchemaParameter, Shards
 
 from nnscaler.ir.placement import Split

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nnscaler.errors import NnscalerError
-from verify.operators.verify_op import verify_op
+from verify.operators.run.many import verify_op
 from verify.processes import pool
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
-from op_registry.torch_schema import schema_of
+from op_registry.schema import schema_of
 
 from nnscaler.compile import compile_traced
 from nnscaler.tracing import trace

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from op_registry.bind_call import localise
 from op_registry.call import TensorArgument
-from op_registry.localize import localise
 from op_registry.samples import SAMPLES
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.ir.layout import (
     INVARIANT,
     PARTIAL,
@@ -32,7 +32,6 @@ from nnscaler.ir.layout import (
     explain_illegal,
     shape_of_rank,
 )
-from nnscaler.ir.operation import LogicalTensor, Operation, Slot
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature, signatures
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole

@@ -13,8 +13,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
 from nnscaler.ir.signature import signatures
 from tests.traced_examples import compiled, traced
-from verify.programs.random_plan import random_plan
-from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE
+from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, random_plan
 from verify.programs.typing import StaticResult, check_program
 from verify.programs.typing.typed_value import normal
 

@@ -15,8 +15,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import Traced, trace
 from tests.verify.static.test_right import check_layouts, findings
-from verify.programs.random_plan import random_plan
-from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh
+from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plan
 from verify.programs.typing import check_program
 
 _TABLE = re.compile(r"\((\d+(?:, \d+)+)\)")

@@ -183,7 +183,7 @@ def with_symbols(
     sizes: Mapping[str, int | torch.SymInt],
     outputs: Sequence[tuple[int | torch.SymInt, ...] | None],
 ) -> Call:
-    """Return the call with symbols for its size arguments: those which `op_registry.localize` would make a shard's."""
+    """Return the call with symbols for its size arguments: those which `op_registry.bind_call` would make a shard's."""
     spec, call = signature.spec, signature.call
     assert spec is not None
     if spec.shape_argument is not None:

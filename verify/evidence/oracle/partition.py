@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from op_registry.bind_call import localise
 from op_registry.call import Call
-from op_registry.localize import localise
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State, shape_of_rank

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from op_registry.bind_call import localise
 from op_registry.call import Call, TensorArgument
 from op_registry.expression import Expression
-from op_registry.localize import localise
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import shards_of

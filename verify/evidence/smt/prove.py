@@ -1,7 +1,7 @@
 """Proofs for all values at small sizes: that the shards of an operator's call make up the whole.
 
 The operator is traced on small shapes, whole and on each shard, with the call that the shard really makes (rewritten by
-`op_registry.localize`). Both traces run on symbols, and Z3 shows that every output element and every gradient element
+`op_registry.bind_call`). Both traces run on symbols, and Z3 shows that every output element and every gradient element
 agree. Where the backward has no semantics here, a proof of the forward pass is a proof of the gradients too: both sides
 are the same function for all real values, so their derivatives are the same. That is not said of a hand-written
 backward, of a hook or of a detached value.

@@ -29,10 +29,9 @@ from verify.operators.audit.central_differences import (
     survey,
     with_gradients,
 )
-from verify.operators.audit.handwritten import Handwritten, handwritten, plain
-from verify.operators.audit.low_precision import Deviation, deviation
+from verify.operators.audit.handwritten import Deviation, Handwritten, deviation, handwritten, plain
 from verify.operators.audit.own_forward import Blame, find_wrong
-from verify.operators.audit.probed import Probed, one_line, shapes_of, tensor_names
+from verify.operators.audit.watched import Probed, one_line, shapes_of, tensor_names
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.verdict import Verdict

@@ -29,7 +29,7 @@ from verify.operators.audit.central_differences import (
     with_gradients,
 )
 from verify.operators.audit.handwritten import Handwritten
-from verify.operators.audit.probed import has_setup_context, tensor_names
+from verify.operators.audit.watched import has_setup_context, tensor_names
 from verify.results.tolerance import difference, largest
 
 CALLS = 6  # recorded calls that are judged

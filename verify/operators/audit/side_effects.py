@@ -26,8 +26,19 @@ from op_registry.spec import OperatorSpec
 from verify.evidence.inputs import generators as randomness
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
-from verify.operators.audit.probed import Probed, one_line, shapes_of, tensor_names
-from verify.operators.audit.watched import BackwardRaised, Change, Watched, same, strided, watch, watch_forward
+from verify.operators.audit.watched import (
+    BackwardRaised,
+    Change,
+    Probed,
+    Watched,
+    one_line,
+    same,
+    shapes_of,
+    strided,
+    tensor_names,
+    watch,
+    watch_forward,
+)
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import difference, family_scale

@@ -4,17 +4,98 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from op_registry.registry import Registry, default_registry
+from op_registry.spec import AnnotationFunction, OperatorSpec
+
+from nnscaler.ir.graph import Graph, Operation, as_call
+from nnscaler.ir.signature import Signature, signatures
+from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.tracing import Traced
+from nnscaler.transform.plan import SplitStep
+from verify.evidence.inputs.concrete_call import function_of, with_tensors
 from verify.operators.missing.calls import Form, forms, record, tensors_of
-from verify.operators.missing.shares import Shares, shares
 from verify.operators.missing.suggest import Advice, advise
 from verify.operators.missing.suggested_registration import NoStub, Stub, annotation_of, write_stub
 from verify.operators.missing.uses import Missing, find_missing, places
 from verify.processes.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
+from verify.results.line import Style, StyledLine, plain, style_of
+
+# Estimate the cost of missing annotations: the share of matmul FLOPs that tensor parallelism divides, with and
+# without.
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of the forward matmul FLOPs of the whole model, 0 to 1.
+
+    missing  of the operators without annotation
+    now      divided under tp=2 as the model is
+    then     divided under tp=2 with the suggested annotations
+    """
+
+    missing: float
+    now: float
+    then: float
+
+
+def shares(
+    graph: Graph,
+    missing: Sequence[Missing],
+    specs: Mapping[str, OperatorSpec],
+    suggested: Mapping[str, str | AnnotationFunction],
+) -> Shares | None:
+    """Estimate the shares; None where the model has no matmul-like operator.
+
+    `specs` and `suggested` (annotations) by the operators' first names.
+    """
+    known = signatures(graph)
+    inner = {op.name: _inner(op, graph, specs[m.operator]) for m in missing for op in m.calls}
+    flops = {op.name: inner.get(op.name, known[op.name].flops) for op in graph.operations}
+    total = sum(flops.values())
+    if not total:
+        return None
+    more = [
+        replace(specs[m.operator], name=name, annotation=suggested[m.operator])
+        for m in missing
+        if m.operator in suggested
+        for name in m.operators
+    ]
+    now = _divided(graph, known, flops)
+    then = _divided(graph, signatures(graph, _extended(more)), flops) if more else now
+    return Shares(sum(inner.values()) / total, now / total, then / total)
+
+
+def _extended(more: Sequence[OperatorSpec]) -> Registry:
+    base = default_registry()
+    specs = [spec for name in base.names() if (spec := base.lookup(name)) is not None]
+    return Registry(lambda: [*specs, *more])
+
+
+def _divided(graph: Graph, known: Mapping[str, Signature], flops: Mapping[str, int]) -> int:
+    steps = tensor_parallel(graph, known, "tp", 2)
+    return sum(flops[n] for n in {n for s in steps if isinstance(s, SplitStep) for n in s.operations})
+
+
+def _inner(operation: Operation, graph: Graph, spec: OperatorSpec) -> int:
+    """Return the matmul FLOPs inside an operator without annotation, counted on the meta device; 0 where it does not
+    run there."""
+    call = as_call(operation, graph.tensors)
+    tensors = [torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in call.tensors()]
+    args, kwargs = with_tensors(call, tensors, {})
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            function_of(spec.name, spec)(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - an operator without a kernel for meta tensors has no count
+        return 0
+    return int(counter.get_total_flops())
 
 
 @dataclass(frozen=True)
@@ -154,3 +235,72 @@ def _row(missing: Missing, spec: Any, given: tuple[Form, ...] | str, advice: Adv
         return MissingRow(missing, advice, write_stub(missing, spec, given, advice))
     except NoStub as problem:
         return MissingRow(missing, advice, None, str(problem))
+
+
+# The report on missing annotations for people.
+
+MOST_PLACES = 4
+_KINDS = {"aten": "torch", "library": "torch.library", "function": "autograd.Function"}
+
+
+def missing_lines(report: MissingReport) -> list[StyledLine]:
+    """Return the report: operators that a parameter reaches with their stubs, the others in a line, the cost, and the
+    sum."""
+    lines: list[StyledLine] = []
+    for row in report.rows:
+        lines += [*_line_of_use(row), plain("")]
+    if report.local:
+        names = ", ".join(f"{m.name} ({_calls(m)})" for m in report.local)
+        text = f"without annotation too, but no parameter reaches it: computed on every rank, harmless: {names}"
+        lines += [plain(text, "faint"), plain("")]
+    if report.shares is not None:
+        lines += [plain(_shares(report.shares, any(row.stub for row in report.rows)))]
+    return [*lines, _last(report)]
+
+
+def _line_of_use(row: MissingRow) -> Iterator[StyledLine]:
+    yield StyledLine(((row.missing.name, "strong"), (f"  {_KINDS[row.missing.kind]}, {_calls(row.missing)}", "")))
+    found = places(row.missing.calls)
+    for place in found[:MOST_PLACES]:
+        yield plain(f"  --> {place}", "faint")
+    if len(found) > MOST_PLACES:
+        yield plain(f"      and {len(found) - MOST_PLACES} more places", "faint")
+    if row.advice.found:
+        shapes = "the model's own shapes" if row.advice.own else "smaller shapes than the model's"
+        for text in dict.fromkeys(t for t in row.advice.texts if t is not None):
+            verdict: tuple[str, Style] = (str(row.advice.verdict), style_of(row.advice.verdict))
+            yield StyledLine(((f'  "{text}"  ', ""), verdict, (f" on {shapes}", "")))
+    if row.stub is None:
+        yield plain(f"  no stub: {row.problem}", "unsure")
+        return
+    yield plain(f"  paste {row.stub.place}:")
+    for line in row.stub.code.rstrip("\n").split("\n"):
+        yield plain(f"    {line}".rstrip())
+
+
+def _shares(found: Shares, suggested: bool) -> str:
+    text = f"matmul FLOPs divided under tp=2: {_percent(found.now)} now"
+    if suggested:
+        text += f", {_percent(found.then)} with these annotations"
+    if found.missing:
+        text += f" ({_percent(found.missing)} of all are inside operators without annotation)"
+    return text
+
+
+def _last(report: MissingReport) -> StyledLine:
+    number = len(report.rows)
+    if not number:
+        return StyledLine(
+            (("nothing is missing", "good"), (f"  {report.model}: all of {report.operators} operators", ""))
+        )
+    stubs = sum(row.stub is not None for row in report.rows)
+    head = f"{number} of {report.operators} operators without annotation"
+    return StyledLine(((head, "bad"), (f"  {report.model}: {stubs} with a stub, {number - stubs} without", "")))
+
+
+def _calls(missing: Missing) -> str:
+    return f"{len(missing.calls)} call{'s' * (len(missing.calls) != 1)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

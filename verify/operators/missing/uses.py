@@ -9,8 +9,7 @@ from typing import Literal
 
 from op_registry.registry import Registry, default_registry
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.tracing import Traced
 from nnscaler.tracing.export.autograd_functions import OpaqueFunction
 

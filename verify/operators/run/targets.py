@@ -27,7 +27,7 @@ from verify.operators.run.job import Job, make_job
 # [tool.nnscaler.verify-op] modules = ["my_package.ops"] files = ["kernels/attention.py"]
 
 KEYS = ("modules", "files")
-OPTIONS = ("seed", "timeout", "jobs")  # defaults of the command line, which `nnscaler.cli.defaults` reads
+OPTIONS = ("seed", "timeout", "jobs")  # defaults of the command line, which `nnscaler.cli.options` reads
 _EXAMPLE = '[tool.nnscaler.verify-op]\n        modules = ["my_package.ops"]'
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from op_registry.annotation.printer import print_annotation
 from op_registry.annotation.syntax import (
     Annotation,
     Concat,
@@ -24,6 +23,7 @@ from op_registry.annotation.syntax import (
     Opaque,
     Operand,
     Reduction,
+    print_annotation,
 )
 from op_registry.call import iterate_tensors
 from op_registry.spec import OperatorSpec

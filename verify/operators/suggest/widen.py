@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.printer import print_annotation, print_dim, print_operand
 from op_registry.annotation.rules import map_identifiers, tied_identifiers, with_marks
-from op_registry.annotation.syntax import Annotation, Dim, Group, Identifier, Opaque, Operand
+from op_registry.annotation.syntax import (
+    Annotation,
+    Dim,
+    Group,
+    Identifier,
+    Opaque,
+    Operand,
+    print_annotation,
+    print_dim,
+    print_operand,
+)
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import AnnotationError

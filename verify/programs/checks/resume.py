@@ -22,7 +22,7 @@ from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.prepare import Prepared
 from verify.programs.program_directory import open_program
 from verify.programs.request import PlanRequest
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import difference

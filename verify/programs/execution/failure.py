@@ -14,8 +14,7 @@ from typing import Literal
 
 from op_registry.spec import SourceLocation
 
-from verify.programs.role_text import describe_line
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap, describe_line
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict
 

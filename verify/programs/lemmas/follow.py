@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from op_registry.annotation.sizes import BoundAnnotation, BoundDim
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from verify.programs.lemmas.symbols import Size, number, product, total
 from verify.programs.lemmas.unify import Unifier

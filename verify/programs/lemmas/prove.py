@@ -16,11 +16,10 @@ from op_registry.spec import OperatorSpec
 from verify.programs.lemmas import check_claims, whole
 from verify.programs.lemmas.check_claims import ClaimedCall, Evidence
 from verify.programs.lemmas.memo import Memo
-from verify.programs.lemmas.obligation import Obligation
 from verify.programs.lemmas.representative import Representative, represent
 from verify.programs.lemmas.result import Lemma, LemmaResult
 from verify.programs.lemmas.stand_in import Unrepresented
-from verify.programs.lemmas.statement import Claim, RunsWhole, claims_of, strided
+from verify.programs.lemmas.statement import Claim, Obligation, RunsWhole, claims_of, strided
 from verify.results.verdict import Verdict
 
 

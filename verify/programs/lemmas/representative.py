@@ -31,8 +31,13 @@ from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.runner import Runner, WholeRaised
 from verify.evidence.smt.shrink import same_kind, variants
-from verify.programs.lemmas.filled import with_tensors_for
-from verify.programs.lemmas.stand_in import Unrepresented, only_whole, with_finite_numbers, without_derivative
+from verify.programs.lemmas.stand_in import (
+    Unrepresented,
+    only_whole,
+    with_finite_numbers,
+    with_tensors_for,
+    without_derivative,
+)
 
 FREE = (12, 6, 18, 24)  # splits in 2 and 3, under an outer of 2 as well
 MANY = (6, 4, 12, 8, 10, 2, 3)  # where there are more identifiers than that

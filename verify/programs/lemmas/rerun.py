@@ -17,13 +17,12 @@ from op_registry.call import Call, TensorArgument
 from op_registry.errors import AnnotationError
 
 from nnscaler.ir.derive import explain_illegal_choice
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.smt.shrink import same_kind
 from verify.programs.lemmas.follow import Followed, place_of
-from verify.programs.lemmas.obligation import Obligation
+from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.unify import Conflict, join_names
 
 Shape = tuple[int, ...]

@@ -11,7 +11,7 @@ import z3  # type: ignore[import-untyped]
 
 from nnscaler.ir.placement import Split
 from verify.evidence.smt.decide_equality import answer_of
-from verify.programs.lemmas.obligation import Obligation
+from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.symbols import Size, number, of_terms
 from verify.programs.lemmas.unify import Conflict, Unifier, symbols_of_value
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.signature import Signature, signatures
 from verify.programs.lemmas.follow import Followed, Shape, follow, place_of
-from verify.programs.lemmas.obligation import Obligation
 from verify.programs.lemmas.rerun import rerun
 from verify.programs.lemmas.size_conditions import Divides, Simplified, follows, of_factors, of_splits, simplify
+from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.symbols import named, number
 from verify.programs.lemmas.unify import Conflict, join_names
 

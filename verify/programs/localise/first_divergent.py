@@ -32,8 +32,7 @@ from verify.programs.execution.variable_recording import (
     variables_of,
 )
 from verify.programs.program_directory import ProgramDirectory
-from verify.programs.role_text import Assignment, assignments_of
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding
 from verify.results.tolerance import family_scale, largest
 

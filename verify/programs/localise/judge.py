@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Operation
 from nnscaler.runtime.layout import Partial, Replicated, Sharded, State
 from verify.programs.execution.variable_recording import Pieces, Unequal, Variable, compare_variable
 from verify.programs.localise.statements import Statement

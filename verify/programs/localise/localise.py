@@ -15,20 +15,18 @@ from nnscaler.runtime.role import MICRO
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import first_divergent
-from verify.programs.localise.culprit import SHOWN, Culprit, RoleLine, findings_of, line_of
-from verify.programs.localise.declarations import Key, declarations
+from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine, declarations, findings_of, line_of
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.judge import Wrong, judge, operation_of
 from verify.programs.localise.numeric import explain
 from verify.programs.localise.parameters import Finals, changed, frozen, wrongly_accumulated, wrongly_summed
-from verify.programs.localise.replay import Replay
-from verify.programs.localise.rewrites import Rewrite, rewrites
+from verify.programs.localise.rewrites import Replay, Rewrite, rewrites
 from verify.programs.localise.stage_boundaries import wrong_ends
 from verify.programs.localise.statements import Statement, shown
 from verify.programs.localise.stored_tensors import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.programs.program_directory import ProgramDirectory
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding
 
 # Describe a wrong statement: what it computes, why, and the changed line that computes the right thing.

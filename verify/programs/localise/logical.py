@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.tracing.interpret import run_graph
 from nnscaler.transform.hoist_prepare import SUFFIX
 from verify.programs.localise.shard_sampling import Dealer

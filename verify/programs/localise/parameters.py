@@ -11,8 +11,7 @@ from torch import Tensor
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import MICRO, Parameter, Stage
 from nnscaler.runtime.shards import shard, unravel
-from verify.programs.localise.culprit import SHOWN, Culprit, RoleLine
-from verify.programs.localise.declarations import Key
+from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine
 from verify.programs.localise.statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference

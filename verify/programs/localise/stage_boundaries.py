@@ -8,8 +8,7 @@ from nnscaler.runtime.layout import Invariant, State
 from nnscaler.runtime.role import MICRO
 from nnscaler.runtime.shards import shard, unravel
 from verify.programs.execution.variable_recording import Unequal, Variable, compare_variable
-from verify.programs.localise.culprit import Culprit, RoleLine
-from verify.programs.localise.declarations import Key
+from verify.programs.localise.culprit import Culprit, Key, RoleLine
 from verify.programs.localise.judge import BOUND
 from verify.programs.localise.teacher_forcing import Teacher
 from verify.results.tolerance import difference

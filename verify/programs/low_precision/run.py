@@ -16,7 +16,17 @@ from nnscaler.errors import SourceLocation
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.checks import replicas
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally
-from verify.programs.low_precision.measure import KINDS, Measured, measured
+from verify.programs.low_precision.measure import (
+    FIRST_DRAWS,
+    KINDS,
+    MOST_DRAWS,
+    PASS_RATIO,
+    REFUTE_RATIO,
+    Measured,
+    NoiseRow,
+    judged,
+    measured,
+)
 from verify.programs.low_precision.measures import NAMES
 from verify.programs.low_precision.noise import (
     Noise,
@@ -28,7 +38,6 @@ from verify.programs.low_precision.noise import (
     subject_of,
     targets_of,
 )
-from verify.programs.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO, REFUTE_RATIO, NoiseRow, judged
 from verify.programs.program_directory import ProgramDirectory
 from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from verify.programs.minimise.minimise import Minimal, minimise, minimise_plan
-from verify.programs.minimise.trial import PlanTrial
+from verify.programs.minimise.minimise import Minimal, PlanTrial, minimise, minimise_plan
 
 __all__ = ["Minimal", "PlanTrial", "minimise", "minimise_plan"]

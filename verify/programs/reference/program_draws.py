@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.runtime.ops.random import logical_uniform, normal_of
 from nnscaler.tracing.draws import IN_PLACE, FixedDraws, Now, formula_of, numbers_of
 from nnscaler.tracing.infer import dtype_of

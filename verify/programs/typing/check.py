@@ -94,14 +94,12 @@ from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.messages import arrivals, check_sends
-from verify.programs.typing.program_outputs import check_ends
 from verify.programs.typing.roles.reader import read_role
 from verify.programs.typing.roles.record import MANIFEST, check_manifest
-from verify.programs.typing.roles.text import RoleText, StageText
-from verify.programs.typing.roles.values import Unreadable
+from verify.programs.typing.roles.text import RoleText, StageText, Unreadable
 from verify.programs.typing.schedule import check_schedule
 from verify.programs.typing.stage import read_stage
-from verify.programs.typing.stored import check_stored, stored_tensors
+from verify.programs.typing.stored import check_ends, check_stored, stored_tensors
 from verify.programs.typing.typed_value import Finder, Held, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict

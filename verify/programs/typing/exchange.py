@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from op_registry.expression import Expression
 
+from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout import INVARIANT, Invariant, Layout, Sharded, State, explain_illegal, is_uneven, shape_of_rank
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.operation import LogicalTensor
 from nnscaler.runtime.shards import unravel
 from verify.programs.typing.lines.arguments import same_shape, shape_text
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims

@@ -12,8 +12,8 @@ import torch
 from op_registry.call import DType
 from op_registry.registry import facts_of
 
+from nnscaler.ir.graph import LogicalTensor, Operation
 from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, State
-from nnscaler.ir.operation import LogicalTensor, Operation
 from verify.programs.typing.lines.forms import operator_of
 from verify.programs.typing.roles.text import Assignment
 from verify.programs.typing.typed_value import Held, Mistake

@@ -13,7 +13,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, Layout, Replicated, State
 from nnscaler.ir.mesh import MICRO
 from verify.programs.checks.context import SHOWN
-from verify.programs.source_map import SourceMap
+from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding
 
 

@@ -16,9 +16,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.printer import print_annotation
 from op_registry.annotation.rules import map_identifiers
-from op_registry.annotation.syntax import Annotation, Dim, Group, Identifier, Integer, Opaque, Operand
+from op_registry.annotation.syntax import Annotation, Dim, Group, Identifier, Integer, Opaque, Operand, print_annotation
 
 from nnscaler.errors import AnnotationError
 from verify.self_test.operators.annotation_mutants import AnnotationMutant, annotation_mutants

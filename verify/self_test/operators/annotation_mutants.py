@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from op_registry.annotation.parser import parse
-from op_registry.annotation.printer import print_annotation
 from op_registry.annotation.rules import map_identifiers
-from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Operand
+from op_registry.annotation.syntax import Annotation, Concat, Dim, Group, Identifier, Integer, Operand, print_annotation
 
 Row = tuple[Dim, ...]  # the dims of an operand, the factors of a group, the parts of a concatenation
 _MARKS = (Identifier("", ""), Identifier("", "+"), Identifier("", "+", "max"), Identifier("", "^"))

@@ -24,9 +24,8 @@ from verify.programs.localise import localise_apart
 from verify.programs.prepare import Prepared
 from verify.programs.program_directory import open_program
 from verify.programs.rank_task import make_comparison, make_task
-from verify.programs.reference.eager import Settings, run_reference
-from verify.programs.reference.randomised_state import logical_state
-from verify.programs.source_map import SourceMap
+from verify.programs.reference.eager import Settings, logical_state, run_reference
+from verify.programs.role_text import SourceMap
 from verify.programs.typing import check_program
 from verify.programs.typing.roles.record import Stored, check_state
 from verify.results.report import Check

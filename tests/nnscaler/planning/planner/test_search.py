@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import signatures
 from nnscaler.planning.cluster.read import load_cluster

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from nnscaler.ir.conversion import ROWS, ConversionRow
+from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout import (
     INVARIANT,
     REPLICATED,
@@ -22,7 +23,6 @@ from nnscaler.ir.layout import (
     local_outer,
 )
 from nnscaler.ir.mesh import MICRO
-from nnscaler.ir.operation import LogicalTensor
 from verify.programs.typing.explain_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Assignment, Variable

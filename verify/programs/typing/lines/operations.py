@@ -13,21 +13,28 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from op_registry.bind_call import Shape, localise
 from op_registry.call import Call, iterate_tensors
-from op_registry.localize import Shape, localise
 from op_registry.spec import Refusal
 
 from nnscaler.codegen.expressions import layout_text
 from nnscaler.codegen.operators import returns_sequence
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State, shape_of_rank
 from nnscaler.ir.mesh import Axis
-from nnscaler.ir.operation import Operation
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.explain_mismatch import disagreement, reads_other, region_differs, rounding
-from verify.programs.typing.lines.arguments import difference, variables
+from verify.programs.typing.lines.arguments import (
+    difference,
+    draws_numbers,
+    explain_draw,
+    other_draws,
+    place_of_draw,
+    variables,
+    without_place,
+)
 from verify.programs.typing.lines.choices import (
     as_told,
     every_split,
@@ -38,13 +45,6 @@ from verify.programs.typing.lines.choices import (
     whole_choices,
 )
 from verify.programs.typing.lines.forms import NoCall, arguments_of, forms, operator_of
-from verify.programs.typing.lines.random_numbers import (
-    draws_numbers,
-    explain_draw,
-    other_draws,
-    place_of_draw,
-    without_place,
-)
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims
 from verify.programs.typing.roles.text import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Held, Mistake, normal

@@ -15,8 +15,8 @@ from math import prod
 from typing import Any
 
 from op_registry.annotation.sizes import BoundOperand
+from op_registry.bind_call import localise
 from op_registry.expression import Expression
-from op_registry.localize import localise
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import is_legal, output_states, shards_of

@@ -12,7 +12,7 @@ from itertools import islice, product
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout
-from verify.programs.typing.lines.arguments import variables
+from verify.programs.typing.lines.arguments import draws_numbers, variables
 from verify.programs.typing.lines.conversions import convert
 from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.idle import (
@@ -25,7 +25,6 @@ from verify.programs.typing.lines.idle import (
     moves,
 )
 from verify.programs.typing.lines.operations import Typed, Typer
-from verify.programs.typing.lines.random_numbers import draws_numbers
 from verify.programs.typing.lines.uniform import NO_DIMS, equal_layouts
 from verify.programs.typing.roles.text import (
     ALIAS,
@@ -36,8 +35,8 @@ from verify.programs.typing.roles.text import (
     StageText,
     Statement,
     Variable,
+    cannot_be_read,
 )
-from verify.programs.typing.roles.values import cannot_be_read
 from verify.programs.typing.typed_value import Axes, Held, Mistake
 
 _MANY = 64  # layouts of uniform operands, taken together, that are looked through

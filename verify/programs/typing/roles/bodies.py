@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nnscaler.ir.operation import Region
+from nnscaler.ir.graph import Region
 from nnscaler.runtime.role import Stage
 from verify.programs.typing.lines.forms import python_operator
 from verify.programs.typing.roles.text import (
@@ -22,9 +22,11 @@ from verify.programs.typing.roles.text import (
     Recomputed,
     StageText,
     Statement,
+    Unreadable,
     Variable,
+    cannot_be_read,
+    read_value,
 )
-from verify.programs.typing.roles.values import Unreadable, cannot_be_read, read_value
 
 # Names that a rank program must not assign: the text would no longer mean what it says.
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from nnscaler.codegen.operators import is_builtin
 from nnscaler.codegen.origins import operator_origins
 from nnscaler.tracing.export.autograd_functions import function_of
-from verify.programs.typing.roles.text import OutsideGrammar
-from verify.programs.typing.roles.values import Unreadable, read_value
+from verify.programs.typing.roles.text import OutsideGrammar, Unreadable, read_value
 
 OF_RUNTIME = frozenset(
     (

@@ -20,8 +20,9 @@ from verify.programs.typing.roles.text import (
     RoleText,
     StageText,
     StoredText,
+    Unreadable,
+    read_value,
 )
-from verify.programs.typing.roles.values import Unreadable, read_value
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches: what is derived for each of them has an end
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.codegen.generate import listed
-from nnscaler.ir.graph import Graph
-from nnscaler.ir.operation import LogicalTensor
+from nnscaler.ir.graph import Graph, LogicalTensor
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.program.user_operators import locate

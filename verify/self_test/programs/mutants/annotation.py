@@ -13,7 +13,7 @@ from op_registry.bind_call import bind_call
 from op_registry.errors import NnscalerError
 
 from nnscaler.ir.derive import input_states, output_states
-from nnscaler.ir.operation import Operation
+from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Placement, Split
 from nnscaler.ir.signature import Signature
 from verify.self_test.operators.annotation_mutants import annotation_mutants

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.codegen.program import Program
-from nnscaler.ir.operation import LogicalTensor
+from nnscaler.ir.graph import LogicalTensor
 from verify.self_test.programs.mutants.mutant import Edit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nnscaler.ir.operation import LogicalTensor
+from nnscaler.ir.graph import LogicalTensor
 from verify.self_test.programs.mutants.mutant import Edit
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
 from verify.self_test.programs.mutants.role_source import RightProgram, Statement, names_in
