@@ -70,7 +70,7 @@ def two_axes() -> None:
     from nnscaler.planning.sharding.strategies import Strategies, axis_options
     from nnscaler.planning.sharding.tables import TableBuilder
     from nnscaler.planning.solver.solve import solve
-    from nnscaler.transform.layers import layers_of
+    from nnscaler.transform.select import layers_of
 
     graph = llama_graph("8b", 32)
     before = memory_mb()

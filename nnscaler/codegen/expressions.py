@@ -10,8 +10,7 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.expression import Coefficient, Expression
 
 from nnscaler.ir.conversion import Move
-from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, local_outer
-from nnscaler.ir.mesh import Axis
+from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, local_outer
 
 
 def literal(value: Any, variables: Sequence[str]) -> str:

@@ -13,8 +13,7 @@ from nnscaler.codegen.source_comments import SourceComments
 from nnscaler.communication.communicated_graph import Compute, Convert, StageProgram, Statement, Version, reads, writes
 from nnscaler.communication.recomputed import group_of
 from nnscaler.ir.graph import Graph, Region
-from nnscaler.ir.layout import Invariant, Layout, Replicated
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO, Invariant, Layout, Replicated
 from nnscaler.ir.placement import Stage
 
 # Runs of statements that share a region of the model (no_grad, autocast) or a recompute group.

@@ -8,8 +8,7 @@ from itertools import pairwise, product
 from math import prod
 
 from nnscaler.ir.graph import element_bytes
-from nnscaler.ir.layout import Layout, is_uneven, local_shape
-from nnscaler.ir.mesh import DeviceMesh
+from nnscaler.ir.layout import DeviceMesh, Layout, is_uneven, local_shape
 from nnscaler.ir.placement import Stage
 
 Ranks = tuple[int, ...]

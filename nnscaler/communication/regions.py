@@ -15,8 +15,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from nnscaler.ir.layout import Invariant, Layout, Sharded, explain_illegal
-from nnscaler.ir.mesh import DeviceMesh
+from nnscaler.ir.layout import DeviceMesh, Invariant, Layout, Sharded, explain_illegal
 
 Slice = tuple[int, int, int]  # start, stop, step
 Digits = tuple[

@@ -15,8 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.conversion import find_path
 from nnscaler.ir.derive import input_layouts
 from nnscaler.ir.graph import LogicalTensor
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.zero3 import sharded_at_rest

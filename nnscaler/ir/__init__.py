@@ -2,8 +2,7 @@
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot, as_call, map_slots
 from nnscaler.ir.invariants import InternalError, check_graph
-from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State
-from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, Axis, DeviceMesh, Invariant, Layout, Partial, Replicated, Sharded, State
 from nnscaler.ir.placement import (
     Choice,
     PartitionedGraph,

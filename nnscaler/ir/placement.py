@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, Axis, DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from nnscaler.planning.cost.shards import ShardCall
 from nnscaler.planning.cost.table import CollectiveEntry, Profile
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
-from nnscaler.tracing.infer import dtype_of, is_floating
 from nnscaler.tracing.interpret import callable_of
+from nnscaler.tracing.rewrite import dtype_of, is_floating
 
 # Time one call of an operator on this machine, on random tensors, forward and backward.
 

@@ -14,8 +14,7 @@ from typing import cast
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
 from nnscaler.communication.recomputed import repeated_in_backward
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
-from nnscaler.ir.layout import Partial, full_along, local_shape
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO, Partial, full_along, local_shape
 from nnscaler.ir.placement import Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.collectives import seconds_per_byte, summed_seconds

@@ -27,8 +27,8 @@ from nnscaler.planning.cost.table import Profile
 from nnscaler.planning.cost.table_cost import TableCost
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
-from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import Plan, RecomputeStep
+from nnscaler.transform.select import layers_of
 
 # Overheads from measured steps: the costs of running a program, and of sharing cores, beside those of single
 # operators.

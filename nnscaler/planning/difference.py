@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import PartitionedGraph, RunPartial, Split
 
 

@@ -16,8 +16,8 @@ from op_registry.schema import is_factory, schema_of
 from nnscaler.ir.graph import Graph, Operation, map_slots
 from nnscaler.runtime import ops
 from nnscaler.runtime.training.autocast import autocast_on
-from nnscaler.tracing.infer import dtype_of, map_leaves, torch_operator
 from nnscaler.tracing.precision import exact_dtype, exact_tensor
+from nnscaler.tracing.rewrite import dtype_of, map_leaves, torch_operator
 
 _DROPOUTS: dict[str, Callable[..., Tensor]] = {
     "nnscaler.dropout": torch.dropout,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from nnscaler.runtime.ops.tensor import grouped_mm
 from nnscaler.runtime.training.autocast import autocast_on
-from nnscaler.tracing.draws import DRAWING, FixedDraws
+from nnscaler.tracing.passes.random_draws import DRAWING, FixedDraws
 
 Draws = AbstractContextManager[Any]  # opened around every function of torch that may draw
 

@@ -13,8 +13,13 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.training.autocast import Regions, autocast_on
 from nnscaler.tracing.export.attributes import notes_of
-from nnscaler.tracing.export.autograd_functions import OpaqueFunction
-from nnscaler.tracing.export.gradient_hooks import GradientHooks, hooks_met, hooks_watched, refuse_stored_hooks
+from nnscaler.tracing.export.autograd_functions import (
+    GradientHooks,
+    OpaqueFunction,
+    hooks_met,
+    hooks_watched,
+    refuse_stored_hooks,
+)
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of

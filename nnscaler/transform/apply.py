@@ -10,7 +10,7 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, is_free_name
-from nnscaler.ir.mesh import MICRO, Axis, DeviceMesh
+from nnscaler.ir.layout import MICRO, Axis, DeviceMesh
 from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, Stage
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.complete_plan import choose, illegal

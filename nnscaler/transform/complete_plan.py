@@ -13,8 +13,7 @@ from op_registry.annotation.splits import balanced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import even_or_balanced, explain_illegal_choice
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Sharded, State
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO, Sharded, State
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.transform.plan import Axes, Plan, ReplicateStep, SplitStep

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
@@ -55,3 +57,91 @@ def _nothing(graph: Graph, pattern: str) -> NnscalerError:
         f"pattern {pattern!r} matches no module and no operation",
         help=f"modules of this model: {', '.join(close)}",
     )
+
+
+# The layers of a model, read from module paths: a numeric component under a common prefix, such as `blocks.3`.
+
+Key = tuple[str, int]  # (prefix, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One execution of one layer: `operations` are the names of those that run under its path, in order."""
+
+    prefix: str
+    index: int
+    operations: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        return layer_path((self.prefix, self.index))
+
+
+def layer_path(key: Key) -> str:
+    """`blocks.3` of ("blocks", 3)."""
+    return f"{key[0]}.{key[1]}" if key[0] else str(key[1])
+
+
+def layers_of(graph: Graph, at_least: int = 2, ignore: Collection[str] = ()) -> tuple[Layer, ...]:
+    """Return the layers in order of execution; a layer that runs again after another one appears again.
+
+    Module paths may nest numbers (`stages.0.blocks.1`): the outermost level with `at_least` layers is taken, or the
+    one with most layers if none has so many. Operations named in `ignore` do not count. Empty without layers.
+    """
+    operations = [(op.name, op.module) for op in graph.operations if op.name not in ignore]
+    keys = {module: _numbered(module) for _, module in operations}
+    best: tuple[Layer, ...] = ()
+    for level in range(max((len(found) for found in keys.values()), default=0)):
+        stacks = _stacks(keys, level)
+        key_of = {
+            module: found[level] if len(found) > level and found[level][0] in stacks else None
+            for module, found in keys.items()
+        }
+        inside = [(key, name) for name, module in operations if (key := key_of[module]) is not None]
+        runs = groupby(inside, key=lambda pair: pair[0])
+        layers = tuple(Layer(prefix, index, tuple(name for _, name in run)) for (prefix, index), run in runs)
+        if len(layers) >= at_least:
+            return layers
+        best = max(best, layers, key=len)
+    return best
+
+
+def describe_layers(layers: Iterable[Layer]) -> str:
+    """`encoder.block.0 .. encoder.block.3, decoder.block.0`."""
+    return describe_paths([((layer.prefix, layer.index), "") for layer in layers])
+
+
+def describe_paths(entries: Sequence[tuple[Key, str]]) -> str:
+    """Return the names of layers, each with a suffix, where consecutive layers of one prefix are written `first ..
+    last`."""
+    runs: list[list[tuple[Key, str]]] = []
+    for key, suffix in entries:
+        follows = runs and runs[-1][-1][0] == (key[0], key[1] - 1)
+        if follows:
+            runs[-1].append((key, suffix))
+        else:
+            runs.append([(key, suffix)])
+    names = [[layer_path(key) + suffix for key, suffix in run] for run in runs]
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} .. {run[-1]}" for run in names)
+
+
+def _numbered(module: str) -> tuple[Key, ...]:
+    """Return every (prefix, index) on a module path, outermost first."""
+    parts = module.split(".")
+    return tuple((".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdecimal())
+
+
+def _stacks(keys: dict[str, tuple[Key, ...]], level: int) -> frozenset[str]:
+    """Return the prefixes that hold layers at this level.
+
+    A stack of layers has modules inside its members; the members of a plain `Sequential(Linear, ReLU, Linear)` have
+    none, and it counts only when it is outermost and there is nothing better: a block's MLP is not three layers.
+    """
+    deep = {
+        found[level][0]
+        for module, found in keys.items()
+        if len(found) > level and len(module) > len(layer_path(found[level]))
+    }
+    if deep or level > 0:
+        return frozenset(deep)
+    return frozenset(found[0][0] for found in keys.values() if found)

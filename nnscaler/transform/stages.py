@@ -15,7 +15,7 @@ from types import MappingProxyType
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.transform.balance import balanced_cuts, cut_limits
-from nnscaler.transform.layers import Layer, describe_layers, describe_paths, layers_of
+from nnscaler.transform.select import Layer, describe_layers, describe_paths, layers_of
 
 __all__ = ["Layer", "StagePartition", "layers_of", "partition_stages", "repeated_operations"]
 

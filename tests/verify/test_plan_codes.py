@@ -11,7 +11,7 @@ from nnscaler.codegen.program import Program
 from verify.programs.checks import coverage, losses
 from verify.programs.checks.context import Comparison
 from verify.programs.checks.logical import Holding
-from verify.programs.execution.failure import Failure, finding_of
+from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
 from verify.programs.role_text import SourceMap

@@ -18,7 +18,7 @@ from nnscaler.cli.options import MACHINE_FORMATS, TEXT_FORMATS, OutputFormat, ad
 from nnscaler.cli.output.show import destinations
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
-from verify.report_formats.step_summary import BYTES, step_summary
+from verify.report_formats.github import BYTES, step_summary
 
 OPS = """
 import nnscaler, torch

@@ -29,8 +29,7 @@ from verify.programs.checks import trials as trial_check
 from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor, Comparison
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
-from verify.programs.execution.backends import run_program
-from verify.programs.execution.failure import Failure
+from verify.programs.execution.backends import Failure, run_program
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
@@ -38,12 +37,11 @@ from verify.programs.minimise import PlanTrial, minimise
 from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program
-from verify.programs.rank_task import Beside, failed, make_comparison, make_task
 from verify.programs.reference.eager import Settings, Trajectory, logical_state, measure_condition, run_reference
 from verify.programs.reference.program_draws import UnmatchedDraws
 from verify.programs.request import PlanRequest, check_values
 from verify.programs.role_text import SourceMap
-from verify.programs.single_steps import plan_trials
+from verify.programs.single_steps import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.finding import Finding

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verify.results.line import StyledLine, plain_lines
-from verify.results.report import SCHEMA_VERSION, Report
-from verify.results.totals import totals
+from verify.results.report import SCHEMA_VERSION, Report, totals
 
 
 def render(reports: Sequence[Report], seconds: float = 0.0) -> list[StyledLine]:

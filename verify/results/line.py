@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from verify.results.report import Report
-from verify.results.totals import Totals, totals
+from verify.results.report import Report, Totals, totals
 from verify.results.verdict import Verdict
 
 Style = Literal["", "strong", "good", "bad", "unsure", "faint"]

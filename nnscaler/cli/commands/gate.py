@@ -300,8 +300,7 @@ def deliver(
     """
     from nnscaler.cli.options import TEXT_FORMATS
     from nnscaler.cli.output.show import destinations, write_files
-    from verify.gate.marked import render
-    from verify.gate.summary import summary
+    from verify.gate.summary import render, summary
 
     console: Console = options.console
     text = summary(outcome, seconds, budget, interrupted)

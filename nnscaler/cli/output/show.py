@@ -52,7 +52,7 @@ def print_reports(
     Raises NnscalerError where a file cannot be written, after everything else was.
     """
     from verify.report_formats import FORMATS
-    from verify.report_formats.step_summary import step_summary
+    from verify.report_formats.github import step_summary
 
     where = destinations(asked, os.environ)
     for name in where.stdout:

@@ -11,9 +11,8 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.transform.complete_plan import choose
-from nnscaler.transform.layers import layers_of
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, RestStep
-from nnscaler.transform.select import select
+from nnscaler.transform.select import layers_of, select
 
 
 def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]) -> Constraint:

@@ -12,7 +12,7 @@ from math import prod
 
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.layers import layers_of
+from nnscaler.transform.select import layers_of
 
 Names = frozenset[str]
 

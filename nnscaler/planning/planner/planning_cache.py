@@ -22,7 +22,7 @@ from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.complete_plan import batch_of
-from nnscaler.transform.layers import Layer, layers_of
+from nnscaler.transform.select import Layer, layers_of
 
 MANY = 8  # layers, from which on some stand for all
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import Layout, local_shape
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO, Layout, local_shape
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.cost.model import AxisPlace

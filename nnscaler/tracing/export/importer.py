@@ -21,8 +21,15 @@ from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slo
 from nnscaler.tracing.export.checkpoints import checkpoint_of
 from nnscaler.tracing.export.locations import location_of_trace, module_of
 from nnscaler.tracing.export.loss_module import PREFIX
-from nnscaler.tracing.infer import dtype_name
-from nnscaler.tracing.rewrite import RawGraph, Ref, iterate_references, make_operation, storage_of, written_inputs
+from nnscaler.tracing.rewrite import (
+    RawGraph,
+    Ref,
+    dtype_name,
+    iterate_references,
+    make_operation,
+    storage_of,
+    written_inputs,
+)
 
 _IGNORED = (
     "aten._assert_tensor_metadata.default",

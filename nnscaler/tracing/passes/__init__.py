@@ -1,16 +1,12 @@
 """Passes from what the importer reads to the final graph, in order."""
 
 from nnscaler.ir.graph import Graph
-from nnscaler.tracing.passes.attention_dropout import lower_attention_dropout
-from nnscaler.tracing.passes.batch_norm import lower_batch_norm
+from nnscaler.tracing.passes.batch_norm import lower_attention_dropout, lower_batch_norm, lower_embedding_bag
 from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
-from nnscaler.tracing.passes.embedding_bag import lower_embedding_bag
-from nnscaler.tracing.passes.identities import drop_identities, spell_shapes
+from nnscaler.tracing.passes.identities import drop_identities, spell_promotions, spell_shapes, tile_slices
 from nnscaler.tracing.passes.in_place import to_values
 from nnscaler.tracing.passes.needs_grad import mark_needs_grad, remove_dead_code
-from nnscaler.tracing.passes.promotions import spell_promotions
 from nnscaler.tracing.passes.random_draws import lower_random_draws
-from nnscaler.tracing.passes.tile_slices import tile_slices
 from nnscaler.tracing.rewrite import RawGraph
 
 

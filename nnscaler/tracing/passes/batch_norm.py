@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf, sqrt
 from typing import Any
 
+from op_registry.call import DType
+
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import LogicalTensor, Operation, Region
-from nnscaler.tracing.rewrite import Builder, RawGraph, Ref
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
+from nnscaler.tracing.rewrite import Builder, RawGraph, Ref, infer
 
 RUNNING_STATISTIC = "nnscaler.running_statistic"
 
@@ -78,3 +81,162 @@ def statistic_written(operation: Operation) -> tuple[str, str]:
     new = operation.outputs[0]
     assert new is not None
     return operation.inputs[0], new
+
+
+# Attention that drops out becomes products, a softmax and `nnscaler.dropout`.
+# torch draws the mask of the fused operator from a generator that no two ranks share, so that the operator could
+# not be split; drawn by `nnscaler.dropout` it can.
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def lower_attention_dropout(graph: Graph) -> Graph:
+    """`scaled_dot_product_attention(q, k, v, mask, p > 0, causal)` becomes matmul, scale, mask, softmax, dropout and
+    matmul; without dropout it stays whole.
+    """
+    builder = Builder(graph)
+    for operation in graph.operations:
+        given = _arguments(operation, builder) if operation.operator == _ATTENTION else None
+        if given is None or not given["dropout_p"]:
+            builder.keep(operation)
+        else:
+            _Lowering(operation, builder).run(given)
+    return builder.finish()
+
+
+def _arguments(operation: Operation, builder: Builder) -> dict[str, Any]:
+    args, kwargs = builder.references(operation)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return defaults | dict(zip(names, args, strict=False)) | kwargs
+
+
+class _Lowering:
+    """Emits the parts of one call."""
+
+    def __init__(self, operation: Operation, builder: Builder) -> None:
+        self.operation = operation
+        self.builder = builder
+
+    def run(self, given: dict[str, Any]) -> None:
+        builder, operation = self.builder, self.operation
+        query, key, value = given["query"], given["key"], given["value"]
+        heads = self._shape(query)[-3] if given["enable_gqa"] else None
+        key, value = (self._repeat(x, heads) for x in (key, value))
+        scale = given["scale"] or 1 / sqrt(self._shape(query)[-1])
+        turned = self._emit("key", "aten.transpose.int", key, -2, -1)
+        scores = self._emit("scores", "aten.matmul.default", query, turned)
+        scores = self._emit("scaled", "aten.mul.Tensor", scores, scale)
+        scores = self._masked(scores, given["attn_mask"], given["is_causal"])
+        weights = self._emit("softmax", "aten.softmax.int", scores, -1)
+        tensor = builder.tensor(weights.name)
+        dropped = LogicalTensor(builder.fresh(f"{operation.name}_dropout"), tensor.shape, tensor.dtype)
+        builder.emit("nnscaler.dropout", (weights, given["dropout_p"]), outputs=(dropped,), like=operation)
+        output = builder.source.tensors[operation.outputs[0] or ""]
+        args = (Ref(dropped.name), value)
+        builder.emit("aten.matmul.default", args, outputs=(output,), like=operation, name=operation.name)
+
+    def _shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.builder.tensor(ref.name).shape
+
+    def _emit(self, part: str, operator: str, *args: Any, **kwargs: Any) -> Ref:
+        ((shape, dtype),) = infer(operator, args, kwargs, self.builder.tensor)  # type: ignore[misc]
+        made = LogicalTensor(self.builder.fresh(f"{self.operation.name}_{part}"), shape, dtype)
+        self.builder.emit(operator, args, kwargs, outputs=(made,), like=self.operation)
+        return Ref(made.name)
+
+    def _repeat(self, x: Ref, heads: int | None) -> Ref:
+        """Return each head of keys or values as often as query heads share it."""
+        *outer, own, length, size = self._shape(x)
+        if heads is None or own == heads:
+            return x
+        x = self._emit("heads", "aten.unsqueeze.default", x, -3)
+        x = self._emit("heads", "aten.expand.default", x, (*outer, own, heads // own, length, size))
+        return self._emit("heads", "aten.reshape.default", x, (*outer, heads, length, size))
+
+    def _masked(self, scores: Ref, mask: Ref | None, causal: bool) -> Ref:
+        if causal:
+            rows, columns = self._shape(scores)[-2:]
+            full = self._emit("ones", "aten.ones.default", (rows, columns), dtype=DType("bool"))
+            mask = self._emit("causal", "aten.tril.default", full)
+        if mask is None:
+            return scores
+        if self.builder.tensor(mask.name).dtype == "bool":
+            hidden = self._emit("hidden", "aten.logical_not.default", mask)
+            return self._emit("masked", "aten.masked_fill.Scalar", scores, hidden, -inf)
+        return self._emit("masked", "aten.add.Tensor", scores, mask)
+
+
+# `aten.embedding_bag` becomes `nnscaler.embedding_bag`, which has the one result that models use.
+# Bags of one length, which `torch.nn.functional.embedding_bag` spells as a flat list of ids and an `arange` of
+# offsets, become a table of ids again, whose rows can be split.
+
+_NAMES = (
+    "weight",
+    "indices",
+    "offsets",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+
+
+def lower_embedding_bag(graph: Graph) -> Graph:
+    """Calls whose other results (which bag an entry is in, sizes of bags, places of maxima) nobody reads."""
+    builder = Builder(graph)
+    read = (
+        {name for operation in graph.operations for name in operation.inputs}
+        | {graph.loss}
+        | {v for _, v in graph.updates}
+    )
+    producers = {name: operation for operation in graph.operations for name in operation.outputs if name is not None}
+    for operation in graph.operations:
+        kind = operation.operator
+        bag = kind in ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
+        if not bag or not _lowered(operation, builder, read, producers):
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _lowered(operation: Operation, builder: Builder, read: set[str], producers: dict[str, Operation]) -> bool:
+    args, kwargs = builder.references(operation)
+    given: dict[str, Any] = dict(zip(_NAMES, args, strict=False)) | kwargs
+    counts_ids = given.get("scale_grad_by_freq") or given.get("sparse")
+    if counts_ids or operation.outputs[0] is None or any(o in read for o in operation.outputs[1:] if o is not None):
+        return False
+    indices, offsets, weights = given["indices"], given["offsets"], given.get("per_sample_weights")
+    length = _bag_length(producers.get(offsets.name), builder.tensor(indices.name).elements)
+    if length and not given.get("include_last_offset", False):
+        indices = _table(operation, builder, indices, length)
+        weights = None if weights is None else _table(operation, builder, weights, length)
+        offsets = None
+    rest = (given.get("mode", 0), bool(given.get("include_last_offset", False)), given.get("padding_idx"))
+    output = builder.source.tensors[operation.outputs[0]]
+    builder.emit(
+        "nnscaler.embedding_bag",
+        (given["weight"], indices, offsets, weights, *rest),
+        outputs=(output,),
+        like=operation,
+        name=operation.name,
+    )
+    return True
+
+
+def _bag_length(offsets: Operation | None, entries: int) -> int:
+    """Return the step of `arange(0, entries, step)`, if it divides `entries`; else 0."""
+    if offsets is None or offsets.operator != "aten.arange.start_step" or len(offsets.args) < 3:
+        return 0
+    start, end, step = offsets.args[:3]
+    same = start == 0 and end == entries and isinstance(step, int) and step > 0
+    return step if same and entries % step == 0 else 0
+
+
+def _table(operation: Operation, builder: Builder, flat: Ref, length: int) -> Ref:
+    source = builder.tensor(flat.name)
+    shape = (source.elements // length, length)
+    made = LogicalTensor(builder.fresh(f"{flat.name}_table"), shape, source.dtype)
+    builder.emit("aten.reshape.default", (flat, shape), outputs=(made,), like=operation)
+    return Ref(made.name)

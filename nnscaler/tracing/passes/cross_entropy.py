@@ -15,8 +15,7 @@ from typing import Any
 from op_registry.call import DType
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
-from nnscaler.tracing.infer import is_floating
-from nnscaler.tracing.rewrite import Builder, Ref
+from nnscaler.tracing.rewrite import Builder, Ref, is_floating
 
 _MEAN, _SUM = 1, 2
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 from op_registry.call import DType
 from op_registry.registry import facts_of
 from op_registry.schema import has_default_dtype
 
-from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
 from nnscaler.tracing.passes.in_place import DROPOUTS, slice_bounds
 from nnscaler.tracing.passes.needs_grad import needing_grad
-from nnscaler.tracing.rewrite import Builder, Ref
+from nnscaler.tracing.rewrite import Builder, Ref, is_floating, map_references
 
 _GROUPED = "aten._grouped_mm.default"
 _PAIRS = "aten.view_as_complex.default"
@@ -149,3 +152,141 @@ def _spell(operation: Operation, builder: Builder) -> bool:
         return False
     builder.emit(spelled, args, kwargs, outputs=(output,), like=operation, name=operation.name)
     return True
+
+
+# Slices that tile a dim become one split, so that the pieces of a packed tensor are seen together.
+
+_Key = tuple[str, int, Region]
+
+
+def tile_slices(graph: Graph) -> Graph:
+    """`x[:, :a], x[:, a:]` become `aten.split_with_sizes(x, (a, n - a), 1)` at the first of them."""
+    slices: dict[_Key, list[Operation]] = {}
+    for operation in graph.operations:
+        if operation.operator == "aten.slice.Tensor" and len(operation.args) == 4 and not operation.kwargs:
+            dim = operation.args[1] % len(graph.tensors[operation.inputs[0]].shape)
+            slices.setdefault((operation.inputs[0], dim, operation.region), []).append(operation)
+    splits: dict[str, tuple[Operation, ...]] = {}  # first slice of a tiling -> its slices in order of the dim
+    twins: dict[str, str] = {}  # output of a slice -> output of the same slice of a tiling
+    for (name, dim, _), group in slices.items():
+        tiling = _tiling(group, graph.tensors[name].shape[dim])
+        if tiling is None:
+            continue
+        position = {op.name: i for i, op in enumerate(group)}
+        splits[min(tiling, key=lambda op: position[op.name]).name] = tiling
+        by_bounds = {op.args[2:]: op for op in tiling}
+        for op in group:
+            if op.args[2:] in by_bounds:
+                twins[_output(op)] = _output(by_bounds[op.args[2:]])
+    return _rewrite(graph, splits, twins) if splits else graph
+
+
+def _output(operation: Operation) -> str:
+    assert operation.outputs[0] is not None
+    return operation.outputs[0]
+
+
+def _tiling(group: Iterable[Operation], size: int) -> tuple[Operation, ...] | None:
+    """Two or more of the slices that cover the dim exactly once, if there are such."""
+    starting: dict[int, list[Operation]] = {}
+    for operation in group:
+        if operation.args[3] > operation.args[2]:
+            starting.setdefault(operation.args[2], []).append(operation)
+
+    def cover(start: int) -> tuple[Operation, ...] | None:
+        if start == size:
+            return ()
+        tried = set()
+        for operation in starting.get(start, ()):
+            stop = operation.args[3]
+            if stop not in tried:
+                tried.add(stop)
+                rest = cover(stop)
+                if rest is not None:
+                    return (operation, *rest)
+        return None
+
+    found = cover(0)
+    return found if found is not None and len(found) > 1 else None
+
+
+def _rewrite(graph: Graph, splits: dict[str, tuple[Operation, ...]], twins: dict[str, str]) -> Graph:
+    builder = Builder(graph)
+    for operation in graph.operations:
+        if operation.name in splits:
+            tiling = splits[operation.name]
+            dim = operation.args[1] % len(graph.tensors[operation.inputs[0]].shape)
+            sizes = tuple(op.args[3] - op.args[2] for op in tiling)
+            builder.emit(
+                "aten.split_with_sizes.default",
+                (Ref(builder.current(operation.inputs[0])), sizes, dim),
+                outputs=tuple(graph.tensors[_output(op)] for op in tiling),
+                like=operation,
+                name=builder.fresh("split"),
+            )
+        if operation.operator == "aten.slice.Tensor" and _output(operation) in twins:
+            builder.alias(_output(operation), twins[_output(operation)])
+        else:
+            builder.keep(operation)
+    return builder.finish()
+
+
+# Operators that make floating numbers of integers get floating numbers instead.
+# `indices * 0.1` has torch's default dtype, which is the process's: a rank's need not be that of the model, and an
+# exact run needs float64 there. A dtype that stands in the graph is right everywhere.
+
+_WHERE = "aten.where.Scalar"
+
+
+def spell_promotions(graph: Graph) -> Graph:
+    """Operators of torch with a floating result and only integers or booleans among their tensors read casts of these;
+    `where(condition, 0.1, 0.2)` chooses between tensors of the result's dtype."""
+    builder = Builder(graph)
+    for operation in graph.operations:
+        if _promotes(operation, builder):
+            _as_floating(operation, builder)
+        else:
+            builder.keep(operation)
+    return builder.finish()
+
+
+def _promotes(operation: Operation, builder: Builder) -> bool:
+    output = operation.outputs[0] if len(operation.outputs) == 1 else None
+    if output is None or not operation.inputs or not operation.operator.startswith("aten."):
+        return False
+    if any(isinstance(v, DType) for v in _leaves((operation.args, operation.kwargs))):
+        return False
+    made = builder.source.tensors[output].dtype
+    return is_floating(made) and not any(is_floating(builder.tensor(name).dtype) for name in operation.inputs)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _as_floating(operation: Operation, builder: Builder) -> None:
+    args, kwargs = builder.references(operation)
+    output = builder.source.tensors[operation.outputs[0] or ""]
+    dtype = DType(output.dtype)
+
+    def emit(part: str, operator: str, shape: tuple[int, ...], *given: Any, **named: Any) -> Ref:
+        made = LogicalTensor(builder.fresh(f"{operation.name}_{part}"), shape, output.dtype)
+        builder.emit(operator, given, named, outputs=(made,), like=operation)
+        return Ref(made.name)
+
+    def cast(ref: Ref) -> Ref:
+        return emit("operand", "aten.to.dtype", builder.tensor(ref.name).shape, ref, dtype)
+
+    operator = operation.operator
+    if operator == _WHERE:
+        condition, *choices = args
+        scalars = (emit("choice", "aten.scalar_tensor.default", (), number, dtype=dtype) for number in choices)
+        operator, args = "aten.where.self", (condition, *scalars)
+    else:
+        args = tuple(map_references(a, cast) for a in args)
+        kwargs = {k: map_references(v, cast) for k, v in kwargs.items()}
+    builder.emit(operator, args, kwargs, outputs=(output,), like=operation, name=operation.name)

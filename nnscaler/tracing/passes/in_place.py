@@ -19,15 +19,16 @@ from op_registry.registry import facts_of
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
-from nnscaler.tracing.infer import infer, torch_operator
 from nnscaler.tracing.passes.batch_norm import RUNNING_STATISTIC, statistic_written
 from nnscaler.tracing.rewrite import (
     Builder,
     RawGraph,
     Ref,
+    infer,
     iterate_references,
     map_references,
     references,
+    torch_operator,
     written_inputs,
 )
 

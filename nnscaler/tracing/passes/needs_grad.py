@@ -7,7 +7,7 @@ from dataclasses import replace
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.tracing.infer import is_floating
+from nnscaler.tracing.rewrite import is_floating
 
 
 def needing_grad(graph: Graph) -> frozenset[str]:

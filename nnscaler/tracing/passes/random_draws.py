@@ -5,8 +5,13 @@ torch draws from a generator that no two ranks share: ranks that should hold equ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import DType
 from op_registry.registry import facts_of
@@ -14,9 +19,206 @@ from op_registry.schema import may_draw
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
-from nnscaler.tracing.draws import formula_of, numbers_of
-from nnscaler.tracing.infer import infer
-from nnscaler.tracing.rewrite import Builder, Ref
+from nnscaler.runtime.ops.random import random_normal, random_uniform
+from nnscaler.tracing.rewrite import Builder, Ref, dtype_name, dtype_of, infer, torch_operator
+
+# Formulas of torch's random operators over two draws: uniform in (0, 1), and normal.
+# Ranks cannot share torch's generator, so programs draw by the runtime's own operators
+# (`nnscaler.runtime.ops.random`). The formulas serve twice: a pass writes them into graphs, and an eager run that
+# is compared with a program follows them with the numbers that the program has.
+
+Arguments = tuple[Any, ...]
+
+
+class Maker(Protocol):
+    """Makes values: tensors now, or operations of a graph."""
+
+    def draw(self, kind: str, shape: Sequence[int], dtype: str) -> Any:
+        """`kind` is "uniform" or "normal"."""
+
+    def call(self, operator: str, *args: Any) -> Any:
+        """Return the result of an operator of torch, called `aten.<name>.<overload>`."""
+
+    def dtype(self, value: Any) -> str: ...
+
+
+Formula = Callable[[Maker, Arguments, tuple[int, ...], str], Any]  # maker, args, result's shape and dtype -> result
+
+
+def _affine(make: Maker, value: Any, scale: Any, offset: Any) -> Any:
+    """value * scale + offset, where both may be numbers or tensors."""
+    value = value if _is(scale, 1) else make.call("aten.mul.Tensor", value, scale)
+    return value if _is(offset, 0) else make.call("aten.add.Tensor", value, offset)
+
+
+def _is(value: Any, number: int) -> bool:
+    return isinstance(value, int | float) and value == number
+
+
+def _cast(make: Maker, value: Any, dtype: str) -> Any:
+    return value if make.dtype(value) == dtype else make.call("aten.to.dtype", value, DType(dtype))
+
+
+def _with(args: Arguments, *defaults: Any, skip: int = 0) -> Arguments:
+    """Positional arguments from `skip` on, filled up with defaults."""
+    return (*args[skip:], *defaults[len(args) - skip :])[: len(defaults)]
+
+
+def _plain(kind: str) -> Formula:
+    return lambda make, args, shape, dtype: make.draw(kind, shape, dtype)
+
+
+def _uniform(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+    low, high = _with(args, 0.0, 1.0, skip=1)
+    return _affine(make, make.draw("uniform", shape, dtype), high - low, low)
+
+
+def _normal(skip: int) -> Formula:
+    def formula(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+        mean, deviation = _with(args, 0.0, 1.0, skip=skip)
+        return _affine(make, make.draw("normal", shape, dtype), deviation, mean)
+
+    return formula
+
+
+def _bernoulli(skip: int) -> Formula:
+    def formula(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+        (p,) = _with(args, 0.5, skip=skip)
+        number = isinstance(p, int | float)
+        draw = make.draw("uniform", shape, "float64" if number else make.dtype(p))
+        return _cast(make, make.call(f"aten.lt.{'Scalar' if number else 'Tensor'}", draw, p), dtype)
+
+    return formula
+
+
+def _exponential(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+    (rate,) = _with(args, 1.0, skip=1)
+    return make.call("aten.mul.Tensor", make.call("aten.log.default", make.draw("uniform", shape, dtype)), -1.0 / rate)
+
+
+def _integers(skip: int, low: bool) -> Formula:
+    def formula(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+        first, end = args[skip : skip + 2] if low else (0, args[skip])
+        draw = make.call("aten.mul.Tensor", make.draw("uniform", shape, "float64"), end - first)
+        return _cast(make, _affine(make, make.call("aten.floor.default", draw), 1, first), dtype)
+
+    return formula
+
+
+def _permutation(make: Maker, _args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+    return _cast(make, make.call("aten.argsort.default", make.draw("uniform", shape, "float64")), dtype)
+
+
+def _rrelu(make: Maker, args: Arguments, shape: tuple[int, ...], dtype: str) -> Any:
+    x, (lower, upper) = args[0], _with(args, 1 / 8, 1 / 3, skip=1)
+    slope = _affine(make, make.draw("uniform", shape, dtype), upper - lower, lower)
+    return make.call("aten.where.self", make.call("aten.gt.Scalar", x, 0), x, make.call("aten.mul.Tensor", x, slope))
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "aten.rand.default": _plain("uniform"),
+    "aten.rand_like.default": _plain("uniform"),
+    "aten.randn.default": _plain("normal"),
+    "aten.randn_like.default": _plain("normal"),
+    "aten.uniform.default": _uniform,
+    "aten.normal_functional.default": _normal(1),
+    "aten.normal.float_float": _normal(0),
+    "aten.normal.Tensor_float": _normal(0),
+    "aten.normal.float_Tensor": _normal(0),
+    "aten.normal.Tensor_Tensor": _normal(0),
+    "aten.bernoulli.default": _bernoulli(0),
+    "aten.bernoulli.p": _bernoulli(1),
+    "aten.bernoulli.Tensor": _bernoulli(1),
+    "aten.exponential.default": _exponential,
+    "aten.randint.default": _integers(0, False),
+    "aten.randint.low": _integers(0, True),
+    "aten.randint_like.default": _integers(1, False),
+    "aten.randint_like.low_dtype": _integers(1, True),
+    "aten.random.to": _integers(1, False),
+    "aten.randperm.default": _permutation,
+    "aten.rrelu.default": _rrelu,
+}
+# in-place operators write what these make
+IN_PLACE = {
+    "aten.uniform_.default": "aten.uniform.default",
+    "aten.normal_.default": "aten.normal_functional.default",
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.bernoulli_.Tensor": "aten.bernoulli.Tensor",
+    "aten.exponential_.default": "aten.exponential.default",
+    "aten.random_.to": "aten.random.to",
+}
+# functions of torch whose call may draw
+DRAWING = frozenset(
+    (
+        torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint, torch.randint_like, torch.randperm,
+        torch.normal, torch.bernoulli, torch.rrelu, torch.rrelu_, F.rrelu, F.gumbel_softmax, Tensor.uniform_,
+        Tensor.normal_, Tensor.bernoulli, Tensor.bernoulli_, Tensor.exponential_, Tensor.random_,
+    )
+)  # fmt: skip
+
+
+def formula_of(operator: str) -> Formula | None:
+    """Return the formula of `aten.rand.default`, also for the overload that takes a generator; None if there is
+    none."""
+    return FORMULAS.get(operator.replace("_generator", "").replace(".generator", ".default"))
+
+
+def numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """Return the arguments that a formula reads: the positional ones, and parameters of the distribution given by
+    name."""
+    named = (kwargs[k] for k in ("mean", "std", "p", "lambd", "from", "to") if k in kwargs)
+    return (*(a for a in args if not isinstance(a, torch.Generator)), *named)
+
+
+class Now:
+    """Makes tensors, with draws that depend on their place alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def draw(self, kind: str, shape: Sequence[int], dtype: str) -> Tensor:
+        function = random_uniform if kind == "uniform" else random_normal
+        return function(shape, dtype_of(dtype), device=self._device)
+
+    def call(self, operator: str, *args: Any) -> Any:
+        return torch_operator(operator)(*(dtype_of(a.name) if isinstance(a, DType) else a for a in args))
+
+    def dtype(self, value: Tensor) -> str:
+        return dtype_name(value.dtype)
+
+
+class FixedDraws(TorchDispatchMode):
+    """While open, torch's random operators draw numbers that depend on the place in the tensor alone."""
+
+    def _maker(self, device: torch.device) -> Now:
+        return Now(device)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if name.startswith("aten.rrelu_with_noise"):
+            return self._rrelu(name, args, result)
+        formula = formula_of(IN_PLACE.get(name, name))
+        if formula is None:
+            return result
+        given = numbers_of(args, kwargs or {})
+        made = formula(self._maker(result.device), given, tuple(result.shape), dtype_name(result.dtype))
+        return result.copy_(made)
+
+    def _rrelu(self, name: str, args: Arguments, result: Any) -> Any:
+        """Its backward reads the slopes from `noise`."""
+        x, noise, lower, upper = args[:4]
+        if len(args) < 5 or not args[4]:
+            return result
+        draw = self._maker(noise.device).draw("uniform", noise.shape, dtype_name(noise.dtype))
+        slope = draw * (upper - lower) + lower
+        # in place, `x` holds the result of the draw just made, of the same sign
+        original = torch.where(result > 0, x, x / noise) if name.startswith("aten.rrelu_with_noise_.") else x
+        noise.copy_(torch.where(original > 0, 1.0, slope))
+        return result.copy_(original * noise)
+
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"  # its dropout has a pass of its own
 

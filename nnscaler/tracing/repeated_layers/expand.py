@@ -10,10 +10,9 @@ from torch import Tensor
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical import with_names
-from nnscaler.tracing.infer import dtype_name
 from nnscaler.tracing.repeated_layers.calls import NAMESPACE, LayerCall
 from nnscaler.tracing.repeated_layers.looks import CannotStitch
-from nnscaler.tracing.rewrite import RawGraph
+from nnscaler.tracing.rewrite import RawGraph, dtype_name
 
 STORED = ("parameter", "buffer")
 

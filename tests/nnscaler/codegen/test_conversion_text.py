@@ -15,8 +15,18 @@ from torch import Tensor
 
 from nnscaler.codegen.expressions import conversion_text
 from nnscaler.ir.conversion import find_path
-from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Sharded, State, explain_illegal, parse_state
-from nnscaler.ir.mesh import Axis, DeviceMesh
+from nnscaler.ir.layout import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    DeviceMesh,
+    Layout,
+    Sharded,
+    State,
+    explain_illegal,
+    parse_state,
+)
 from nnscaler.runtime import Simulator
 from nnscaler.runtime import layout as runtime_layout
 from nnscaler.runtime.communication import comm

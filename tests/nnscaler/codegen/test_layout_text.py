@@ -10,8 +10,7 @@ from op_registry.expression import Expression, by_index
 from nnscaler.codegen.expressions import expression, layout_text, literal
 from nnscaler.codegen.source_comments import layer_of
 from nnscaler.ir.graph import is_free_name
-from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded
-from nnscaler.ir.mesh import Axis
+from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Axis, Layout, Partial, Sharded
 
 AXES = (Axis("dp", 2), Axis("tp", 3), Axis("micro", 4))
 

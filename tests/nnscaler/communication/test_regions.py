@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nnscaler.communication.regions import Message, transfer, without_axis
-from nnscaler.ir.layout import INVARIANT, Layout, Sharded, State, explain_illegal
-from nnscaler.ir.mesh import Axis, DeviceMesh
+from nnscaler.ir.layout import INVARIANT, Axis, DeviceMesh, Layout, Sharded, State, explain_illegal
 
 Integers = NDArray[np.int64]
 Side = tuple[DeviceMesh, Layout]

@@ -12,6 +12,8 @@ from nnscaler.ir.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATED,
+    Axis,
+    DeviceMesh,
     Layout,
     Partial,
     Sharded,
@@ -27,7 +29,6 @@ from nnscaler.ir.layout import (
     shape_of_rank,
     without_gradient,
 )
-from nnscaler.ir.mesh import Axis, DeviceMesh
 
 LEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...]]] = [
     ((Sharded(0), Sharded(1)), (2, 3), (4, 9)),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.transform.balance import balanced_cuts
-from nnscaler.transform.layers import describe_layers
+from nnscaler.transform.select import describe_layers
 from nnscaler.transform.stages import layers_of, partition_stages, repeated_operations
 
 

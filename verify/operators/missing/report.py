@@ -20,10 +20,8 @@ from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import SplitStep
 from verify.evidence.inputs.concrete_call import function_of, with_tensors
-from verify.operators.missing.calls import Form, forms, record, tensors_of
-from verify.operators.missing.suggest import Advice, advise
-from verify.operators.missing.suggested_registration import NoStub, Stub, annotation_of, write_stub
-from verify.operators.missing.uses import Missing, find_missing, places
+from verify.operators.missing.calls import Form, Missing, find_missing, forms, places, record, tensors_of
+from verify.operators.missing.suggest import Advice, NoStub, Stub, advise, annotation_of, write_stub
 from verify.processes.pool import Died, Done, Raised, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.line import Style, StyledLine, plain, style_of
 

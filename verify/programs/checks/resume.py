@@ -16,8 +16,7 @@ from nnscaler.runtime.training.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks
 from verify.programs.checks.context import CheckOutcome, Comparison, Tally, merge_outcomes
 from verify.programs.checks.logical import Holding, holdings_of
-from verify.programs.execution.backends import run_simulator
-from verify.programs.execution.failure import Failure, finding_of
+from verify.programs.execution.backends import Failure, finding_of, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.prepare import Prepared
 from verify.programs.program_directory import open_program

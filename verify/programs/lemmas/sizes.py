@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO
 from nnscaler.ir.signature import Signature, signatures
 from verify.programs.lemmas.follow import Followed, Shape, follow, place_of
 from verify.programs.lemmas.rerun import rerun

@@ -20,7 +20,7 @@ from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import Signature
-from nnscaler.tracing.infer import torch_operator
+from nnscaler.tracing.rewrite import torch_operator
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.values import fill, fill_whole_numbers
 

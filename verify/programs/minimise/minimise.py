@@ -21,7 +21,7 @@ from nnscaler.compile import compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.loader import load_role
@@ -29,8 +29,7 @@ from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step
 from verify.programs.checks.logical import by_rank, holdings_of, put_together
-from verify.programs.execution.backends import run_simulator
-from verify.programs.execution.failure import Failure
+from verify.programs.execution.backends import Failure, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
 from verify.programs.program_directory import ProgramDirectory, open_program
 from verify.programs.reference.eager import Trajectory

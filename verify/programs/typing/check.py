@@ -86,7 +86,7 @@ from math import prod
 from typing import Any
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
 from verify.programs.checks.context import CheckOutcome

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Layout, Partial, Replicated, Sharded, explain_illegal
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.walk import Reading, Scope, Walk
 from verify.programs.typing.roles.bodies import shadowing

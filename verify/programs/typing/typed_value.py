@@ -10,8 +10,7 @@ from pathlib import Path
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import INVARIANT, Layout, Replicated, State
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import INVARIANT, MICRO, Layout, Replicated, State
 from verify.programs.checks.context import SHOWN
 from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding

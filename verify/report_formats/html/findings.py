@@ -2,18 +2,95 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from op_registry.spec import SourceLocation
 
 from verify.report_formats.finding_text import caret_line
-from verify.report_formats.html.text import code, count, escape, facts, folded, panel, prose
+from verify.report_formats.html.text import (
+    badge,
+    code,
+    count,
+    escape,
+    facts,
+    folded,
+    panel,
+    prose,
+    seconds,
+    table,
+    value_html,
+)
 from verify.report_formats.problems import findings_of
 from verify.results.catalogue import CODES, UNDECIDED
 from verify.results.finding import Finding
-from verify.results.report import Report
+from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
+
+# The basis of a static proof: its lemmas, and the certificate that the schedule has no deadlock.
+
+SHOWN_LEMMAS = 40  # lemmas that are shown; the others are folded
+
+
+def lemmas_panel(lemmas: Any) -> str:
+    """Return a table of rows, with the columns that they have."""
+    rows = [row for row in lemmas if isinstance(row, Mapping)] if isinstance(lemmas, list | tuple) else []
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[value_html(row.get(key, "")) for key in columns] for row in rows]
+    body = table(columns, cells[:SHOWN_LEMMAS], "plain")
+    if len(cells) > SHOWN_LEMMAS:
+        body += folded(f"{len(cells) - SHOWN_LEMMAS} more lemmas", table(columns, cells[SHOWN_LEMMAS:], "plain"))
+    return panel(f"Lemmas ({len(rows)})", body)
+
+
+def certificate_panel(certificate: Any) -> str:
+    """Render the certificate, whatever form it has: names with values, or a text."""
+    if not certificate:
+        return ""
+    if isinstance(certificate, Mapping):
+        body = facts(certificate)
+    elif isinstance(certificate, list | tuple):
+        body = "<ul>" + "".join(f"<li>{value_html(item)}</li>" for item in certificate) + "</ul>"
+    else:
+        body = f"<pre>{escape(certificate)}</pre>"
+    return panel("Certificate", body)
+
+
+# The table of checks, worst first where there are many.
+
+SHOWN_CHECKS = 60  # checks that pass and are shown; the others are folded
+_HEAD = ("", "check", "verdict", "agree", "detail", "time")
+_ORDER = list(Verdict)
+
+
+def checks_panel(checks: Sequence[Check]) -> str:
+    """Return every check with its counts."""
+    if not checks:
+        return ""
+    ordered = list(checks) if len(checks) <= SHOWN_CHECKS else sorted(checks, key=lambda c: -_ORDER.index(c.verdict))
+    failing = sum(not check.verdict.passes for check in ordered)
+    shown = ordered[: max(SHOWN_CHECKS, failing)]
+    body = table(_HEAD, map(_row, shown), "checks")
+    rest = ordered[len(shown) :]
+    if rest:
+        levels = Counter(check.verdict.value for check in rest)
+        told = ", ".join(f"{number} {level}" for level, number in levels.most_common())
+        body += folded(f"{count(len(rest), 'more check')}: {escape(told)}", table(_HEAD, map(_row, rest), "checks"))
+    return panel(f"Checks ({len(checks)})", body)
+
+
+def _row(check: Check) -> list[str]:
+    mark = badge(check.verdict)
+    if check.verdict.passes and not check.count:
+        mark = '<span class="badge none">----</span>'
+    agreed = f"{check.count - check.refuted} of {check.count}" if check.count else "nothing compared"
+    name = f"<b>{prose(check.name or 'verdict')}</b>"
+    return [mark, name, escape(check.verdict), agreed, prose(check.detail), seconds(check.seconds)]
+
 
 SHOWN = 4  # findings that are shown; of the rest, which usually follow from them, the message
 LISTED = 20  # messages that are listed from the start

@@ -17,15 +17,14 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from verify.programs.checks import run_checks
 from verify.programs.checks.context import CheckOutcome
-from verify.programs.execution.backends import run_simulator
-from verify.programs.execution.failure import Failure, finding_of
+from verify.programs.execution.backends import Failure, finding_of, run_simulator
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.localise import localise_apart
 from verify.programs.prepare import Prepared
 from verify.programs.program_directory import open_program
-from verify.programs.rank_task import make_comparison, make_task
 from verify.programs.reference.eager import Settings, logical_state, run_reference
 from verify.programs.role_text import SourceMap
+from verify.programs.single_steps import make_comparison, make_task
 from verify.programs.typing import check_program
 from verify.programs.typing.roles.record import Stored, check_state
 from verify.results.report import Check

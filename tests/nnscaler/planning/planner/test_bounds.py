@@ -14,7 +14,7 @@ from nnscaler.planning.planner.branch_and_bound import CLOSE, search
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.sharding.build_problem import Weights, pose
 from nnscaler.planning.solver.solve import solve
-from nnscaler.transform.layers import layers_of
+from nnscaler.transform.select import layers_of
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
 PLENTY = 1e12

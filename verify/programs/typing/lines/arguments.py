@@ -12,8 +12,7 @@ from op_registry.registry import facts_of
 
 from nnscaler.codegen.operators import needs_device
 from nnscaler.ir.graph import Operation
-from nnscaler.ir.layout import Layout, Sharded, State, explain_illegal
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO, Layout, Sharded, State, explain_illegal
 from verify.programs.typing.lines.forms import NoCall, arguments_of, parameters_of, with_sizes, wrapped
 from verify.programs.typing.roles.text import Assignment, Mark, Variable
 from verify.programs.typing.typed_value import Axes, Mistake

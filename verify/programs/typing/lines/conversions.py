@@ -10,6 +10,7 @@ from nnscaler.ir.conversion import ROWS, ConversionRow
 from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout import (
     INVARIANT,
+    MICRO,
     REPLICATED,
     Invariant,
     Layout,
@@ -22,7 +23,6 @@ from nnscaler.ir.layout import (
     intervals_nest,
     local_outer,
 )
-from nnscaler.ir.mesh import MICRO
 from verify.programs.typing.explain_mismatch import converted, disagreement
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims, same_piece
 from verify.programs.typing.roles.text import Assignment, Variable

@@ -21,8 +21,7 @@ from nnscaler.codegen.expressions import layout_text
 from nnscaler.codegen.operators import returns_sequence
 from nnscaler.ir.derive import explain_illegal_choices, input_states, output_states, shards_of
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Invariant, Layout, Partial, Replicated, Sharded, State, shape_of_rank
-from nnscaler.ir.mesh import Axis
+from nnscaler.ir.layout import Axis, Invariant, Layout, Partial, Replicated, Sharded, State, shape_of_rank
 from nnscaler.ir.placement import Choice, RunInvariant, Split
 from nnscaler.ir.signature import Signature
 from verify.programs.typing.explain_mismatch import disagreement, reads_other, region_differs, rounding

@@ -10,7 +10,7 @@ from itertools import permutations
 
 from torch import Tensor
 
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO
 from nnscaler.runtime.shards import same_bits
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Edits, StateEdit
 from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator

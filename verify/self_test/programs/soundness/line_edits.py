@@ -11,7 +11,7 @@ from random import Random
 import torch
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.ir.mesh import MICRO
+from nnscaler.ir.layout import MICRO
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.role_source import Role, Statement
 from verify.self_test.programs.soundness.harmless import FORMS

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.program_directory import open_program
-from verify.programs.rank_task import Beside
 from verify.programs.run import run_and_compare
+from verify.programs.single_steps import Beside
 from verify.results.finding import Finding
 from verify.self_test.programs.judge import Answer, Execution, answer_of, read_statically
 from verify.self_test.programs.mutants.mutant import Mutant
