@@ -18,9 +18,9 @@ from nnscaler.plan_source import read_plan
 from verify import verify_op, verify_plan
 from verify.gate.baseline import KnownFinding, read_baseline
 from verify.gate.items import Item, check_names
+from verify.gate.last_run import State
 from verify.gate.outcome import KNOWN, GateOutcome, ItemResult, judge
 from verify.gate.run import Clock, complete, find_operators, preload, run_items
-from verify.gate.run_order import State
 from verify.gate.settings import GateSettings, all_items, read_settings
 from verify.gate.work import perform_item
 from verify.operators.run.cache import open_cache

@@ -15,7 +15,7 @@ import torch
 from nnscaler.errors import NnscalerError
 from nnscaler.files import MARK, save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.printer import print_graph
+from nnscaler.ir.text import print_graph
 from nnscaler.transform.plan import Plan
 
 

@@ -13,7 +13,7 @@ from nnscaler.ir.placement import (
     Split,
     Stage,
 )
-from nnscaler.ir.printer import parse_graph, print_graph
+from nnscaler.ir.text import parse_graph, print_graph
 
 __all__ = [
     "Axis",

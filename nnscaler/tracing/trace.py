@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.training.autocast import Regions, autocast_on
+from nnscaler.tracing.compare_with_module import check_trace, second_forward
 from nnscaler.tracing.export.attributes import notes_of
-from nnscaler.tracing.export.autograd_functions import (
+from nnscaler.tracing.export.custom_gradients import (
     GradientHooks,
     OpaqueFunction,
     hooks_met,
@@ -25,7 +26,6 @@ from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.repeated_layers.stitched_export import Stitched, export_graph
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
-from nnscaler.tracing.self_check.compare import check_trace, second_forward
 from nnscaler.tracing.user_loss import LossFunction, with_loss
 
 

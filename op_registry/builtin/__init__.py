@@ -16,7 +16,7 @@ from op_registry.builtin.numeric import (
     elementwise,
     linear_algebra,
     matmul,
-    reduction,
+    reductions,
     spectral,
 )
 from op_registry.builtin.tensors import arrange, embedding, factories, index, pieces, views
@@ -37,7 +37,7 @@ SPECS: tuple[OperatorSpec, ...] = (
     *normalization.SPECS,
     *pieces.SPECS,
     *recurrent.SPECS,
-    *reduction.SPECS,
+    *reductions.SPECS,
     *spectral.SPECS,
     *views.SPECS,
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.compile import PlanSource
-from nnscaler.ir.printer import parse_graph
+from nnscaler.ir.text import parse_graph
 from nnscaler.runtime.jobs.launcher import ForkServer
 from verify import Finding, Report
 from verify.programs.entry_point import verify_request

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.printer import parse_graph
+from nnscaler.ir.text import parse_graph
 from nnscaler.runtime.program.program_directory import describe_state
 from tests.broken.planting import Edit, Original
 from verify import Report, verify_plan

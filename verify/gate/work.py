@@ -16,7 +16,7 @@ from verify.evidence.inputs.find_operator import matching, registered_in
 from verify.evidence.inputs.user_code import import_module, is_users
 from verify.evidence.options import OpOptions
 from verify.gate.items import Item, OpItem, OpSource, PlanItem
-from verify.gate.run_order import Phase
+from verify.gate.last_run import Phase
 from verify.operators.run.cache import Cache
 from verify.operators.run.job import address_of, make_job
 from verify.operators.run.many import Settings, run_many

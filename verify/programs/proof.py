@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.printer import print_graph
+from nnscaler.ir.text import print_graph
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
 from verify.programs.typing import StaticResult, check_program

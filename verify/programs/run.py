@@ -33,7 +33,7 @@ from verify.programs.execution.backends import Failure, run_program
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_apart
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
-from verify.programs.minimise import PlanTrial, minimise
+from verify.programs.minimise_plan import PlanTrial, minimise
 from verify.programs.plan_report import keep_program, make_report
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.proof import Proof, ProofOptions, combine, prove_program

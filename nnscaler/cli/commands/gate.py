@@ -205,8 +205,8 @@ def _run(
     """Fill `results`, also where it is interrupted."""
     from contextlib import closing
 
+    from verify.gate.last_run import read_state, state_file
     from verify.gate.run import run_items
-    from verify.gate.run_order import read_state, state_file
     from verify.gate.work import perform_item
     from verify.operators.run.cache import open_cache
 
@@ -280,7 +280,7 @@ def _updated(
 
 
 def _remember(settings: GateSettings, outcome: GateOutcome) -> None:
-    from verify.gate.run_order import Last, read_state, state_file, write_state
+    from verify.gate.last_run import Last, read_state, state_file, write_state
 
     file = state_file(settings.folder)
     now = {
@@ -300,7 +300,7 @@ def deliver(
     """
     from nnscaler.cli.options import TEXT_FORMATS
     from nnscaler.cli.output.show import destinations, write_files
-    from verify.gate.summary import render, summary
+    from verify.gate.formats import render, summary
 
     console: Console = options.console
     text = summary(outcome, seconds, budget, interrupted)

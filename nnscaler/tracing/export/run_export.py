@@ -26,8 +26,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.runtime.autograd_engine import start_autograd
 from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.attributes import attributes_kept
-from nnscaler.tracing.export.autograd_functions import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.export.checkpoints import checkpoints_marked
+from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
 from nnscaler.tracing.export.export_flags import as_eager
 from nnscaler.tracing.export.known_values import KnownValues
 from nnscaler.tracing.export.locations import location_of_exception

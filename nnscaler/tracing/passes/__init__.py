@@ -1,11 +1,11 @@
 """Passes from what the importer reads to the final graph, in order."""
 
 from nnscaler.ir.graph import Graph
-from nnscaler.tracing.passes.batch_norm import lower_attention_dropout, lower_batch_norm, lower_embedding_bag
+from nnscaler.tracing.passes.composites import lower_attention_dropout, lower_batch_norm, lower_embedding_bag
 from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
-from nnscaler.tracing.passes.identities import drop_identities, spell_promotions, spell_shapes, tile_slices
+from nnscaler.tracing.passes.dataflow import mark_needs_grad, remove_dead_code
 from nnscaler.tracing.passes.in_place import to_values
-from nnscaler.tracing.passes.needs_grad import mark_needs_grad, remove_dead_code
+from nnscaler.tracing.passes.normal_forms import drop_identities, spell_promotions, spell_shapes, tile_slices
 from nnscaler.tracing.passes.random_draws import lower_random_draws
 from nnscaler.tracing.rewrite import RawGraph
 

@@ -16,7 +16,7 @@ from op_registry.builtin._dims import (
     tensor,
     whole,
 )
-from op_registry.builtin.numeric.reduction import norm_mark
+from op_registry.builtin.numeric.reductions import norm_mark
 from op_registry.call import Call
 from op_registry.spec import AnnotationFunction, AnnotationResult, OperatorSpec, Shards
 

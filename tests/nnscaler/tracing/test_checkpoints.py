@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nnscaler
 from nnscaler.compile import checkpoint_steps, with_checkpoints
-from nnscaler.ir.printer import parse_graph, print_graph
+from nnscaler.ir.text import parse_graph, print_graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export import checkpoints
 from nnscaler.transform.plan import Plan, RecomputeStep

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.ir import Graph, check_graph, parse_graph, print_graph
-from nnscaler.tracing.passes.batch_norm import lower_attention_dropout
+from nnscaler.tracing.passes.composites import lower_attention_dropout
 from nnscaler.tracing.passes.cross_entropy import lower_cross_entropy
-from nnscaler.tracing.passes.identities import drop_identities, spell_shapes, tile_slices
-from nnscaler.tracing.passes.needs_grad import mark_needs_grad, remove_dead_code
+from nnscaler.tracing.passes.dataflow import mark_needs_grad, remove_dead_code
+from nnscaler.tracing.passes.normal_forms import drop_identities, spell_shapes, tile_slices
 
 
 def after(graph_pass: Callable[[Graph], Graph], body: str, loss: str = "loss") -> str:

@@ -16,8 +16,7 @@ from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.transform.plan import Plan
 from tests.broken import models
 from verify.programs.execution.rank_program import Task
-from verify.programs.minimise import PlanTrial, minimise, minimise_plan
-from verify.programs.minimise.minimise import units_of
+from verify.programs.minimise_plan import PlanTrial, minimise, minimise_plan, units_of
 from verify.programs.prepare import Prepared, prepare
 from verify.programs.reference.eager import logical_state, run_reference
 from verify.programs.request import PlanRequest

@@ -18,7 +18,7 @@ from op_registry.spec import OperatorSpec, SchemaParameter
 
 from nnscaler.ir.graph import Graph, Operation, map_slots
 from nnscaler.tracing import Traced
-from nnscaler.tracing.export.autograd_functions import OpaqueFunction
+from nnscaler.tracing.export.custom_gradients import OpaqueFunction
 from nnscaler.tracing.interpret import run_graph
 from nnscaler.tracing.rewrite import dtype_of
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, make_call

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nnscaler.codegen.operators import is_builtin
 from nnscaler.codegen.origins import operator_origins
-from nnscaler.tracing.export.autograd_functions import function_of
+from nnscaler.tracing.export.custom_gradients import function_of
 from verify.programs.typing.roles.text import OutsideGrammar, Unreadable, read_value
 
 OF_RUNTIME = frozenset(

@@ -10,8 +10,8 @@ from op_registry.registry import facts_of
 from op_registry.schema import has_default_dtype
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region
+from nnscaler.tracing.passes.dataflow import needing_grad
 from nnscaler.tracing.passes.in_place import DROPOUTS, slice_bounds
-from nnscaler.tracing.passes.needs_grad import needing_grad
 from nnscaler.tracing.rewrite import Builder, Ref, is_floating, map_references
 
 _GROUPED = "aten._grouped_mm.default"

@@ -1,1 +1,0 @@
-"""Compare a traced graph with its module."""
