@@ -1,4 +1,4 @@
-"""An operator's annotation bound to one call: which operand each tensor is, and every identifier's size."""
+"""An operator's annotation bound to one call, and the call rewritten for one shard."""
 
 from __future__ import annotations
 

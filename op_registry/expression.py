@@ -1,5 +1,4 @@
-"""Integers that depend on a rank's place in the mesh.
-
+"""Integers that depend on a rank's place in the mesh, and the sizes and beginnings of shards that are such integers.
 One generated text serves every rank of a role, so an argument such as the start of an `arange` shard cannot be a
 number: it is `5 + 20 * index(tp)`, or, of shards of unequal sizes, `(0, 7, 14, 20)[index(tp)]`.
 """

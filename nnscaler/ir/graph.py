@@ -1,4 +1,4 @@
-"""The graph: a model as data, in SSA form and topological order."""
+"""The graph: a model as data, in SSA form and topological order, made of logical tensors and operations."""
 
 from __future__ import annotations
 

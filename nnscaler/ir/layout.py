@@ -1,5 +1,4 @@
-"""How a logical tensor lies on a mesh: per axis a pair (value, gradient).
-
+"""Device meshes, and how a logical tensor lies on one: per axis a pair (value, gradient).
 | state               | value on each rank | gradient on each rank |
 |---------------------|--------------------|-----------------------|
 | Invariant           | full, equal        | full, equal           |

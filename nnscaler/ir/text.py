@@ -1,5 +1,6 @@
-"""Graphs as text: one line per stored tensor, input and operation. `text_parser.parse_graph` reads it back.
+"""Graphs as text, and that text read back: `parse_graph(print_graph(graph)) == graph`.
 
+One line stands for each stored tensor, input and operation.
 graph Tiny
 parameter %weight: float32[8, 4] grad = "weight"
 input %x: float32[2, 4] = "x"

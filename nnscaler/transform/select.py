@@ -1,4 +1,4 @@
-"""Select operations by name, module path, parameter or operator, each of which may be a glob."""
+"""Select operations of a graph: by name, module path, parameter or operator (globs), and by layer."""
 
 from __future__ import annotations
 

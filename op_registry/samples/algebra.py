@@ -1,4 +1,4 @@
-"""Samples: more products, linear algebra, distances, scans, orderings."""
+"""Samples: more products, linear algebra, distances, scans, recurrent networks, Fourier transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples: products, reductions, normalisations, attention."""
+"""Samples: products, reductions, normalisations, batch norm's parts, attention."""
 
 from __future__ import annotations
 

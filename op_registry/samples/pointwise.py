@@ -1,4 +1,4 @@
-"""Samples: element-wise operators and casts."""
+"""Samples: element-wise operators, casts, and functions of `torch.special`."""
 
 from __future__ import annotations
 

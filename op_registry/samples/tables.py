@@ -1,4 +1,4 @@
-"""Samples: embeddings, indexing, sorting, factories, losses."""
+"""Samples: embeddings, indexing, sorting, factories, losses with each reduction that a hook serves."""
 
 from __future__ import annotations
 

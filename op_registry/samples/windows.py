@@ -1,4 +1,4 @@
-"""Samples: convolutions, pooling, resizing."""
+"""Samples: convolutions, pooling, resizing, sampling, columns."""
 
 from __future__ import annotations
 

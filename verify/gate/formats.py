@@ -1,5 +1,4 @@
-"""The gate's result as Markdown, to be pasted into a review: verdict, a table of items, findings, what it was run with.
-
+"""The gate's result in formats: Markdown for a review, and known findings marked in machine formats.
 Worst first; known findings last, a line each. Nothing is left out without being counted.
 """
 

@@ -1,5 +1,4 @@
-"""Random legal plans of one model: traced once, compiled and run for every seed, compared with the eager model.
-
+"""Random legal plans of one model: drawn, compiled and run for every seed, compared with the eager model.
 No planner would make these plans, and they must be right all the same. They meet every row of the conversion table,
 and find wrong annotations, hooks, conversions and gradient reductions that a reasonable plan never touches.
 """

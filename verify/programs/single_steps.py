@@ -1,5 +1,4 @@
-"""Single steps beside the trajectory, from the initial state, each with its own reference.
-
+"""The tasks that ranks run, and single steps beside the trajectory, each with its own reference.
 another loss scale   what is added in backward, or scaled twice, no longer cancels
 unequal labels       each piece of the batch has another number of labels that count, one has none
 """

@@ -1,4 +1,4 @@
-"""GitHub Actions: workflow commands that show findings beside the lines of a pull request, worst first."""
+"""GitHub Actions: workflow commands beside the lines of a pull request, and the step summary in Markdown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Exit codes of the process. Only a verdict gives 1: Python's own code for an uncaught exception is 1 as well, so
-`main` catches everything."""
+"""How the process ends: its exit codes, and the message when nnScaler itself fails.
+
+Only a verdict gives 1: Python's own code for an uncaught exception is 1 as well, so `main` catches everything."""
 
 from __future__ import annotations
 

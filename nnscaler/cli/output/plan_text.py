@@ -1,4 +1,4 @@
-"""The output of `nnscaler plan`: the plan with its certificate, and why an operation is run as it is."""
+"""The output of `nnscaler plan`: the plan with its certificate, and its comparison with another plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch norm in train mode becomes its parts, which the batch can be split in, and returns its new statistics."""
+"""Composite operators become parts that can be split: training batch norm, attention with dropout, embedding bags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors have gradients, by dataflow; and regions only where they make a difference."""
+"""Which tensors have gradients, and which operations are used: what dataflow through the graph decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that return their input's value disappear; casts are spelled one way."""
+"""One spelling of equal operations: no identities, explicit sizes, floating operands, slices of a dim as one split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisations: the dims that statistics run over are frozen, the others free."""
+"""Normalisations, batch norm's parts included: dims of the statistics are frozen or sums, the others free."""
 
 from __future__ import annotations
 

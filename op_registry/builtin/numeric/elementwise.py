@@ -1,5 +1,4 @@
-"""Operators that work element by element: every dim of the broadcast result may be split.
-
+"""Operators that work element by element, `torch.special` and casts included: every dim of the result may be split.
 An operand that is expanded along a split dim lacks the identifier: it is replicated, its gradient a partial sum.
 """
 

@@ -1,4 +1,4 @@
-"""Decompositions and solutions of matrices: the dims of the matrix are frozen, those before it free."""
+"""Decompositions, solutions and distances: the dims of the matrix or vector are frozen, those before it free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of matrices. The contracted dim is a reduction; a bias is then a partial sum itself (`+n`)."""
+"""Products: of matrices, by `einsum`, by groups of rows. Contracted dims are reductions, biases then partial sums."""
 
 from __future__ import annotations
 

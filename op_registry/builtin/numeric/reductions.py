@@ -1,5 +1,4 @@
-"""Reductions. A sum over a split dim gives partial sums; what is not a sum freezes the dims that it runs over.
-
+"""Reductions, scans and sorting. A sum over a split dim gives partial sums; what is no sum freezes its dims.
 A mean over a split dim divides the shard's sum by the logical count: the sum of that is the mean, however many axes
 (micro-batches among them) share the dim.
 """

@@ -1,4 +1,4 @@
-"""Operators that reorder, repeat or pad: transpose, permute, roll, flip, repeat, pad, tril."""
+"""Operators that reorder, repeat or pad: transpose, permute, roll, flip, repeat, pad, tril, diagonals."""
 
 from __future__ import annotations
 

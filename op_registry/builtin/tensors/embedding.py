@@ -1,5 +1,7 @@
-"""Table look-ups. A rank with a block of the vocabulary looks up the ids of its block, and gives zeros for the
-others."""
+"""Table look-ups, and the `localize` hooks of all reads and writes through indices into a block of the entries.
+
+A rank with a block of the vocabulary looks up the ids of its block, and gives zeros for the others.
+"""
 
 from __future__ import annotations
 

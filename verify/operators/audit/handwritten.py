@@ -1,5 +1,4 @@
-"""Find the parts of an operator's backward that a person, and not torch, has written.
-
+"""Find the parts of a backward that a person has written, and test them in narrow dtypes.
 Torch's own derivatives are taken for right. What is looked for: nodes of an `autograd.Function` in the graph that one
 run records (`torch.library`'s `register_autograd` makes such nodes too), C++ functions of that kind, and hooks on
 tensors. A `detach` or `no_grad` leaves no trace and is no backward: it says what is a constant.

@@ -1,5 +1,7 @@
-"""The calls of an operator without annotation, as the model makes them: with the values that they get on the sample
-batch, or, where the model has no data or the tensors are large, with smaller tensors of the same kinds."""
+"""Operators without annotation: where a model calls them, whether it matters, and the calls with their values.
+
+Where the model has no data, or the tensors are large, calls get smaller tensors of the same kinds.
+"""
 
 from __future__ import annotations
 

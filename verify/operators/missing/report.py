@@ -1,4 +1,4 @@
-"""`nnscaler list ops --missing`: everything that is found out about a model's operators without annotation."""
+"""`nnscaler list ops --missing`: what is found out about operators without annotation, its cost, and the text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The widest annotation that holds for every call of an operator that has none.
-
+"""The widest annotation that holds for every call of an operator that has none, and the code that registers it.
 Nothing is suggested that was not tested.
 """
 

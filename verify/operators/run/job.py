@@ -1,4 +1,4 @@
-"""One operator to verify, and the text that names it again in another process."""
+"""One operator to verify: the text that names it in another process, and its verification there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many operators: cached passes first, the others in child processes, and every result as it comes."""
+"""Verify many operators: cached passes first, the others in child processes, results as they come, and a summary."""
 
 from __future__ import annotations
 

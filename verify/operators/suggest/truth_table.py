@@ -1,5 +1,4 @@
-"""Infer how a function maps input layouts to output layouts, by running it on pieces.
-
+"""Infer how a function maps input layouts to output layouts: factors of dims from its views, states by running pieces.
 A fact says: with its inputs in these states (equal, a shard of a dim, terms of a sum), its outputs are in those. Facts
 are not enumerated blindly: sizes that can only change together are split together, integers that divide a dim are
 tried with it, and a sum whose terms are too many is tried with one more operand as a sum. What is found in 2 parts is

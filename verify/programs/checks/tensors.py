@@ -1,4 +1,4 @@
-"""Logical gradients, parameters and buffers against the model's."""
+"""Logical gradients, parameters and buffers against the model's; every parameter is held somewhere."""
 
 from __future__ import annotations
 

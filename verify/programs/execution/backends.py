@@ -1,4 +1,4 @@
-"""Run a program: on threads of this process, or as processes over gloo or NCCL."""
+"""Run a program on threads of this process or as processes over gloo or NCCL, and say why a run did not end."""
 
 from __future__ import annotations
 

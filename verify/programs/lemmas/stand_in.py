@@ -1,4 +1,4 @@
-"""Stand-ins for calls that cannot be examined as they are: those without an annotation, or with infinities."""
+"""Small calls to examine: tensors that an operator takes, and stand-ins for calls that cannot be examined."""
 
 from __future__ import annotations
 

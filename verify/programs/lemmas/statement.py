@@ -1,5 +1,4 @@
-"""Turn obligations into lemmas: statements about one operator that mention no sizes, ranks, layers or axes.
-
+"""The obligations of a plan's proof, and the lemmas they become: statements about one operator without sizes or ranks.
 A lemma speaks of one choice on one axis. That an operation run under a choice on each of several axes makes shards of
 shards follows by induction over the axes: the shard of one axis is a call of the same operator at other sizes, to which
 the next axis' lemma applies, outermost digit first where axes share a dim. The induction takes a lemma for all sizes,

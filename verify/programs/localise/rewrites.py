@@ -1,5 +1,4 @@
-"""Changes of a statement that may repair it, the most specific first. Each is tried before anybody reads of it.
-
+"""Changes of a statement that may repair it, the most specific first, each run on what its ranks were taught.
 A change is a sentence and a changed statement: what is wrapped around the right expression, an operand that is another,
 another function, a constant, the order of results, a conversion of layouts that is missing.
 """

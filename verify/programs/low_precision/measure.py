@@ -1,4 +1,4 @@
-"""Compare a low-precision run of a program with the exact result, tensor by tensor."""
+"""Compare a low-precision run of a program with the exact result, and judge each error against the noise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The reference: the untraced eager model on the whole batch.
-
+"""The reference: the untraced eager model on the whole batch, from its own state with every parameter disturbed.
 Nothing of the compiler is used to run it, so a mistake of the tracer cannot be on both sides. Only the sample batch
 is taken apart and put together again by shared code, and random numbers are those that the program draws.
 """

@@ -1,4 +1,4 @@
-"""Check the tensors that cross between stages: both sides declare the same message, and what arrives was sent."""
+"""Tensors that cross between stages: both sides declare the same message, and its pieces make the tensor."""
 
 from __future__ import annotations
 

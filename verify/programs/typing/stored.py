@@ -1,5 +1,8 @@
-"""Stored tensors over all stages: each of the model's is held, every copy is the same, and each parameter's gradient is
-summed exactly once over exactly the ranks that hold a part of it."""
+"""Stored tensors and outputs over all stages: what is held, each gradient's sum, the loss, and the buffers' new values.
+
+Every copy of a stored tensor is the same, and each parameter's gradient is summed exactly once, over exactly the
+ranks that hold a part of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings: the code, the place with its line, what was seen, why, what to do, and a line that reproduces it."""
+"""The findings of the page, with the table of checks and the basis of a proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of HTML: escaping, numbers as people read them, tables."""
+"""Pieces of HTML: escaping, numbers as people read them, tables, and the style of the page."""
 
 from __future__ import annotations
 

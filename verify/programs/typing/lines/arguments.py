@@ -1,4 +1,4 @@
-"""Check that a line calls exactly what one shard's call must be: the operator, and every argument."""
+"""Check that a line calls exactly one shard's call: the operator, every argument, and the key of its random numbers."""
 
 from __future__ import annotations
 

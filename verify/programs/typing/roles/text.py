@@ -1,4 +1,4 @@
-"""The text of a role program as data, read without running it."""
+"""The text of a role program as data, read without running it; arguments as values."""
 
 from __future__ import annotations
 
