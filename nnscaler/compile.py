@@ -12,7 +12,7 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
-from nnscaler.codegen.origins import operator_origins
+from nnscaler.codegen.operators import operator_origins
 from nnscaler.codegen.program import Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.groups import ranks_text

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
+from op_registry.registry import default_registry
 from op_registry.schema import is_factory, schema_of
 
 
@@ -45,3 +53,71 @@ def returns_sequence(operator: str, outputs: int) -> bool:
         return True
     found = schema_of(operator)
     return found is not None and len(found.returns) == 1 and "List" in str(found.returns[0].type)
+
+
+# Locate the operators that are not built in, for rank processes.
+
+Origin = tuple[str, str]  # a file, or the dotted name of an installed module; and the qualified name in it
+
+
+def operator_origins(operators: Iterable[str], functions: Mapping[str, Callable[..., Any] | type]) -> dict[str, Origin]:
+    """Return, by operator, the origin from which a process can load it.
+
+    That is the place of its registration, of the `autograd.Function` that it stands for, or of the `torch.library`
+    definition that some package made. Operators that a process cannot load are left out.
+    """
+    registry = default_registry()
+    found: dict[str, Origin] = {}
+    for operator in sorted({o for o in operators if not is_builtin(o)}):
+        spec = registry.lookup(operator)
+        definition = OPDEFS.get("::".join(operator.split(".")[:2]))
+        if spec is not None and spec.where is not None:
+            found[operator] = (spec.where.file, spec.qualname or "")
+        elif operator in functions:
+            found[operator] = origin_of(functions[operator])
+        elif definition is not None:
+            found[operator] = origin_of(definition._init_fn)
+    return found
+
+
+def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
+    """Return, by name as it stands in rank programs, the file of operators.
+
+    The programs name no folder of this machine, except where two files have one name: a program must not take the one
+    for the other.
+    """
+    files = sorted({file for file, _ in origins.values() if file.endswith(".py")})
+    names = [Path(file).name for file in files]
+    return {name if names.count(name) == 1 else file: file for name, file in zip(names, files, strict=True)}
+
+
+def operator_records(origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
+    """Return, by name as it stands in rank programs, the file's absolute path, and its hash (None for one that is no
+    longer there).
+
+    A program is for operators as they were when it was compiled.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, file in operator_files(origins).items():
+        path = Path(file).absolute()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        found[name] = {"file": str(path), "sha256": digest}
+    return found
+
+
+def written_origins(origins: Mapping[str, Origin]) -> dict[str, Origin]:
+    """Return the origins as they stand in rank programs."""
+    names = {file: name for name, file in operator_files(origins).items()}
+    return {operator: (names.get(file, file), qualname) for operator, (file, qualname) in origins.items()}
+
+
+def origin_of(thing: Callable[..., Any] | type) -> Origin:
+    """Return the module's name where the module belongs to a package, whose relative imports need it; else its file."""
+    module = sys.modules.get(thing.__module__)
+    private = thing.__module__.startswith("_nnscaler_user")  # a model file: the runtime's loader named it
+    if module is not None and getattr(module, "__package__", None) and not private:
+        return thing.__module__, thing.__qualname__
+    try:
+        return inspect.getsourcefile(thing) or "", thing.__qualname__
+    except TypeError:
+        return "", thing.__qualname__

@@ -24,7 +24,7 @@ from nnscaler.tracing.export.custom_gradients import (
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
-from nnscaler.tracing.repeated_layers.stitched_export import Stitched, export_graph
+from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.tracing.user_loss import LossFunction, with_loss
 

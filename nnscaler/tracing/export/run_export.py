@@ -6,9 +6,10 @@ import contextlib
 import io
 import logging
 import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,11 +29,50 @@ from nnscaler.runtime.training.autocast import AutocastUnknown
 from nnscaler.tracing.export.attributes import attributes_kept
 from nnscaler.tracing.export.checkpoints import checkpoints_marked
 from nnscaler.tracing.export.custom_gradients import OpaqueFunction, opaque_autograd_functions
-from nnscaler.tracing.export.export_flags import as_eager
 from nnscaler.tracing.export.known_values import KnownValues
-from nnscaler.tracing.export.locations import location_of_exception
+from nnscaler.tracing.export.locations import OURS, TORCH, location_of_exception
 from nnscaler.tracing.export.loss_module import LossModule
 from nnscaler.tracing.export.vmaps import vmaps_expanded
+
+# Make a model's own code, and the libraries that it uses, believe that they are not being exported.
+# Code that asks `torch.compiler.is_exporting()` or `is_compiling()` takes another path than the one that trains:
+# `transformers` makes explicit attention masks, gives up grouped-query attention, or leaves a default mask out.
+# Torch itself and registered operators still hear the truth, which they need.
+
+_QUESTIONS = ("is_compiling", "is_exporting")
+_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+_TRANSFORMERS = "transformers.utils.import_utils"
+
+
+@contextmanager
+def as_eager(is_known: Callable[[Any], bool]) -> Iterator[None]:
+    """Open it around the model's forward, inside of the export.
+
+    `is_known`: whether a tensor's values are known (`known_values`). `transformers` does not look at the values of
+    the fake tensors of an export; it is told that those with known values are real.
+    """
+    with ExitStack() as stack:
+        for name in _QUESTIONS:
+            stack.enter_context(patch.object(torch.compiler, name, _for_torch_alone(name)))
+        for name in _FLAGS:  # what `from torch.compiler import is_compiling` reads
+            stack.enter_context(patch.object(torch.compiler, name, False))
+        library = sys.modules.get(_TRANSFORMERS)  # not imported for a model that does without
+        if library is not None and hasattr(library, "is_fake_tensor"):
+            real = library.is_fake_tensor
+            stack.enter_context(patch.object(library, "is_fake_tensor", lambda x: real(x) and not is_known(x)))
+        yield
+
+
+def _for_torch_alone(name: str) -> Callable[[], bool]:
+    def answer() -> bool:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name in _QUESTIONS and frame.f_back is not None:  # the aliases in torch
+            frame = frame.f_back
+        return frame.f_code.co_filename.startswith((TORCH, *OURS))
+
+    answer.__name__ = name
+    return answer
+
 
 # Shapes of operators whose fake kernel in torch refuses what the real one computes.
 # `_ctc_loss`: the table of path sums that it also returns is as wide as the longest target. Nothing that a model

@@ -15,8 +15,14 @@ from torch.fx.traceback import get_current_meta
 from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.export.locations import plain_path
-from nnscaler.tracing.repeated_layers.looks import CannotStitch, join_history
-from nnscaler.tracing.repeated_layers.record import CallPlaces, Innermost, Record, RecordedCall
+from nnscaler.tracing.repeated_layers.record import (
+    CallPlaces,
+    CannotStitch,
+    Innermost,
+    Record,
+    RecordedCall,
+    join_history,
+)
 
 # Which layers of a module repeat: elements of a list of modules that hold equal parameters and buffers.
 

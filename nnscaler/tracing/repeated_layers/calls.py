@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from nnscaler.tracing.export.locations import is_library
 from nnscaler.tracing.repeated_layers.active_call import Active, Run, Site
-from nnscaler.tracing.repeated_layers.looks import CannotStitch, join_history
-from nnscaler.tracing.repeated_layers.record import CallPlaces, Record
+from nnscaler.tracing.repeated_layers.record import CallPlaces, CannotStitch, Record, join_history
 
 # Operators that mark calls of layers in an export. They compute nothing and are gone in the final graph.
 # `begin(n)` and `end(given, made, n)` enclose the traced call number n, with all tensors that it reads from outside

@@ -8,7 +8,7 @@ from op_registry.call import DType
 from op_registry.expression import Expression, by_index
 
 from nnscaler.codegen.expressions import expression, layout_text, literal
-from nnscaler.codegen.source_comments import layer_of
+from nnscaler.codegen.stage_writer import layer_of
 from nnscaler.ir.graph import is_free_name
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Axis, Layout, Partial, Sharded
 

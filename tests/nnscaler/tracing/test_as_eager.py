@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
-from nnscaler.tracing.export import export_flags as as_eager
+from nnscaler.tracing.export import run_export as as_eager
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 

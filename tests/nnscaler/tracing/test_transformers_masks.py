@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation, Slot
 from nnscaler.tracing import trace
-from nnscaler.tracing.export import export_flags as as_eager
+from nnscaler.tracing.export import run_export as as_eager
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 IDS = torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.smt.shrink import same_kind
-from verify.programs.lemmas.follow import Followed, place_of
+from verify.programs.lemmas.size_conditions import Followed, place_of
 from verify.programs.lemmas.statement import Obligation
 from verify.programs.lemmas.unify import Conflict, join_names
 

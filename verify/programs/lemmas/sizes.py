@@ -14,12 +14,21 @@ from dataclasses import dataclass
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.layout import MICRO
 from nnscaler.ir.signature import Signature, signatures
-from verify.programs.lemmas.follow import Followed, Shape, follow, place_of
 from verify.programs.lemmas.rerun import rerun
-from verify.programs.lemmas.size_conditions import Divides, Simplified, follows, of_factors, of_splits, simplify
+from verify.programs.lemmas.size_conditions import (
+    Divides,
+    Followed,
+    Shape,
+    Simplified,
+    follow,
+    follows,
+    of_factors,
+    of_splits,
+    place_of,
+    simplify,
+)
 from verify.programs.lemmas.statement import Obligation
-from verify.programs.lemmas.symbols import named, number
-from verify.programs.lemmas.unify import Conflict, join_names
+from verify.programs.lemmas.unify import Conflict, join_names, named, number
 
 BATCH = "batch"
 SEQUENCE = "sequence length"

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nnscaler.codegen.operators import is_builtin
-from nnscaler.codegen.origins import operator_origins
+from nnscaler.codegen.operators import is_builtin, operator_origins
 from nnscaler.tracing.export.custom_gradients import function_of
 from verify.programs.typing.roles.text import OutsideGrammar, Unreadable, read_value
 
