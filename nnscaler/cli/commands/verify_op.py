@@ -143,8 +143,8 @@ def run(options: argparse.Namespace) -> int:
 def _settings(options: argparse.Namespace, console: Console) -> Settings:
     from verify.operators.run.cache import open_cache
     from verify.operators.run.deep import require_hypothesis, verify_deep
-    from verify.operators.run.job import verify_job
     from verify.operators.run.many import Settings
+    from verify.operators.run.run_job import verify_job
 
     if options.profile == "deep":
         require_hypothesis()

@@ -15,8 +15,9 @@ from verify.evidence.oracle.enumerate import bases
 from verify.evidence.oracle.runner import Runner
 from verify.operators.run import deep
 from verify.operators.run.deep import NAME, DrawTally, draw_cases, require_hypothesis, verify_deep
-from verify.operators.run.job import Job, Reproduce, make_job
+from verify.operators.run.job import Job, make_job
 from verify.operators.run.many import Settings, run_many
+from verify.operators.run.run_job import Reproduce
 from verify.results.verdict import Verdict
 
 OPTIONS = OpOptions(prove=False, cases=6, timeout=120.0)

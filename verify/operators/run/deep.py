@@ -17,7 +17,8 @@ from verify.evidence.cases import Case
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import Base, Target, Unusable, bases
 from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
-from verify.operators.run.job import Job, Reproduce, verify_job
+from verify.operators.run.job import Job
+from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.verify_spec import refutation
 from verify.processes.pool import Note
 from verify.results.report import Check, Report

@@ -14,7 +14,8 @@ from verify.evidence.options import OpOptions
 from verify.evidence.provers import SPENT
 from verify.operators.run.cache import CACHED, Cache, key_of
 from verify.operators.run.fingerprint import Opaque
-from verify.operators.run.job import Job, Reproduce, lost, make_job, not_run, verify_job
+from verify.operators.run.job import Job, make_job
+from verify.operators.run.run_job import Reproduce, lost, not_run, verify_job
 from verify.processes.pool import Died, Done, Event, Note, Raised, Task, TimedOut, run_forked, run_here, why_not_fork
 from verify.results.line import StyledLine, plain
 from verify.results.report import Report

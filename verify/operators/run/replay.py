@@ -14,9 +14,10 @@ from verify.evidence.inputs.user_code import import_module
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
 from verify.operators.run.emitted_test import Wanted, write_tests
-from verify.operators.run.job import Job, Reproduce, make_job, verify_job
+from verify.operators.run.job import Job, make_job
 from verify.operators.run.literals import NotWritable
 from verify.operators.run.many import Settings, run_many
+from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.run.token import PREFIX, Token, decode, encode
 from verify.operators.verify_spec import refutation
 from verify.processes.pool import Done, Note, Raised, run_forked, run_here, why_not_fork
