@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,21 +32,29 @@ def rows(x: Tensor, dim: int, first: int, length: int, fill: float = 0.0) -> Ten
     return functional.pad(x, pads, value=fill)
 
 
-def below(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    before: Sequence[int],
-    first: Sequence[int],
-    length: Sequence[int],
-    fill: float = 0.0,
-) -> Tensor:
-    """Return the rows of `x` that the windows of the output rows read, along its last dims."""
-    count = len(kernel)
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows that slide over the last dims of a tensor, one entry per dim.
+
+    kernel    rows that a window reads
+    stride    rows between two windows
+    dilation  rows between two that one window reads
+    before    rows of padding in front
+    """
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    dilation: Sequence[int]
+    before: Sequence[int]
+
+
+def below(x: Tensor, windows: Windows, first: Sequence[int], length: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Return the rows of `x` that the windows of the output rows first .. first + length read, along its last dims."""
+    count = len(windows.kernel)
     for i in range(count):
-        reach = (length[i] - 1) * stride[i] + dilation[i] * (kernel[i] - 1) + 1
-        x = rows(x, i - count, first[i] * stride[i] - before[i], reach, fill)
+        stride = windows.stride[i]
+        reach = (length[i] - 1) * stride + windows.dilation[i] * (windows.kernel[i] - 1) + 1
+        x = rows(x, i - count, first[i] * stride - windows.before[i], reach, fill)
     return x
 
 
@@ -62,7 +71,7 @@ def conv_window(
 ) -> Tensor:
     """Compute a convolution's output rows first .. first + length along each dim of its windows."""
     convolution: Any = (functional.conv1d, functional.conv2d, functional.conv3d)[len(stride) - 1]
-    read = below(x, weight.shape[2:], stride, dilation, before, first, length)
+    read = below(x, Windows(weight.shape[2:], stride, dilation, before), first, length)
     return convolution(read, weight, bias, list(stride), 0, list(dilation), groups)
 
 
@@ -118,7 +127,7 @@ def avg_pool_window(
 ) -> Tensor:
     """Compute the sum of each window over `divisor`, for the output rows first .. first + length."""
     pool: Any = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(kernel) - 1]
-    read = below(x, kernel, stride, [1] * len(kernel), before, first, length)
+    read = below(x, Windows(kernel, stride, [1] * len(kernel), before), first, length)
     return pool(read, list(kernel), list(stride)) * (math.prod(kernel) / divisor)
 
 
@@ -133,5 +142,5 @@ def max_pool_window(
 ) -> Tensor:
     """Compute the maximum of each window, for the output rows first .. first + length."""
     pool: Any = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[len(kernel) - 1]
-    read = below(x, kernel, stride, dilation, before, first, length, -math.inf)
+    read = below(x, Windows(kernel, stride, dilation, before), first, length, -math.inf)
     return pool(read, list(kernel), list(stride), 0, list(dilation))

@@ -93,7 +93,8 @@ def wrongly_accumulated(
         wrong = [rank for rank, piece in pieces.items() if not _is_right(teacher, stage, declared, rank, piece, right)]
         if not wrong:
             continue
-        cause = _cause(teacher, stage, attribute, declared, wrong[0], pieces[wrong[0]], before, right)
+        last = before.get((stage, attribute), {}).get(wrong[0])
+        cause = _cause(teacher, stage, declared, wrong[0], pieces[wrong[0]], right, last)
         culprit = _culprit("gradient_differs", stage, attribute, declared, lines, cause)
         facts = {**culprit.facts, "step": str(teacher.logical.step), "ranks": _named(wrong)}
         culprit = replace(culprit, facts=facts)
@@ -178,13 +179,13 @@ def _own(stage: type[Stage], declared: Parameter, rank: int, tensor: Tensor) -> 
 def _cause(
     teacher: Teacher,
     stage: int,
-    attribute: str,
     declared: Parameter,
     rank: int,
     piece: Tensor | None,
-    before: Finals,
     right: Tensor,
+    last: Tensor | None,
 ) -> str | None:
+    """Explain a wrong gradient. `piece`: the rank's; `right`: the logical one; `last`: that of the step before."""
     if piece is None:
         return "the gradient is None: nothing was added to it"
     if not bool((piece != 0).any()):
@@ -193,7 +194,6 @@ def _cause(
     factor = float((piece * whole).sum() / (whole * whole).sum())
     if difference(piece, factor * whole).relative < CLOSE:
         return _factor(factor, teacher.stages[stage])
-    last = before.get((stage, attribute), {}).get(rank)
     if last is not None and difference(piece, whole + last).relative < CLOSE:
         return "the gradient of the step before is added: nobody cleared it"
     columns = _parts(teacher, stage, declared, rank)

@@ -146,14 +146,13 @@ def _layer_norm_backward(
     shape: Sequence[int],
     mean: Tensor,
     rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Sequence[bool],
+    *rest: Any,
 ) -> Any:
+    """Cut the rows. `rest`: weight, bias, and which gradients are asked for."""
     if x.dim() == len(shape):
-        return func(gradient, x, shape, mean, rstd, weight, bias, mask)
+        return func(gradient, x, shape, mean, rstd, *rest)
     order = cut(x.shape[0])
-    parts = [func(gradient[i], x[i], shape, mean[i], rstd[i], weight, bias, mask) for i in order]
+    parts = [func(gradient[i], x[i], shape, mean[i], rstd[i], *rest) for i in order]
     return _by_rows(parts, order)
 
 
