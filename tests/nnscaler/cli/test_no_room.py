@@ -198,7 +198,7 @@ def test_a_full_temporary_folder_is_told_before_the_work(
 
     monkeypatch.setattr(files, "_fill", full)
     monkeypatch.setattr(files, "check_writable", lambda path: None)  # profile.json
-    monkeypatch.setattr("nnscaler.cli.main.check_writable", lambda path: None)
+    monkeypatch.setattr("nnscaler.cli.output.writable.check_writable", lambda path: None)
     assert main(words) == 2
     err = capsys.readouterr().err
     assert f"cannot write temporary files to {tempfile.gettempdir()}: No space left on device" in err
