@@ -5,11 +5,10 @@ Importing this package needs no torch.
 """
 
 from op_registry.builtin.layers import (
-    attention,
     interpolation,
     loss,
     normalization,
-    recurrent,
+    sequences,
     windows,
 )
 from op_registry.builtin.numeric import (
@@ -17,14 +16,13 @@ from op_registry.builtin.numeric import (
     linear_algebra,
     matmul,
     reductions,
-    spectral,
 )
 from op_registry.builtin.tensors import arrange, embedding, factories, index, pieces, views
 from op_registry.spec import OperatorSpec
 
 SPECS: tuple[OperatorSpec, ...] = (
     *arrange.SPECS,
-    *attention.SPECS,
+    *sequences.SPECS,
     *windows.SPECS,
     *elementwise.SPECS,
     *embedding.SPECS,
@@ -36,8 +34,6 @@ SPECS: tuple[OperatorSpec, ...] = (
     *matmul.SPECS,
     *normalization.SPECS,
     *pieces.SPECS,
-    *recurrent.SPECS,
     *reductions.SPECS,
-    *spectral.SPECS,
     *views.SPECS,
 )

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from nnscaler.codegen.program import Program
-from verify.programs.checks import coverage, losses
+from verify.programs.checks import losses
 from verify.programs.checks.context import Comparison
 from verify.programs.checks.logical import Holding
+from verify.programs.checks.tensors import check_coverage
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
@@ -31,14 +32,14 @@ def comparison(held: str, loss: torch.Tensor | None) -> Comparison:
 
 
 def test_a_parameter_that_no_rank_holds() -> None:
-    outcome = coverage.check(comparison("v", ONE), {})
+    outcome = check_coverage(comparison("v", ONE), {})
     assert outcome.check.verdict is Verdict.REFUTED
     assert [f.code for f in outcome.findings] == ["parameter_not_held", "parameter_unknown"]
     assert [f.message for f in outcome.findings] == [
         "no rank holds the parameter `w`",
         "stage 0 holds `v`, which the model does not have",
     ]
-    right = coverage.check(comparison("w", ONE), {})
+    right = check_coverage(comparison("w", ONE), {})
     assert right.check.verdict.passes and right.check.count and not right.findings
 
 

@@ -13,7 +13,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.options import OpOptions
-from verify.operators.run.literals import LARGEST, NotWritable, tensor_text
+from verify.operators.run.emitted_test import LARGEST, NotWritable, tensor_text
 from verify.operators.run.many import Settings, run_many
 from verify.operators.run.replay import emit_tests
 from verify.operators.run.targets import find_jobs

@@ -13,9 +13,8 @@ from verify.evidence.inputs.find_operator import matching
 from verify.evidence.inputs.user_code import import_module
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.runner import CaseResult, Runner, WholeRaised
-from verify.operators.run.emitted_test import Wanted, write_tests
+from verify.operators.run.emitted_test import NotWritable, Wanted, write_tests
 from verify.operators.run.job import Job, make_job
-from verify.operators.run.literals import NotWritable
 from verify.operators.run.many import Settings, run_many
 from verify.operators.run.run_job import Reproduce, verify_job
 from verify.operators.run.token import PREFIX, Token, decode, encode

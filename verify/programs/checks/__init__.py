@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from verify.programs.checks import coverage, losses, norm, replicas, tensors
+from verify.programs.checks import losses, norm, replicas, tensors
 from verify.programs.checks.context import CheckOutcome, Comparison
 
 
 def run_checks(comparison: Comparison, initial_buffers: dict[str, Tensor]) -> list[CheckOutcome]:
     """Run every check, and record its time."""
     checks: tuple[Callable[[], CheckOutcome], ...] = (
-        lambda: coverage.check(comparison, initial_buffers),
+        lambda: tensors.check_coverage(comparison, initial_buffers),
         lambda: losses.check(comparison),
         lambda: tensors.check_gradients(comparison),
         lambda: norm.check(comparison),
