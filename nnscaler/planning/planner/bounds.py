@@ -24,7 +24,7 @@ from nnscaler.planning.planner.layer_chain import Numbers
 from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import pose
-from nnscaler.planning.sharding.zero3_cost import gathering_rate
+from nnscaler.planning.sharding.parameter_placement import gathering_rate
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
