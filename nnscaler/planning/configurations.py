@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from nnscaler.planning.cost.model import AxisPlace
+from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
+from nnscaler.scheduling.schedule import ScheduleKind
+
+SCHEDULES = (ONE_F_ONE_B,)  # that are searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class Configuration:
     micro_batches   parts into which the batch of a dp rank is cut in time
     recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
     zero            whether parameters, gradients and optimizer states rest in shards over dp (ZeRO-3)
+    schedule        of the pipeline
     """
 
     dp: int = 1
@@ -28,6 +33,7 @@ class Configuration:
     micro_batches: int = 1
     recompute: bool | None = False
     zero: bool = False
+    schedule: ScheduleKind = ONE_F_ONE_B
 
     def __str__(self) -> str:
         sizes = " ".join(f"{n}={v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if v > 1)
@@ -39,7 +45,8 @@ class Configuration:
     def order(self) -> tuple[int, ...]:
         """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
-        return self.dp, self.tp, self.pp, self.micro_batches, again, int(self.zero)
+        schedule = SCHEDULES.index(self.schedule)
+        return self.dp, self.tp, self.pp, self.micro_batches, again, int(self.zero), schedule
 
     @property
     def ranks(self) -> int:
@@ -64,14 +71,28 @@ class Configuration:
             "pp": AxisPlace(self.pp, self.tp * self.dp),
         }
 
+    def live(self, device: int) -> int:
+        """Return the most micro-batches that are between forward and backward on a pipeline device."""
+        return self.schedule.in_flight(device, self.pp, self.micro_batches)
+
+    @property
+    def repeats(self) -> int:
+        """How often the slowest stage counts in a step beside the sum of all stages."""
+        return self.schedule.repeats(self.pp, self.micro_batches)
+
+    @property
+    def turns(self) -> int:
+        """How often what every stage takes as long for counts in a step, whatever its place."""
+        return self.repeats + self.pp
+
     @property
     def each(self) -> float:
-        """How often the time of one micro-batch through all layers counts in a lower bound of a 1F1B step.
+        """How often the time of one micro-batch through all layers counts in a lower bound of a step.
 
-        A step takes at least T + (m - 1) T / p, with T the time of one micro-batch on all p devices together: the fill
-        and the drain of the pipeline, and the largest stage, which is no smaller than the mean.
+        By its schedule's estimate, a step takes at least T + repeats * T / p, with T the time of one micro-batch on all
+        p devices together: the sum of all stages, and the largest one, which is no smaller than the mean.
         """
-        return (self.micro_batches + self.pp - 1) / self.pp
+        return self.turns / self.pp
 
 
 def divisors(number: int) -> list[int]:
@@ -93,5 +114,6 @@ def configurations(ranks: int, batch: int, layers: int, each: bool = False) -> I
             if batch % dp or pp > max(layers, 1):
                 continue
             for micro_batches in divisors(batch // dp):
-                for recompute, zero in product(again, (False, True) if dp > 1 else (False,)):
-                    yield Configuration(dp, tp, pp, micro_batches, recompute, zero)
+                zeros, schedules = (False, True)[: min(dp, 2)], SCHEDULES[: None if pp > 1 else 1]
+                for recompute, zero, schedule in product(again, zeros, schedules):
+                    yield Configuration(dp, tp, pp, micro_batches, recompute, zero, schedule)

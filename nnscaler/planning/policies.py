@@ -11,6 +11,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.tensor_parallel import tensor_parallel
+from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
 from nnscaler.transform.plan import ZERO, AssignStep, Plan, RestStep, Step
 from nnscaler.transform.select import select
@@ -116,13 +117,13 @@ def make_plan(
     patterns of modules or operations that tensor parallelism leaves whole.
     """
     dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
-    interleaved = (schedule or "").lower().startswith("interleaved")
-    chunks = chunks or (2 if interleaved and pp > 1 else 1)
+    kind = get_schedule(schedule) if schedule else DEFAULT
+    chunks = chunks or (kind.chunks if pp > 1 else 1)
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
     mesh = tuple((n, sizes[n]) for n in ("dp", "tp", "pp") if n in sizes)
-    plan = Plan(mesh, (), micro_batches, schedule or "1f1b", chunks)
+    plan = Plan(mesh, (), micro_batches, schedule or DEFAULT.name, chunks)
     steps: list[Step] = []
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nnscaler.scheduling.schedule import Instruction, Schedule, stage_devices
+from nnscaler.scheduling.schedule import Instruction, Schedule, ScheduleKind, stage_devices
 
 
 def gpipe(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -23,3 +23,13 @@ def gpipe(devices: int, chunks: int, micro_batches: int) -> Schedule:
         for device in range(devices)
     )
     return Schedule("gpipe", stage_devices(devices, chunks), micro_batches, orders)
+
+
+GPIPE = ScheduleKind(
+    "gpipe",
+    "GPipe",
+    gpipe,
+    chunks=1,
+    in_flight=lambda device, devices, micro_batches: micro_batches,
+    repeats=lambda devices, micro_batches: micro_batches - 1,
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nnscaler.scheduling.one_f_one_b import alternate
-from nnscaler.scheduling.schedule import Instruction, Schedule, stage_devices
+from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B, alternate
+from nnscaler.scheduling.schedule import Instruction, Schedule, ScheduleKind, stage_devices
 
 
 def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -31,3 +31,9 @@ def interleaved(devices: int, chunks: int, micro_batches: int) -> Schedule:
         )
         orders.append(tuple(i for i in order if i.micro < micro_batches))
     return Schedule("interleaved", stage_devices(devices, chunks), micro_batches, tuple(orders))
+
+
+# with one stage on each device it is 1F1B
+INTERLEAVED = ScheduleKind(
+    "interleaved", "interleaved", interleaved, chunks=2, in_flight=ONE_F_ONE_B.in_flight, repeats=ONE_F_ONE_B.repeats
+)

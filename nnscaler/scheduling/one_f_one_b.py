@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.schedule import Instruction, Schedule, stage_devices
+from nnscaler.scheduling.schedule import Instruction, Schedule, ScheduleKind, stage_devices
 
 
 def one_f_one_b(devices: int, chunks: int, micro_batches: int) -> Schedule:
@@ -30,3 +30,13 @@ def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], w
     ahead = min(warm_up, len(forward))
     steady = [i for pair in zip(forward[ahead:], backward, strict=False) for i in pair]
     return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
+
+
+ONE_F_ONE_B = ScheduleKind(
+    "1f1b",
+    "1F1B",
+    one_f_one_b,
+    chunks=1,
+    in_flight=lambda device, devices, micro_batches: min(micro_batches, devices - device),
+    repeats=lambda devices, micro_batches: micro_batches - 1,
+)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.gpipe import gpipe
-from nnscaler.scheduling.interleaved import interleaved
-from nnscaler.scheduling.one_f_one_b import one_f_one_b
-from nnscaler.scheduling.schedule import Schedule
+from nnscaler.scheduling.gpipe import GPIPE
+from nnscaler.scheduling.interleaved import INTERLEAVED
+from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
+from nnscaler.scheduling.schedule import ScheduleKind
 
-ScheduleFunction = Callable[[int, int, int], Schedule]  # devices, chunks, micro-batches
-
-SCHEDULES: Mapping[str, ScheduleFunction] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
+    {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED)}
 )
+DEFAULT = ONE_F_ONE_B  # where no schedule is asked for
 
 
-def get_schedule(name: str) -> ScheduleFunction:
+def get_schedule(name: str) -> ScheduleKind:
     """The schedule of this name, in any case. Raises NnscalerError("unknown_schedule") with the nearest name."""
     found = SCHEDULES.get(name.strip().lower())
     if found is not None:
@@ -34,6 +33,6 @@ def check_schedule(name: str | None, searched: bool) -> None:
 
     Raises NnscalerError `unknown_schedule`, and `plan_illegal` for what no searched plan can run.
     """
-    if name is not None and get_schedule(name) is interleaved and searched:
+    if name is not None and get_schedule(name).chunks > 1 and searched:
         message = "the planner searches plans with one stage per device, and this schedule has several"
         raise NnscalerError("plan_illegal", f"schedule {name!r}: {message}", help="name the plan: --plan dp=2,pp=2")

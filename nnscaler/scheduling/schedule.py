@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import getdoc
 from typing import Literal
 
 from nnscaler.errors import NnscalerError
@@ -49,6 +50,44 @@ class Schedule:
     def text(self, device: int) -> str:
         """Return one device's order as it stands in a rank program: `F0.0 F0.1 B0.0 ...`."""
         return format_order(self.orders[device])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleKind:
+    """A schedule that can be asked for by name, and what a planner may assume of it.
+
+    The last two fields are for one stage on each device.
+
+    name        by which it is asked for
+    title       in reports
+    orders      (devices, chunks, micro-batches) -> the schedule
+    chunks      stages on each device of a pipeline where no number is asked for
+    in_flight   (device, devices, micro-batches) -> the most micro-batches whose backward pass is still to come there
+    repeats     (devices, micro-batches) -> how often the slowest stage counts beside the sum of all stages
+    """
+
+    name: str
+    title: str
+    orders: Callable[[int, int, int], Schedule]
+    chunks: int
+    in_flight: Callable[[int, int, int], int]
+    repeats: Callable[[int, int], int]
+
+    def __call__(self, devices: int, chunks: int, micro_batches: int) -> Schedule:
+        """Return the order of every device."""
+        return self.orders(devices, chunks, micro_batches)
+
+    @property
+    def summary(self) -> str:
+        return (getdoc(self.orders) or "").split("\n")[0]
+
+    def step_seconds(self, seconds: Sequence[float], micro_batches: int) -> float:
+        """Return the seconds of a step, by the seconds of a micro-batch in every stage, forward and backward.
+
+        One micro-batch goes through all stages, and the slowest stage runs the others. This is exact for equal stages;
+        unlike ones take at most this where backward takes the same multiple of forward in all of them.
+        """
+        return sum(seconds) + self.repeats(len(seconds), micro_batches) * max(seconds)
 
 
 def format_order(order: Iterable[Instruction]) -> str:

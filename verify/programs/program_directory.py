@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnscaler.errors import NnscalerError, SourceLocation
 from nnscaler.files import FORMAT
+from nnscaler.scheduling.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 # what `--program` cannot do without
 _ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors", "state", "batch")
 _HELP = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+_SCHEDULES = {name: kind.title for name, kind in SCHEDULES.items()}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import time
 import warnings
@@ -148,4 +147,4 @@ def _operators() -> list[tuple[str, str]]:
 def _schedules() -> list[tuple[str, str]]:
     from nnscaler.scheduling.registry import SCHEDULES
 
-    return [(name, (inspect.getdoc(function) or "").split("\n")[0]) for name, function in SCHEDULES.items()]
+    return [(name, kind.summary) for name, kind in SCHEDULES.items()]

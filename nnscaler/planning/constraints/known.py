@@ -8,6 +8,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.transform.complete_plan import choose
@@ -63,7 +64,7 @@ def _outside(plan: Plan, graph: Graph) -> str | None:
         return f"the axes {', '.join(name for name, _ in plan.mesh)}, of which {plan.data_axes} have the batch"
     if plan.stage_axes:
         return "stages of unlike meshes"
-    if plan.chunks > 1 or plan.schedule.lower() != "1f1b":
+    if plan.chunks > 1 or plan.schedule.lower() not in [kind.name for kind in SCHEDULES]:
         return f"the schedule {plan.schedule} and {plan.chunks} stages per device"
     if any(isinstance(step, OrderStep) for step in plan.steps):
         return "an order of operations"

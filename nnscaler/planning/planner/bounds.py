@@ -2,7 +2,7 @@
 
 For a chain of equal layers the bounds are those of `pipeline_bound`. For any other graph:
 
-Stage s of p keeps up to live_s = min(m, p - s) of m micro-batches (1F1B). Of equal layers that rest in r bytes and keep
+Stage s of p keeps up to live_s micro-batches (1F1B: min(m, p - s) of m). Of equal layers that rest in r bytes and keep
 k bytes of a micro-batch, at most sum_s memory / (r + live_s k) fit, however they are cut. The sum is convex in (r, k):
 so whatever lets L layers fit lies below the chord through the ends of the curve, r L / (p memory) + k L / (H memory) <=
 1, with H = sum_s 1 / live_s. Under this linear limit, the fastest choices for a window of the layers have a Lagrangian
@@ -24,7 +24,7 @@ from nnscaler.planning.planner.layer_chain import Numbers
 from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import pose
-from nnscaler.planning.sharding.zero3_cost import gathering_rate
+from nnscaler.planning.sharding.parameter_placement import gathering_rate
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
@@ -125,7 +125,7 @@ def bound_within(subject: PlanningCache, c: Configuration, memory: float) -> flo
     if layered is not None:
         return layered.bound[0]
     alike = subject.repeated_on(c.tp) is not None or c.pp == 1
-    live = c.pp / sum(1 / min(c.micro_batches, c.pp - s) for s in range(c.pp)) if alike else 1.0
+    live = c.pp / sum(1 / c.live(s) for s in range(c.pp)) if alike else 1.0
     weights = replace(weights_of(subject, c), live=live)
     tables = subject.tables(c.tp, c.parts, c.shards, short=True)
     problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)

@@ -111,7 +111,7 @@ def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     rates = {
         axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in (("dp", c.dp), ("tp", c.tp)) if size > 1
     }
-    return Weights(c.each, 1 / c.pp, rates, min(c.micro_batches, c.pp), c.recompute is True)
+    return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True)
 
 
 def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluated | None:
@@ -178,14 +178,13 @@ def evaluated(
 ) -> Evaluated:
     """Return time and memory of a step with these choices, with the pipeline cut at these items.
 
-    A 1F1B step takes the sum of the stages' seconds (fill and drain), (micro-batches - 1) times the largest of them
-    (steady state), and the largest of what stages do once per step.
+    A step takes what the schedule makes of the stages' seconds, and the largest of what stages do once per step.
     """
     numbers = item_numbers(subject, tables, weights, choices, again)
     stages = tuple(_stage(c, numbers, again, s, edges[s], edges[s + 1]) for s in range(c.pp))
     sent = [0.0, *(send_seconds(subject.cost, c, float(numbers["handed"][end - 1])) for end in edges[1:-1]), 0.0]
     times = [s.forward + s.backward + before + after for s, before, after in zip(stages, sent, sent[1:], strict=False)]
-    step = sum(times) + (c.micro_batches - 1) * max(times) + max(stage.once for stage in stages)
+    step = c.schedule.step_seconds(times, c.micro_batches) + max(stage.once for stage in stages)
     return Evaluated(c, step, 0.0, True, tuple(choices), again, tables, weights, stages)
 
 
@@ -223,7 +222,7 @@ def _stage(
 ) -> StageEstimate:
     """Estimate one stage. A recomputed layer keeps only what it hands on; while it runs again, all of it is there once
     more."""
-    live = min(c.micro_batches, c.pp - number)
+    live = c.live(number)
     received = float(numbers["handed"][start - 1]) if number else 0.0
     kept, handed, outside = numbers["kept"], numbers["handed"], numbers["outside"]
     computed = [item for item in range(start, end) if item - 1 in again]

@@ -121,8 +121,8 @@ class StageKind:
 
 
 def stages_of(c: Configuration) -> tuple[StageKind, ...]:
-    """Return the stages of a 1F1B pipeline: stage s has min(m, p - s) live micro-batches."""
-    return tuple(StageKind(min(c.micro_batches, c.pp - s), s == 0, s == c.pp - 1) for s in range(c.pp))
+    """Return the stages of a pipeline."""
+    return tuple(StageKind(c.live(s), s == 0, s == c.pp - 1) for s in range(c.pp))
 
 
 def ends_of(c: Configuration) -> Ends:

@@ -162,7 +162,7 @@ def _spread(layered: Layered, ways: Ways, states: Sequence[int]) -> tuple[StageF
     found = {stage: _fastest(layered, ways, stage, states) for stage in set(stages)}
     # [stages, layers, states, states]: the fastest mixes of all stages
     seconds = np.stack([_table(found[stage], layered.most, len(states)) for stage in stages])
-    cut = best_cut(seconds, layered.layers, layered.configuration.micro_batches - 1)
+    cut = best_cut(seconds, layered.layers, layered.configuration.repeats)
     if cut is None:
         return None
     fills = []

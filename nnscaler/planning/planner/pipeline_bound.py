@@ -1,11 +1,11 @@
 """Lower bounds for a pipeline of many equal layers under a limit of memory, for all cuts and all choices of layers.
 
 Every stage has a bound for every number of layers, by Lagrangian relaxation (see `lagrangian_bound`). The layers are
-then spread over the stages so that a step is shortest by these bounds (see `stage_partition_dp`). A step of 1F1B takes
-the sum of the stages' seconds, (micro-batches - 1) times the largest, and the work that is done once per step, on the
-stage that has most of it. Where all have about as much, each stage counts 1 / (micro-batches + stages - 1) of it: the
-sum and the largest then make up no more than the whole. Where one stage has much more (the one with the embedding),
-the least that this can be is added.
+then spread over the stages so that a step is shortest by these bounds (see `stage_partition_dp`). A step takes the sum
+of the stages' seconds, the largest as often again as its schedule repeats it (1F1B: micro-batches - 1), and the work
+that is done once per step, on the stage that has most of it. Where all have about as much, each stage counts 1 /
+(repeats + stages) of it: the sum and the largest then make up no more than the whole. Where one stage has much more
+(the one with the embedding), the least that this can be is added.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Layered:
     @property
     def share(self) -> float:
         """Share of the work once per step that counts in every micro-batch of every stage."""
-        return 1 / (self.configuration.micro_batches + self.configuration.pp - 1) if self._even else 0.0
+        return 1 / self.configuration.turns if self._even else 0.0
 
     @cached_property
     def _even(self) -> bool:
@@ -110,7 +110,7 @@ class Layered:
         prices = grid(self.chain, self.floors, LOW, HIGH, COARSE, np.unique(np.round(lives)))
         # [stages, layers, states, states] each: the bounds of the stages, and which price proves them
         seconds, binding = self.lower(prices)
-        weight = self.configuration.micro_batches - 1
+        weight = self.configuration.repeats
         found = best_cut(seconds, self.layers, weight)
         if found is None:
             return np.inf, prices, None
@@ -254,11 +254,11 @@ class Rough:
             # [layers]: bytes of gradients, and with them the seconds of a micro-batch that do not depend on states
             summed = middle * floors.layer.summed
             summed = summed + stage.first * floors.head.summed + stage.last * floors.tail.summed
-            once = rate * summed / (c.micro_batches + c.pp - 1) + each * np.maximum(middle, 0)
+            once = rate * summed / c.turns + each * np.maximum(middle, 0)
             made[stage] = part * bounds + once[:, None, None] + between(stage, sent, bounds.shape[-1])
         # [stages, layers, states, states]: seconds of a micro-batch at least
         seconds = np.stack([made[stage] for stage in stages])
-        found = best_cut(seconds, self.layers, c.micro_batches - 1)
+        found = best_cut(seconds, self.layers, c.repeats)
         return np.inf if found is None else found.value
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice, RunInvariant
+from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.planning_cache import PlanningCache
@@ -19,7 +20,7 @@ from nnscaler.transform.stages import StagePartition, partition_stages
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
     "batch; recomputing all layers or none, or, of many equal ones, any; all parameters at rest whole on dp, or all in "
-    "shards (ZeRO-3); cuts between layers that balance the stages; 1F1B"
+    "shards (ZeRO-3); cuts between layers that balance the stages; " + " and ".join(kind.title for kind in SCHEDULES)
 )
 NOT_SEARCHED = (
     "other schedules and several stages per device; splits on the dp axis other than that of the batch; stages of "
@@ -125,7 +126,7 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     if c.zero:
         steps.append(RestStep(("*",)))
     mesh = tuple((name, size) for name, size in (("dp", c.dp), ("tp", c.tp), ("pp", c.pp)) if size > 1)
-    return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches)
+    return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches, c.schedule.name)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:

@@ -26,9 +26,9 @@ from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import Kept, parameter_memory
+from nnscaler.planning.sharding.parameter_placement import Resting, resting_of
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
-from nnscaler.planning.sharding.zero3_cost import Resting, resting_of
 from nnscaler.transform.saved_tensors import kept_slots
 
 Column = NDArray[np.float64]

@@ -92,6 +92,21 @@ def test_one_f_one_b_bounds(devices: int, micro_batches: int) -> None:
     assert SCHEDULES["interleaved"](devices, 1, micro_batches).orders == schedule.orders
 
 
+@given(name=names, data=st.data(), **devices_and_micros)
+@settings(max_examples=100, deadline=None)
+def test_what_the_planner_assumes(name: str, data: st.DataObject, devices: int, micro_batches: int) -> None:
+    """With one stage per device: live micro-batches are exact, and a step of equal stages; unlike ones take no more."""
+    kind = SCHEDULES[name]
+    schedule = kind(devices, 1, micro_batches)
+    found = simulate(schedule)
+    assert found.peak_live == tuple(kind.in_flight(d, devices, micro_batches) for d in range(devices))
+    assert found.makespan == kind.step_seconds([3.0] * devices, micro_batches)
+    forward = [float(n) for n in data.draw(st.lists(st.integers(1, 9), min_size=devices, max_size=devices))]
+    unlike = simulate(schedule, forward=forward, backward=[2 * f for f in forward])
+    assert unlike.makespan <= kind.step_seconds([3 * f for f in forward], micro_batches)
+    assert unlike.makespan >= 3 * max(forward) * micro_batches
+
+
 @given(chunks=st.integers(1, 4), **devices_and_micros)
 @settings(max_examples=60, deadline=None)
 def test_interleaved_bubble_shrinks_with_chunks(chunks: int, devices: int, micro_batches: int) -> None:
