@@ -17,7 +17,7 @@ from op_registry.call import Call
 from op_registry.localize import localise
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State, shape_of_rank
+from nnscaler.ir.layout import Partial, State, gradient_state, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
@@ -90,13 +90,6 @@ class Partition:
         names = AXES[: len(self.parts)]
         axes, place = dict(zip(names, self.parts, strict=True)), dict(zip(names, rank, strict=True))
         return random_arguments(shape, axes, place, dict(zip(names, states, strict=True)))
-
-
-def gradient_state(state: State) -> State:
-    """Return the state of a tensor's gradient, from the state of its value."""
-    if isinstance(state, Replicated):
-        return PARTIAL
-    return REPLICATED if isinstance(state, Partial) else state
 
 
 def make_partition(signature: Signature, choices: Sequence[Choice], parts: Sequence[int]) -> Partition:

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import torch
 
-from nnscaler.ir.layout import Partial, Replicated, Sharded, State
+from nnscaler.ir.layout import Partial, Sharded, State
 from verify.evidence.inputs.operand_shards import UnevenCut, lay_of, take
 from verify.evidence.smt.algebra import Element, Kind, Numbers
 from verify.evidence.smt.semantics.rule import Array, array
@@ -93,13 +93,6 @@ def equations(algebra: Numbers, whole: Array, ranks: Sequence[Array], state: Sta
 
 def _pairs(a: Array, b: Array) -> Pairs:
     return list(zip(a.reshape(-1), b.reshape(-1), strict=True))
-
-
-def gradient_state(state: State) -> State:
-    """Return the state of a tensor's gradient, from the state of its value."""
-    if isinstance(state, Replicated):
-        return Partial()
-    return Replicated() if isinstance(state, Partial) else state
 
 
 def zeros(shape: Sequence[int]) -> Array:

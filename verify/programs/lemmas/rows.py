@@ -28,12 +28,21 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Invariant, Partial, Replicated, Sharded, State
+from nnscaler.ir.layout import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    Invariant,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    gradient_state,
+)
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from verify.evidence.inputs.operand_shards import gather, lay_of, take
-from verify.evidence.oracle.partition import gradient_state
 from verify.programs.checks.context import SHOWN, CheckOutcome
 from verify.results.finding import Finding
 from verify.results.report import Check

@@ -60,10 +60,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Partial, State, gradient_states
+from nnscaler.runtime.layout import Partial, State
 from nnscaler.runtime.role import MICRO, Parameter, Stage
 from nnscaler.runtime.shards import unravel
-from verify.programs.execution.variable_recording import Pieces, Variable
+from verify.programs.execution.variable_recording import Pieces, Variable, gradient_states
 from verify.programs.localise.logical import Logical
 from verify.programs.localise.shard_sampling import Dealer
 from verify.programs.localise.statements import Statement
