@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import Partial, Sharded, State
+from verify.evidence.inputs.values import random_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +150,6 @@ def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> 
     if held == "sum":
         return random_terms(tensor, parts, generator)
     return [tensor] * parts
-
-
-def random_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Random terms whose sum is the tensor.
-
-    Integers, and exact, where it holds integers; real ones elsewhere, since an operator that rounds is linear in
-    integers.
-    """
-    shape = tuple(tensor.shape)
-    whole = not tensor.is_complex() and torch.equal(tensor, tensor.round())
-    if whole:
-        terms = [torch.randint(-4, 5, shape, generator=generator).to(tensor.dtype) for _ in range(parts - 1)]
-    else:
-        real = [2 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(parts - 1)]
-        terms = [term.to(tensor.dtype) for term in real]
-    rest = tensor
-    for term in terms:
-        rest = rest - term
-    return [*terms, rest]
 
 
 def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:

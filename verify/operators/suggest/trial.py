@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
-from verify.evidence.inputs.operand_shards import UnevenCut, join, random_terms, take
-from verify.evidence.inputs.values import refill
+from verify.evidence.inputs.operand_shards import UnevenCut, join, take
+from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
 from verify.operators.suggest.probe_call import Number, Outputs, Question
 from verify.results.tolerance import is_finite, largest
@@ -46,7 +46,7 @@ class Trial:
                 found = [take(tensor, cut, rank).contiguous() for rank in range(parts)]
             elif isinstance(state, Partial):
                 generator = torch.Generator().manual_seed(self.seed + 7 * index + parts)
-                found = real_terms(tensor, parts, generator)
+                found = random_terms(tensor, parts, generator, real=True)
             else:
                 found = [tensor] * parts
             self.kept[index, state, parts] = found
@@ -97,17 +97,6 @@ class Trial:
                 return None
             found.append(state)
         return tuple(found)
-
-
-def real_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw random terms whose sum is the tensor.
-
-    Those of floating tensors are not integers, through which rounding would look linear.
-    """
-    if not tensor.is_floating_point():
-        return random_terms(tensor, parts, generator)
-    terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
-    return [*terms, tensor - sum(terms)]
 
 
 def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> Trial | None:

@@ -346,8 +346,8 @@ class Teacher:
             return None
         if len(holders) == 1:
             return total
-        drawn = [self.dealer.random_like(("part", fqn, holder), total) for holder in holders[1:]]
-        return total - sum(drawn) if stage == holders[0] else drawn[holders.index(stage) - 1]
+        key, at = ("part", fqn, self.logical.step), {"stage": holders.index(stage)}
+        return self.dealer.piece(key, total, {"stage": Partial()}, {"stage": len(holders)}, at)
 
 
 def results_of(statement: Statement) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State, sha
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
+from verify.evidence.inputs.values import random_terms
 from verify.evidence.oracle.partition import make_partition
 from verify.evidence.oracle.whole import Whole
 
@@ -89,21 +90,10 @@ def _shard(tensor: Tensor, state: State, parts: int, rank: int) -> Tensor:
     return tensor
 
 
-def _terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if tensor.dtype == torch.bool:
-        raise TypeError("partial sums of booleans")
-    shape = tuple(tensor.shape)
-    if tensor.is_floating_point() or tensor.is_complex():
-        terms = [torch.randn(shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
-    else:
-        terms = [torch.randint(-9, 10, shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
-    return [*terms, tensor - sum(terms, torch.zeros_like(tensor))]
-
-
 def _decide(q: _Question) -> bool:
     tensors = q.whole.concrete.tensors
     columns = [
-        _terms(t, q.parts, q.generator)
+        random_terms(t, q.parts, q.generator, real=True)
         if isinstance(state, Partial)
         else [_shard(t, state, q.parts, r) for r in range(q.parts)]
         for t, state in zip(tensors, q.inputs, strict=True)
