@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from op_registry.call import Call, DType, TensorArgument
 from op_registry.expression import Expression
 
-from verify.evidence.inputs.operand_shards import Lay, UnevenCut, take
+from nnscaler.runtime.cut import Cut
+from verify.evidence.inputs.operand_shards import Lay
 
 WIDTH = 110
 LARGEST = 4000  # elements of a tensor that is written out
@@ -72,11 +74,10 @@ def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[i
     found: list[list[int] | None] = [None] * len(shape)
     for axis in lay.order:
         held = lay.held[axis]
-        if isinstance(held, UnevenCut):
+        if isinstance(held, Cut):
             before = found[held.dim]
             along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
-            flat = UnevenCut(0, held.outer, held.length, held.bounds, held.sections)
-            found[held.dim] = take(along, flat, rank[axis]).tolist()
+            found[held.dim] = replace(held, dim=0).piece(along, lay.parts[axis], rank[axis]).tolist()
     return found
 
 
