@@ -116,6 +116,16 @@ REPLICATED = Replicated()
 PARTIAL = Partial()
 
 
+def gradient_state(state: State) -> State:
+    """Return how the gradient of a tensor in `state` lies, read as a value: the table above, its columns exchanged.
+
+    It is its own inverse, but for a partial maximum, which has no gradient.
+    """
+    if isinstance(state, Replicated):
+        return PARTIAL
+    return REPLICATED if isinstance(state, Partial) else state
+
+
 def letter(state: State) -> str:
     """Return I, R, S or P: for compact listings."""
     return type(state).__name__[0]

@@ -57,11 +57,3 @@ class Partial:
 
 State = Invariant | Replicated | Sharded | Partial
 States = Mapping[str, State]  # by axis name; an axis that is missing is Invariant
-
-
-def gradient_states(states: States) -> dict[str, State]:
-    """Return how the gradient of a tensor with these states lies, read as a value."""
-    return {axis: _GRADIENT.get(type(state), state) for axis, state in states.items()}
-
-
-_GRADIENT: Mapping[type, State] = {Replicated: Partial(), Partial: Invariant()}

@@ -1,20 +1,19 @@
 """Pieces of a logical tensor: the shard of a rank, and the logical tensor assembled from the pieces of all ranks.
 
-One mechanism for every layout: the logical indices that a rank holds along one dim. A dim that several axes share is
-a number in mixed radix, whose digits are, from the outermost: what is left, an axis, what is left, an axis, ... ; a
-rank fixes the digits of its axes. Sections are ranges of the dim that are cut one by one. Unequal sizes are a digit
-whose ranks hold ranges of its values.
+One mechanism for every layout: the logical indices that a rank holds along one dim, cut by one axis after the other
+(`cut`), from the outermost inwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.cut import Cut, cut_of, nested
 from nnscaler.runtime.layout import Invariant, Partial, Sharded, State, States
 
 Coordinates = Mapping[str, int]
@@ -55,13 +54,11 @@ def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates
 
 def local_shape(shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates) -> tuple[int, ...]:
     """Return the shape of the piece of the rank at `coordinates`."""
-    local = list(shape)
+    local = tuple(shape)
     for axis, state in states.items():
-        if isinstance(state, Sharded) and state.sizes:
-            local[state.dim] = state.sizes[coordinates[axis]] * state.outer
-        elif isinstance(state, Sharded):
-            local[state.dim] //= sizes[axis]
-    return tuple(local)
+        if isinstance(state, Sharded):
+            local = cut_of(state).shape_of(local, sizes[axis], coordinates[axis])
+    return local
 
 
 def logical_coordinates(
@@ -79,48 +76,25 @@ def logical_indices(
     shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates
 ) -> list[Tensor | None]:
     """As `logical_coordinates`; None for a dim that is held whole. Raises ValueError when a size does not divide."""
-    on_dim: dict[int, list[tuple[Sharded, int, int]]] = {}
+    on_dim: dict[int, list[tuple[Cut, int, int]]] = {}
     for axis, state in states.items():
         if isinstance(state, Sharded):
             if axis not in sizes:
                 raise ValueError(f"{state} on axis {axis!r}, which the mesh lacks: {dict(sizes)}")
-            on_dim.setdefault(state.dim, []).append((state, sizes[axis], coordinates[axis]))
+            cut = replace(cut_of(state), dim=0)
+            on_dim.setdefault(state.dim, []).append((cut, sizes[axis], coordinates[axis]))
     if any(dim >= len(shape) for dim in on_dim):
         raise ValueError(f"states {dict(states)} split a dim that a tensor of shape {tuple(shape)} lacks")
     return [_held(size, on_dim[dim]) if dim in on_dim else None for dim, size in enumerate(shape)]
 
 
-def _held(size: int, splits: list[tuple[Sharded, int, int]]) -> Tensor:
-    """Return the indices below `size` whose digits are those given: (state, parts, digit) of each axis on the dim."""
-    positions = torch.arange(size)
-    sectioned = next((s for s in splits if s[0].sections), None)
-    if sectioned is not None:
-        state, parts, digit = sectioned
-        if len(splits) > 1 or sum(state.sections) != size or any(s % parts for s in state.sections):
-            raise ValueError(f"sections {state.sections} of a dim of size {size} over {parts} parts, or a second axis")
-        return torch.cat([piece.view(parts, -1)[digit] for piece in positions.split(list(state.sections))])
-    uneven = next((s for s in splits if s[0].sizes), None)
-    if uneven is not None:
-        state, parts, digit = uneven
-        if len(splits) > 1 or len(state.sizes) != parts or sum(state.sizes) * state.outer != size:
-            raise ValueError(f"sizes {state.sizes} of a dim of size {size} over {parts} parts, or a second axis")
-        blocks = positions.view(state.outer, -1)
-        return blocks.narrow(1, sum(state.sizes[:digit]), state.sizes[digit]).reshape(-1)
-    digits: list[int] = []
-    owned: list[tuple[int, int]] = []  # (position among the digits, value)
-    below = 1
-    for state, parts, digit in sorted(splits, key=lambda split: (split[0].outer, split[1])):
-        if state.outer % below:
-            raise ValueError(f"two axes overlap on a dim: outers {[s[0].outer for s in splits]}")
-        digits += [state.outer // below, parts]
-        owned.append((len(digits) - 1, digit))
-        below = state.outer * parts
-    if size % below:
-        raise ValueError(f"a dim of size {size} does not divide by {below}")
-    view = positions.view(*digits, -1)
-    for place, digit in reversed(owned):
-        view = view.select(place, digit)
-    return view.reshape(-1)
+def _held(size: int, splits: Sequence[tuple[Cut, int, int]]) -> Tensor:
+    """Return the indices below `size` that a rank holds: (cut, parts, coordinate) of each axis on the dim."""
+    held = torch.arange(size)
+    for position, cut in nested([(cut, parts) for cut, parts, _ in splits]):
+        _, parts, coordinate = splits[position]
+        held = cut.piece(held, parts, coordinate)
+    return held
 
 
 def _select(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:

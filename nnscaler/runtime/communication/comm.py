@@ -15,8 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.axis import AxisGroup, Cut
+from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.communication.communicator import ProgramError, program_place
+from nnscaler.runtime.cut import Cut
 
 Sizes = tuple[int, ...]
 Kernel = Callable[[Tensor, AxisGroup], Tensor]

@@ -31,8 +31,8 @@ from nnscaler.runtime import Simulator
 from nnscaler.runtime import layout as runtime_layout
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.axis import AxisGroup
-from nnscaler.runtime.layout import gradient_states
 from nnscaler.runtime.shards import assemble, shard
+from tests.layouts import gradient_states
 
 SHAPE = (24, 36)
 NAMES = ("a", "b", "c")

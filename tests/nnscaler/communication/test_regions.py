@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nnscaler.communication.regions import Message, transfer, without_axis
 from nnscaler.ir.layout import INVARIANT, Axis, DeviceMesh, Layout, Sharded, State, explain_illegal
+from tests.layouts import positions
 
 Integers = NDArray[np.int64]
 Side = tuple[DeviceMesh, Layout]
@@ -28,15 +29,12 @@ def mesh(first_rank: int, **axes: int) -> DeviceMesh:
 
 def shard(tensor: Integers, layout: Layout, on: DeviceMesh, rank: int) -> Integers:
     """By definition: keep the indices whose digit on each axis is the rank's coordinate."""
-    keep = [np.arange(n) for n in tensor.shape]
+    digits: list[list[tuple[Sharded, int, int]]] = [[] for _ in tensor.shape]
     for state, axis in zip(layout, on.axes, strict=True):
         if not isinstance(state, Sharded):
             continue
-        size = tensor.shape[state.dim]
-        sections = state.sections or (size // state.outer,) * state.outer
-        digit = np.concatenate([np.repeat(np.arange(axis.size), state.sizes or s // axis.size) for s in sections])
-        keep[state.dim] = keep[state.dim][digit[keep[state.dim]] == on.coordinates(rank)[axis.name]]
-    return tensor[np.ix_(*keep)]
+        digits[state.dim].append((state, axis.size, on.coordinates(rank)[axis.name]))
+    return tensor[np.ix_(*(positions(size, found) for size, found in zip(tensor.shape, digits, strict=True)))]
 
 
 def run(shape: Sequence[int], source: Side, target: Side) -> tuple[Message, ...]:

@@ -21,6 +21,7 @@ from nnscaler.ir.layout import (
     explain_illegal,
     format_layout,
     full_along,
+    gradient_state,
     intervals_nest,
     letter,
     local_outer,
@@ -29,6 +30,7 @@ from nnscaler.ir.layout import (
     shape_of_rank,
     without_gradient,
 )
+from tests.layouts import gradient_of
 
 LEGAL: list[tuple[Layout, tuple[int, ...], tuple[int, ...]]] = [
     ((Sharded(0), Sharded(1)), (2, 3), (4, 9)),
@@ -131,3 +133,10 @@ def test_mesh_coordinates_are_row_major() -> None:
     assert [mesh.coordinates(r)["b"] for r in mesh.ranks] == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ValueError, match="not in"):
         mesh.coordinates(3)
+
+
+@pytest.mark.parametrize("state", [INVARIANT, REPLICATED, PARTIAL, Sharded(0, 2), Sharded(1, 1, (4, 2))], ids=str)
+def test_a_gradient_pairs_with_its_value(state: State) -> None:
+    """The gradient's own gradient is the value: the two are exchanged twice."""
+    assert gradient_state(state) == gradient_of(state)
+    assert gradient_state(gradient_state(state)) == state

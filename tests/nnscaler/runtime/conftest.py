@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime import RankExecutor, Simulator, Stage
-from nnscaler.runtime.layout import States, gradient_states
+from nnscaler.runtime.layout import States
 from nnscaler.runtime.shards import assemble, unravel
+from tests.layouts import gradient_states
 
 
 def role(schedule: str, *stages: type[Stage]) -> ModuleType:

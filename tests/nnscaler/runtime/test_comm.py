@@ -11,8 +11,9 @@ from torch import Tensor
 from nnscaler.runtime import Invariant, Partial, ProgramError, Replicated, Sharded, Simulator
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.axis import AxisGroup
-from nnscaler.runtime.layout import State, gradient_states
+from nnscaler.runtime.layout import State
 from nnscaler.runtime.shards import assemble, shard
+from tests.layouts import gradient_of
 
 INVARIANT, REPLICATED, PARTIAL = Invariant(), Replicated(), Partial()
 Row = Callable[[Tensor, AxisGroup], Tensor]
@@ -48,8 +49,7 @@ def together(tensors: list[Tensor], state: State, parts: int, shape: tuple[int, 
 
 def check_row(row: Row, before: State, after: State, parts: int, shape: tuple[int, ...]) -> None:
     values = held(before, shape, parts, seed=10)
-    gradient_state = gradient_states({"a": after})["a"]
-    cotangents = held(gradient_state, shape, parts, seed=50)
+    cotangents = held(gradient_of(after), shape, parts, seed=50)
     ranks = tuple(range(parts))
 
     def run(communicator) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def check_row(row: Row, before: State, after: State, parts: int, shape: tuple[in
     outputs, gradients = zip(*Simulator(parts).run(run), strict=True)
     value = together(values, before, parts, shape)
     assert torch.equal(together(list(outputs), after, parts, shape), value)
-    together(list(gradients), gradient_states({"a": before})["a"], parts, shape)  # equal where they should be
+    together(list(gradients), gradient_of(before), parts, shape)  # equal where they should be
     assert pairing(after, list(outputs), cotangents) == pairing(before, values, list(gradients))
 
 

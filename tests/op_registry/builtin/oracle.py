@@ -1,7 +1,7 @@
 """The oracle: an operator on shards must equal the operator on the whole, values and every input's gradient.
 
-Layouts are the (value, gradient) pairs of `nnscaler.ir.layout`, written here a second time: a shard is the entries
-whose digit on the axis is the rank's, read off an explicit list of positions.
+Layouts are the (value, gradient) pairs of `nnscaler.ir.layout`; a shard is the entries whose digit on the axis is the
+rank's, read off an explicit list of positions (`tests.layouts`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from op_registry.expression import Expression
 from op_registry.registry import default_registry
 from op_registry.samples.sample import Sample, replace_tensors
 from op_registry.spec import OperatorSpec
+
+from tests import layouts
 
 Coordinates = Mapping[str, int]
 Shards = Mapping[str, tuple[AxisShard, ...]]
@@ -148,28 +150,23 @@ def whole_run(sample: Sample, seed: int) -> Whole:
 def positions(dim: BoundDim, shards: Shards, coordinates: Coordinates) -> torch.Tensor:
     """The entries of a dim that the rank has, in order."""
     digits = [
-        tuple((axis.outer, axis.parts, coordinates[axis.axis]) for axis in shards.get(factor.identifier or "", ()))
+        tuple((axis, axis.parts, coordinates[axis.axis]) for axis in shards.get(factor.identifier or "", ()))
         for factor in dim.factors
     ]
     return _positions(dim, tuple(digits))
 
 
 @lru_cache(maxsize=4096)
-def _positions(dim: BoundDim, digits: tuple[tuple[tuple[int, int, int], ...], ...]) -> torch.Tensor:
-    """The entries of a dim whose digits, at each factor's (outer, parts), are these."""
-    masks = []
+def _positions(dim: BoundDim, digits: tuple[tuple[tuple[AxisShard, int, int], ...], ...]) -> torch.Tensor:
+    """The entries of a dim whose digits, on the axes of each factor, are these."""
+    found, start = [0], 0
+    every: list[int] = []
     for factor, wanted in zip(dim.factors, digits, strict=True):
-        keep = torch.ones(factor.size, dtype=torch.bool)
-        entries = torch.arange(factor.size)
-        for outer, parts, digit in wanted:
-            keep &= entries // (factor.size // (outer * parts)) % parts == digit
-        masks.append(keep)
-    if dim.concat:
-        return torch.cat(masks).nonzero()[:, 0]
-    grid = torch.ones((), dtype=torch.bool)
-    for mask in masks:
-        grid = grid[..., None] & mask
-    return grid.flatten().nonzero()[:, 0]
+        kept = layouts.positions(factor.size, wanted).tolist()
+        found = [before * factor.size + entry for before in found for entry in kept]
+        every += [start + entry for entry in kept]
+        start += factor.size
+    return torch.tensor(every if dim.concat else found, dtype=torch.long)
 
 
 def shard(t: torch.Tensor, operand: BoundOperand | None, shards: Shards, coordinates: Coordinates) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cutting and joining, against `nnscaler.runtime.shards`, which the generated programs use."""
+"""Cutting and joining, against the definition and against `nnscaler.runtime.shards`, which generated programs use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Partial, Sharded, State, explain_illegal
 from nnscaler.runtime import shards
+from tests.layouts import positions
 from verify.evidence.cases import uneven_sizes
 from verify.evidence.inputs.operand_shards import gather, lay_of, local_shape, spread
 from verify.evidence.oracle.random_calls import runtime_state
@@ -38,6 +39,17 @@ def meshes() -> list[tuple[tuple[State, ...], tuple[int, ...]]]:
     return [(s, p) for s, p in (*single, *double) if explain_illegal(s, p, SHAPE) is None]
 
 
+def by_definition(
+    whole: torch.Tensor, states: tuple[State, ...], parts: tuple[int, ...], rank: tuple[int, ...]
+) -> torch.Tensor:
+    for dim, size in enumerate(whole.shape):
+        on_dim = [
+            (s, *at) for s, *at in zip(states, parts, rank, strict=True) if isinstance(s, Sharded) and s.dim == dim
+        ]
+        whole = whole.index_select(dim, torch.from_numpy(positions(size, on_dim)))
+    return whole
+
+
 @pytest.mark.parametrize(("states", "parts"), meshes(), ids=str)
 def test_what_ranks_hold(states: tuple[State, ...], parts: tuple[int, ...]) -> None:
     """The same as the runtime's, but for partial sums, which it keeps on the first rank."""
@@ -51,6 +63,7 @@ def test_what_ranks_hold(states: tuple[State, ...], parts: tuple[int, ...]) -> N
         assert tuple(piece.shape) == tuple(expected.shape) == local_shape(SHAPE, lay, rank)
         if not any(isinstance(s, Partial) for s in states):
             assert torch.equal(piece, expected)
+            assert torch.equal(piece, by_definition(whole, states, parts, rank))
 
 
 @pytest.mark.parametrize(("states", "parts"), meshes(), ids=str)

@@ -8,7 +8,7 @@ import torch
 from op_registry.registry import default_registry
 
 from nnscaler.ir.layout import PARTIAL, Sharded
-from verify.evidence.inputs.operand_shards import lay_of, take
+from verify.evidence.inputs.operand_shards import lay_of
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.variants import variants_of
 from verify.operators.verify_spec import verify_spec
@@ -18,7 +18,7 @@ def of(expected: torch.Tensor, dim: int = 0, outer: int = 1) -> dict[str, tuple[
     lay = lay_of((Sharded(dim, outer),), (2,))
     cut = lay.held[0]
     assert not isinstance(cut, str)
-    pieces = [take(expected, cut, rank) for rank in range(2)]
+    pieces = cut.pieces(expected, 2)
     return {v.name: (v.killed, v.void) for v in variants_of("output 0", pieces, expected, lay)}
 
 

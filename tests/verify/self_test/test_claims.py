@@ -14,7 +14,7 @@ from verify.evidence.oracle.runner import Runner
 from verify.self_test.operators.annotation_run import AnnotationTable, run_annotations
 from verify.self_test.operators.claim_oracle import Answer, Claim, ask, bind_mutant, claims_of, confirmed, truly_holds
 from verify.self_test.operators.mutants.mutant import spec_of
-from verify.self_test.operators.second_opinion import holds, positions
+from verify.self_test.operators.second_opinion import holds
 from verify.self_test.operators.subjects import SampledCall, composed_subjects
 
 ALL = Safeguards()
@@ -86,17 +86,6 @@ def test_the_second_opinion_agrees_on_true_and_false_claims() -> None:
     assert not isinstance(largest, str)
     assert not truly_holds(subject, largest, "b")
     assert confirmed(subject, largest, "b", Answer("values", 2))
-
-
-@pytest.mark.parametrize("outer", [1, 2])
-def test_positions_of_a_strided_shard(outer: int) -> None:
-    found = [positions(12, Sharded(0, outer), 3, rank).tolist() for rank in range(3)]
-    assert sorted(e for shard in found for e in shard) == list(range(12))
-    assert found[1] == ([4, 5, 6, 7] if outer == 1 else [2, 3, 8, 9])
-
-
-def test_positions_of_sections() -> None:
-    assert positions(6, Sharded(0, 1, (2, 4)), 2, 1).tolist() == [1, 4, 5]
 
 
 def test_partial_inputs_are_terms_and_their_gradients_copies() -> None:

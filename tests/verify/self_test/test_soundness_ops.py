@@ -14,7 +14,6 @@ from op_registry.registry import default_registry
 
 from nnscaler.cli.main import main
 from nnscaler.errors import AnnotationError
-from nnscaler.ir.layout import Sharded
 from nnscaler.ir.signature import Signature
 from verify.evidence.dimension_types.prove import Proof, Proofs, targets
 from verify.evidence.options import OpOptions
@@ -22,7 +21,6 @@ from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 from verify.self_test.operators import soundness_ops
 from verify.self_test.operators.annotation_edits import edited
-from verify.self_test.operators.second_opinion import positions
 from verify.self_test.operators.soundness_ops import SoundnessTable, Violation, run_soundness, soundness_lines
 
 
@@ -73,14 +71,6 @@ def test_edits_are_random_and_some_are_annotations() -> None:
             continue
         right += 1
     assert 20 < right < 180
-
-
-def test_positions_of_unequal_shards() -> None:
-    assert [positions(10, Sharded(0, 1, (), (7, 3)), 2, rank).tolist() for rank in (0, 1)] == [[*range(7)], [7, 8, 9]]
-    strided = Sharded(0, 2, (), (2, 1))
-    assert [positions(6, strided, 2, rank).tolist() for rank in (0, 1)] == [[0, 1, 3, 4], [2, 5]]
-    with pytest.raises(ValueError, match="is not"):
-        positions(7, strided, 2, 0)
 
 
 def _table(**changes: Any) -> SoundnessTable:

@@ -1,5 +1,5 @@
-"""Every choice that L0 may explain a line by, against torch: shards are cut by lists of positions that are written here
-once more, run, and compared with the whole, values and gradients.
+"""Every choice that L0 may explain a line by, against torch: shards are cut by lists of positions, run, and compared
+with the whole, values and gradients.
 
 The choices are those that L0 finds when an operand lies in any of many states, sections and unequal sizes among them.
 """
@@ -23,10 +23,7 @@ from nnscaler.ir.derive import explain_illegal_choices, input_states, output_sta
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
 from nnscaler.ir.layout import (
     INVARIANT,
-    PARTIAL,
-    REPLICATED,
     Partial,
-    Replicated,
     Sharded,
     State,
     explain_illegal,
@@ -34,6 +31,7 @@ from nnscaler.ir.layout import (
 )
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature, signatures
+from tests.layouts import gradient_of, positions
 from tests.op_registry.builtin.oracle import Whole, as_leaf, close, gradients, random_parts, run, whole
 from verify.programs.typing.lines.choices import Told, legal_choices
 from verify.programs.typing.lines.uniform import Dims, uniform_outputs
@@ -93,29 +91,12 @@ def choices_of(graph: Graph, signature: Signature, parts: int) -> list[Choice]:
     return [c for c in split if explain_illegal_choices(graph, op, signature, (c,), ((AXIS, parts),)) is None]
 
 
-def positions(size: int, state: Sharded, parts: int, rank: int) -> list[int]:
-    """The entries of a dim that a rank has."""
-    blocks = state.sections or (size // state.outer,) * state.outer
-    found: list[int] = []
-    for number, block in enumerate(blocks):
-        lengths = state.sizes or (block // parts,) * parts
-        start = sum(blocks[:number]) + sum(lengths[:rank])
-        found += range(start, start + lengths[rank])
-    return found
-
-
 def spread(t: Tensor, state: State, parts: int) -> list[Tensor]:
     """Return each rank's piece of a tensor in this state."""
     if isinstance(state, Sharded):
-        cuts = [torch.tensor(positions(t.shape[state.dim], state, parts, r)) for r in range(parts)]
+        cuts = [torch.from_numpy(positions(t.shape[state.dim], [(state, parts, r)])) for r in range(parts)]
         return [t.index_select(state.dim, cut) for cut in cuts]
     return random_parts(t, parts) if isinstance(state, Partial) else [t] * parts
-
-
-def of_gradient(state: State) -> State:
-    if isinstance(state, Replicated):
-        return PARTIAL
-    return REPLICATED if isinstance(state, Partial) else state
 
 
 def agree(what: str, pieces: Sequence[Tensor], whole_: Tensor, state: State, parts: int) -> None:
@@ -142,7 +123,7 @@ def check(w: Whole, signature: Signature, choice: Choice, parts: int) -> bool:
         return False
     given = [spread(t.detach(), s, parts) for t, s in zip(w.inputs, ins, strict=True)]
     cotangents = [
-        [None] * parts if c is None else spread(c, of_gradient(s), parts)
+        [None] * parts if c is None else spread(c, gradient_of(s), parts)
         for c, s in zip(w.cotangents, outs, strict=True)
     ]
     results, found = [], []
@@ -157,7 +138,7 @@ def check(w: Whole, signature: Signature, choice: Choice, parts: int) -> bool:
     for i, (gradient, state) in enumerate(zip(w.gradients, ins, strict=True)):
         if gradient is not None and found:
             pieces = [g[i] for g in found]
-            agree(f"gradient {i}", pieces, gradient, of_gradient(state), parts)  # type: ignore[arg-type]
+            agree(f"gradient {i}", pieces, gradient, gradient_of(state), parts)  # type: ignore[arg-type]
     return True
 
 

@@ -21,7 +21,7 @@ from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
 from nnscaler.ir.derive import input_states, output_states
-from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded
+from nnscaler.ir.layout import Invariant, Partial, Replicated, Sharded, gradient_state
 from nnscaler.ir.layout import State as Layout
 from nnscaler.ir.placement import Choice, RunPartial, Split
 from nnscaler.ir.signature import Signature
@@ -243,17 +243,17 @@ def _follow(signature: Signature, target: Choice, traced: _SymbolicTrace) -> Pro
     layouts_out = output_states(signature, target, len(trace.outputs))
     shards_in = _expected(signature, target, layouts_in, call, True)
     shards_out = _expected(signature, target, layouts_out, call, False)
+    gradients_in = _expected(signature, target, [gradient_state(s) for s in layouts_in], call, True)
+    gradients_out = _expected(signature, target, [gradient_state(s) for s in layouts_out], call, False)
     given: dict[int, State] = dict(zip(trace.inputs, shards_in, strict=True))
-    for number, state in zip(trace.cotangents, shards_out, strict=True):
-        if number is not None:
-            given[number] = gradient_of(state)
+    given |= {n: state for n, state in zip(trace.cotangents, gradients_out, strict=True) if n is not None}
     known = interpret(trace, given, split)
     blocker = _outputs_differ(trace, call, known, shards_out, split)
     conditions = grants.conditions
     if PARTIAL_MAX in shards_out:
         conditions = (*conditions, "no gradient flows through a partial maximum")
     else:
-        blocker = blocker or _gradients_differ(trace, known, shards_in, split)
+        blocker = blocker or _gradients_differ(trace, known, gradients_in, split)
     return Proof(target, not blocker, blocker, () if blocker else conditions)
 
 
@@ -263,13 +263,6 @@ def _split_symbols(signature: Signature, target: Choice, call: SymbolicCall) -> 
     assert signature.bound is not None
     together = signature.bound.tied.get(target.identifier, (target.identifier,))
     return frozenset(call.world.symbols[name] for name in together if name in call.world.symbols)
-
-
-def gradient_of(state: State) -> State:
-    """Return the state in which the gradient of a tensor in `state` arises: the (value, gradient) table of layouts."""
-    if isinstance(state, PartialSum):
-        return SAME
-    return PARTIAL_SUM if isinstance(state, Same) else state
 
 
 def _expected(
@@ -329,14 +322,14 @@ def _fit(found: Sequence[Size], wanted: Sequence[Size], split: Symbols) -> bool:
     )
 
 
-def _gradients_differ(trace: Trace, known: Mapping[int, State], inputs: Sequence[State], split: Symbols) -> str:
-    """Explain why the gradients of inputs are not what the table of layouts says; empty if they are."""
-    for i, (number, state) in enumerate(zip(trace.gradients, inputs, strict=True)):
+def _gradients_differ(trace: Trace, known: Mapping[int, State], wanted: Sequence[State], split: Symbols) -> str:
+    """Explain why the gradients of inputs are not in the states that are wanted; empty if they are."""
+    for i, (number, state) in enumerate(zip(trace.gradients, wanted, strict=True)):
         if number is None:
             continue
         found = known.get(number, Unknown("a gradient of unknown origin"))
-        if not _is(found, gradient_of(state), trace.tensors[number].sizes, split):
-            return _differs(f"the gradient of input {i}", found, gradient_of(state))
+        if not _is(found, state, trace.tensors[number].sizes, split):
+            return _differs(f"the gradient of input {i}", found, state)
     return ""
 
 

@@ -1,8 +1,7 @@
 """The layout of one operand on a mesh of one or two axes: cut a tensor into the ranks' pieces, and join them.
 
-The same layouts as `nnscaler.ir.layout`, made fast for small tensors, and with uneven shards: a dim is viewed as
-(outer, length, inner), and a rank holds a range of `length`. Two cuts of one dim are made from the outermost inwards,
-with `outer` in local units.
+The layouts of `nnscaler.ir.layout`, cut by what cuts them in generated programs (`nnscaler.runtime.cut`). Two cuts of
+one dim are made from the outermost inwards, with `outer` in local units.
 """
 
 from __future__ import annotations
@@ -10,32 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
-from math import prod
+from itertools import product
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import Partial, Sharded, State
+from nnscaler.runtime.cut import Cut, cut_of, nested
+from verify.evidence.inputs.values import random_terms
 
-
-@dataclass(frozen=True, slots=True)
-class UnevenCut:
-    """`bounds` are the ends of the ranks' ranges of `length`; with `sections`, each section is cut by itself."""
-
-    dim: int
-    outer: int
-    length: int
-    bounds: tuple[int, ...]
-    sections: tuple[int, ...] = ()
-
-    @property
-    def parts(self) -> int:
-        return len(self.bounds)
-
-
-Held = UnevenCut | Literal["copy", "sum", "max"]
+Held = Cut | Literal["copy", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,69 +42,31 @@ def ranks_of(parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def lay_of(states: Sequence[State], parts: Sequence[int]) -> Lay:
-    """Return the layout for `states`, one per axis."""
-    held: list[Held] = []
-    for axis, state in enumerate(states):
-        if isinstance(state, Sharded):
-            inside = prod(
-                parts[other]
-                for other, s in enumerate(states)
-                if other != axis and isinstance(s, Sharded) and s.dim == state.dim and s.outer < state.outer
-            )
-            ends = tuple(accumulate(state.sizes)) or tuple(range(1, parts[axis] + 1))
-            held.append(UnevenCut(state.dim, state.outer // inside, ends[-1], ends, state.sections))
-        elif isinstance(state, Partial):
-            held.append("sum" if state.reduction == "sum" else "max")
-        else:
-            held.append("copy")
+    """Return the layout for `states`, one per axis. Raises ValueError where two axes overlap."""
+    held = [_held(state) for state in states]
+    for dim in {cut.dim for cut in held if isinstance(cut, Cut)}:
+        here = [(axis, cut) for axis, cut in enumerate(held) if isinstance(cut, Cut) and cut.dim == dim]
+        for position, local in nested([(cut, parts[axis]) for axis, cut in here]) if len(here) > 1 else ():
+            held[here[position][0]] = local
     order = sorted(range(len(held)), key=lambda a: s.outer if isinstance(s := states[a], Sharded) else 0)
     return Lay(tuple(held), tuple(parts), tuple(order))
 
 
-def take(tensor: Tensor, cut: UnevenCut, rank: int) -> Tensor:
-    """Return the piece of `rank`; a view where possible."""
-    start, end = (cut.bounds[rank - 1] if rank else 0), cut.bounds[rank]
-    if cut.sections:
-        plain = UnevenCut(cut.dim, 1, cut.length, cut.bounds)
-        return torch.cat([take(piece, plain, rank) for piece in tensor.split(list(cut.sections), cut.dim)], cut.dim)
-    size = tensor.shape[cut.dim]
-    inner = size // (cut.outer * cut.length)
-    if cut.outer == 1:
-        return tensor.narrow(cut.dim, start * inner, (end - start) * inner)
-    shape = tuple(tensor.shape)
-    view = tensor.reshape(*shape[: cut.dim], cut.outer, cut.length, inner, *shape[cut.dim + 1 :])
-    piece = view.narrow(cut.dim + 1, start, end - start)
-    return piece.reshape(*shape[: cut.dim], cut.outer * (end - start) * inner, *shape[cut.dim + 1 :])
-
-
-def join(pieces: Sequence[Tensor], cut: UnevenCut) -> Tensor:
-    """Join the ranks' pieces: the inverse of `take`."""
-    if cut.sections:
-        plain = UnevenCut(cut.dim, 1, cut.length, cut.bounds)
-        local = [[s // cut.parts for s in cut.sections]] * len(pieces)
-        columns = [piece.split(sizes, cut.dim) for piece, sizes in zip(pieces, local, strict=True)]
-        return torch.cat([join([c[i] for c in columns], plain) for i in range(len(cut.sections))], cut.dim)
-    if cut.outer == 1:
-        return torch.cat(list(pieces), cut.dim)
-    shape = tuple(pieces[0].shape)
-    spans = [end - start for start, end in zip((0, *cut.bounds), cut.bounds, strict=False)]
-    inner = shape[cut.dim] // (cut.outer * spans[0])
-    views = [
-        piece.reshape(*shape[: cut.dim], cut.outer, span, inner, *shape[cut.dim + 1 :])
-        for piece, span in zip(pieces, spans, strict=True)
-    ]
-    whole = torch.cat(views, cut.dim + 1)
-    return whole.reshape(*shape[: cut.dim], cut.outer * cut.length * inner, *shape[cut.dim + 1 :])
+def _held(state: State) -> Held:
+    if isinstance(state, Sharded):
+        return cut_of(state)
+    if isinstance(state, Partial):
+        return "sum" if state.reduction == "sum" else "max"
+    return "copy"
 
 
 def local_shape(shape: Sequence[int], lay: Lay, rank: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of what `rank` holds."""
-    local = list(shape)
-    for axis, held in enumerate(lay.held):
-        if isinstance(held, UnevenCut):
-            start = held.bounds[rank[axis] - 1] if rank[axis] else 0
-            local[held.dim] = local[held.dim] // held.length * (held.bounds[rank[axis]] - start)
-    return tuple(local)
+    local = tuple(shape)
+    for held, parts, index in zip(lay.held, lay.parts, rank, strict=True):
+        if isinstance(held, Cut):
+            local = held.shape_of(local, parts, index)
+    return local
 
 
 def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]:
@@ -144,30 +90,11 @@ def spread(tensor: Tensor, lay: Lay, generator: torch.Generator) -> list[Tensor]
 
 
 def _cut(tensor: Tensor, held: Held, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if isinstance(held, UnevenCut):
-        return [take(tensor, held, rank) for rank in range(parts)]
+    if isinstance(held, Cut):
+        return held.pieces(tensor, parts)
     if held == "sum":
         return random_terms(tensor, parts, generator)
     return [tensor] * parts
-
-
-def random_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Random terms whose sum is the tensor.
-
-    Integers, and exact, where it holds integers; real ones elsewhere, since an operator that rounds is linear in
-    integers.
-    """
-    shape = tuple(tensor.shape)
-    whole = not tensor.is_complex() and torch.equal(tensor, tensor.round())
-    if whole:
-        terms = [torch.randint(-4, 5, shape, generator=generator).to(tensor.dtype) for _ in range(parts - 1)]
-    else:
-        real = [2 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(parts - 1)]
-        terms = [term.to(tensor.dtype) for term in real]
-    rest = tensor
-    for term in terms:
-        rest = rest - term
-    return [*terms, rest]
 
 
 def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
@@ -192,8 +119,8 @@ def gather(pieces: Sequence[Tensor], lay: Lay, same: Callable[[Tensor, Tensor], 
 
 
 def _combined(group: Sequence[Tensor], held: Held, same: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
-    if isinstance(held, UnevenCut):
-        return join(group, held)
+    if isinstance(held, Cut):
+        return held.join(group)
     total = group[0]
     for piece in group[1:]:
         if held == "sum":

@@ -87,3 +87,27 @@ def refill(tensor: Tensor, kind: Kind, generator: torch.Generator) -> Tensor:
     ends = torch.randperm(flat.numel(), generator=generator)[:2]
     drawn[ends] = torch.stack([flat.min(), flat.max()]) if tensor.dtype != torch.bool else flat[ends]
     return drawn.reshape(shape)
+
+
+def random_terms(
+    tensor: Tensor, parts: int, generator: torch.Generator, *, real: bool = False, scale: float = 2.0
+) -> list[Tensor]:
+    """Draw terms of either sign whose sum is the tensor: what ranks may hold of a partial sum.
+
+    Integers, and so exact, where it holds whole numbers only; real numbers of about `scale` elsewhere. `real`: for
+    floating and complex dtypes always, since an operator that rounds is linear in integers. Raises for booleans.
+    """
+    shape = tuple(tensor.shape)
+    fractional = tensor.is_complex() or (
+        tensor.is_floating_point() and (real or not torch.equal(tensor, tensor.round()))
+    )
+    if fractional:
+        dtype = torch.complex128 if tensor.is_complex() else torch.float64
+        drawn = [scale * torch.randn(shape, generator=generator, dtype=dtype) for _ in range(parts - 1)]
+    else:
+        drawn = [torch.randint(-4, 5, shape, generator=generator) for _ in range(parts - 1)]
+    terms = [term.to(tensor.dtype) for term in drawn]
+    rest = tensor
+    for term in terms:
+        rest = rest - term
+    return [*terms, rest]

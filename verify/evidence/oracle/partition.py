@@ -17,11 +17,12 @@ from op_registry.bind_call import localise
 from op_registry.call import Call
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, State, shape_of_rank
+from nnscaler.ir.layout import Partial, State, gradient_state, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.runtime.cut import Cut
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, plain_of, with_tensors
-from verify.evidence.inputs.operand_shards import Lay, UnevenCut, gather, lay_of, local_shape, ranks_of, spread
+from verify.evidence.inputs.operand_shards import Lay, gather, lay_of, local_shape, ranks_of, spread
 from verify.evidence.options import Safeguards
 from verify.evidence.oracle.random_calls import random_arguments
 from verify.evidence.oracle.tolerance import Bound
@@ -90,13 +91,6 @@ class Partition:
         names = AXES[: len(self.parts)]
         axes, place = dict(zip(names, self.parts, strict=True)), dict(zip(names, rank, strict=True))
         return random_arguments(shape, axes, place, dict(zip(names, states, strict=True)))
-
-
-def gradient_state(state: State) -> State:
-    """Return the state of a tensor's gradient, from the state of its value."""
-    if isinstance(state, Replicated):
-        return PARTIAL
-    return REPLICATED if isinstance(state, Partial) else state
 
 
 def make_partition(signature: Signature, choices: Sequence[Choice], parts: Sequence[int]) -> Partition:
@@ -335,7 +329,7 @@ def _growth(totals: Sequence[Tensor | None], lays: Sequence[Lay], pieces: Sequen
 def _tells_nothing(whole: Whole, partition: Partition) -> bool:
     """Return whether a split integer input has one value only, so that a constant result would show nothing."""
     for tensor, lay in zip(whole.concrete.tensors, partition.inputs, strict=True):
-        split = any(isinstance(held, UnevenCut) for held in lay.held)
+        split = any(isinstance(held, Cut) for held in lay.held)
         if split and not _real(tensor) and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
             return True
     return False
@@ -351,7 +345,7 @@ def _real(tensor: Tensor) -> bool:
 
 
 def _wrong_shape(pieces: Sequence[Tensor], expected: Tensor, lay: Lay) -> str:
-    uneven = any(isinstance(h, UnevenCut) and h.length != h.parts for h in lay.held)
+    uneven = any(isinstance(h, Cut) and h.sizes for h in lay.held)
     shape = local_shape(expected.shape, lay, (0,) * len(lay.parts))
     for rank, piece in zip(lay.ranks(), pieces, strict=True):
         if uneven:

@@ -19,7 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from verify.evidence.inputs.operand_shards import Lay, UnevenCut, take
+from nnscaler.runtime.cut import Cut
+from verify.evidence.inputs.operand_shards import Lay
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +38,25 @@ def variants_of(what: str, pieces: Sequence[Tensor], expected: Tensor, lay: Lay)
     found: list[Variant] = []
     if not expected.numel():
         return found
-    for held in lay.held:
-        if isinstance(held, UnevenCut):
-            found += _of_cut(what, expected, held, single=len(lay.held) == 1)
+    for held, parts in zip(lay.held, lay.parts, strict=True):
+        if isinstance(held, Cut):
+            found += _of_cut(what, expected, held, parts, single=len(lay.held) == 1)
         elif held != "copy" and len(lay.held) == 1:
             killed = not torch.equal(pieces[0], expected)
             found.append(Variant(what, "dropped", killed, killed or _nothing(pieces, expected)))
     return found
 
 
-def _of_cut(what: str, expected: Tensor, cut: UnevenCut, single: bool) -> list[Variant]:
+def _of_cut(what: str, expected: Tensor, cut: Cut, parts: int, single: bool) -> list[Variant]:
     if not single:  # `outer` is in local units on a mesh of two axes: single splits have shown it
         return []
-    shards = (take(expected, cut, rank) for rank in range(cut.parts))
+    shards = (cut.piece(expected, parts, rank) for rank in range(parts))
     differ = any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairwise(shards))  # the first two mostly do
     found = [Variant(what, "swapped", differ, True)]
-    inner = expected.shape[cut.dim] // (cut.outer * cut.length)
-    if inner > 1 and not cut.sections and cut.length == cut.parts:
+    inner = expected.shape[cut.dim] // (cut.outer * parts)
+    if inner > 1 and not cut.sections and not cut.sizes:
         shape = tuple(expected.shape)
-        view = expected.reshape(*shape[: cut.dim], cut.outer, cut.parts, inner, *shape[cut.dim + 1 :])
+        view = expected.reshape(*shape[: cut.dim], cut.outer, parts, inner, *shape[cut.dim + 1 :])
         other = view.transpose(cut.dim + 1, cut.dim + 2).reshape(shape)
         killed = not torch.equal(other, expected)
         found.append(Variant(what, "strided", killed, killed or not differ or _constant(view, cut.dim)))

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nnscaler.ir.derive import input_states, output_states
-from nnscaler.ir.layout import Partial, State
+from nnscaler.ir.layout import Partial, State, gradient_state
 from nnscaler.ir.placement import Choice
 from verify.evidence.smt.algebra import Element, Numbers, kind_of_dtype
 from verify.evidence.smt.calls import TracedCall, trace_ranks
 from verify.evidence.smt.errors import NoCall, Unmet, Unsupported
 from verify.evidence.smt.interpret import Values, interpret
-from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, gradient_state, spread, zeros
+from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, spread, zeros
 from verify.evidence.smt.semantics.rule import Array
 from verify.evidence.smt.terms import Terms
 from verify.evidence.smt.trace import StoragePlace, Trace

@@ -14,8 +14,8 @@ from math import prod
 import numpy as np
 import torch
 
-from nnscaler.ir.layout import Partial, Replicated, Sharded, State
-from verify.evidence.inputs.operand_shards import UnevenCut, lay_of, take
+from nnscaler.ir.layout import Partial, Sharded, State
+from nnscaler.runtime.cut import cut_of
 from verify.evidence.smt.algebra import Element, Kind, Numbers
 from verify.evidence.smt.semantics.rule import Array, array
 
@@ -36,16 +36,13 @@ def held(state: State, parts: int, shape: Sequence[int]) -> list[Array] | None:
     """Return for each rank, the places (row-major) of a whole tensor that it holds; None if it holds all of them."""
     if not isinstance(state, Sharded):
         return None
-    (cut,) = lay_of([state], [parts]).held
-    assert isinstance(cut, UnevenCut)
     places = torch.arange(prod(shape)).reshape(tuple(shape))
-    return [take(places, cut, rank).contiguous().numpy() for rank in range(parts)]
+    return [piece.contiguous().numpy() for piece in cut_of(state).pieces(places, parts)]
 
 
 def local_shape(state: State, parts: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of what a rank holds."""
-    places = held(state, parts, shape)
-    return tuple(shape) if places is None else tuple(places[0].shape)
+    return cut_of(state).shape_of(shape, parts, 0) if isinstance(state, Sharded) else tuple(shape)
 
 
 def spread(
@@ -87,19 +84,15 @@ def equations(algebra: Numbers, whole: Array, ranks: Sequence[Array], state: Sta
             return _pairs(whole, added(algebra, ranks))
         columns = zip(*(r.reshape(-1) for r in ranks), strict=True)
         return _pairs(whole, array([reduce(algebra.maximum, column) for column in columns], shape))
-    every = cut(whole, state, len(ranks))
+    try:
+        every = cut(whole, state, len(ranks))
+    except ValueError:  # the whole does not divide
+        return None
     return [pair for expected, found in zip(every, ranks, strict=True) for pair in _pairs(expected, found)]
 
 
 def _pairs(a: Array, b: Array) -> Pairs:
     return list(zip(a.reshape(-1), b.reshape(-1), strict=True))
-
-
-def gradient_state(state: State) -> State:
-    """Return the state of a tensor's gradient, from the state of its value."""
-    if isinstance(state, Replicated):
-        return Partial()
-    return Replicated() if isinstance(state, Partial) else state
 
 
 def zeros(shape: Sequence[int]) -> Array:

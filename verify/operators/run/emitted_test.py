@@ -11,7 +11,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,8 +23,9 @@ from op_registry.call import Call, DType, TensorArgument
 from op_registry.expression import Expression
 from op_registry.spec import OperatorSpec
 
+from nnscaler.runtime.cut import Cut
 from verify.evidence.cases import Case
-from verify.evidence.inputs.operand_shards import Lay, UnevenCut, spread, take
+from verify.evidence.inputs.operand_shards import Lay, spread
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.enumerate import bases
 from verify.evidence.oracle.partition import AXES, Partition
@@ -94,11 +95,10 @@ def _indices(lay: Lay, rank: Sequence[int], shape: Sequence[int]) -> list[list[i
     found: list[list[int] | None] = [None] * len(shape)
     for axis in lay.order:
         held = lay.held[axis]
-        if isinstance(held, UnevenCut):
+        if isinstance(held, Cut):
             before = found[held.dim]
             along = torch.arange(shape[held.dim]) if before is None else torch.tensor(before)
-            flat = UnevenCut(0, held.outer, held.length, held.bounds, held.sections)
-            found[held.dim] = take(along, flat, rank[axis]).tolist()
+            found[held.dim] = replace(held, dim=0).piece(along, lay.parts[axis], rank[axis]).tolist()
     return found
 
 

@@ -18,13 +18,11 @@ from torch import Tensor
 from op_registry.call import Call, DType
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, outputs_of, with_tensors
-from verify.evidence.inputs.operand_shards import random_terms
-from verify.evidence.inputs.values import refill
+from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
 from verify.evidence.oracle.kernels import checked_kernels
 from verify.evidence.oracle.whole import as_leaves, draw_cotangent, gradients_of
 from verify.operators.suggest.probe_call import Outputs, Question
-from verify.operators.suggest.trial import real_terms
 from verify.results.tolerance import is_finite, largest
 
 RANKS = 3
@@ -104,7 +102,7 @@ def _terms(tensor: Tensor, kind: Kind, generator: torch.Generator) -> list[Tenso
     """
     if tensor.dtype == torch.bool:
         return [tensor] * RANKS
-    return (random_terms if kind == "integers" else real_terms)(tensor, RANKS, generator)
+    return random_terms(tensor, RANKS, generator, real=kind != "integers")
 
 
 def _is_linear(draw: _Draw, slots: frozenset[int]) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State
-from verify.evidence.inputs.operand_shards import UnevenCut, join, random_terms, take
-from verify.evidence.inputs.values import refill
+from nnscaler.runtime.cut import Cut, cut_of
+from verify.evidence.inputs.values import random_terms, refill
 from verify.evidence.options import Kind
 from verify.operators.suggest.probe_call import Number, Outputs, Question
 from verify.results.tolerance import is_finite, largest
@@ -42,11 +42,10 @@ class Trial:
         if found is None:
             tensor = self.tensors[index]
             if isinstance(state, Sharded):
-                cut = cut_of(state, parts)
-                found = [take(tensor, cut, rank).contiguous() for rank in range(parts)]
+                found = [piece.contiguous() for piece in cut_of(state).pieces(tensor, parts)]
             elif isinstance(state, Partial):
                 generator = torch.Generator().manual_seed(self.seed + 7 * index + parts)
-                found = real_terms(tensor, parts, generator)
+                found = random_terms(tensor, parts, generator, real=True)
             else:
                 found = [tensor] * parts
             self.kept[index, state, parts] = found
@@ -66,10 +65,10 @@ class Trial:
         columns: list[list[Tensor]] = []
         for index, state in enumerate(states):
             if isinstance(state, Sharded):
-                if self.tensors[index].shape[state.dim] % (state.outer * length):
+                cut = _one_and_rest(state, self.tensors[index].shape[state.dim], length)
+                if cut is None:
                     return False
-                cut = UnevenCut(state.dim, state.outer, length, (1, length))
-                columns.append([take(self.tensors[index], cut, rank).contiguous() for rank in (0, 1)])
+                columns.append([piece.contiguous() for piece in cut.pieces(self.tensors[index], 2)])
             else:
                 columns.append(self.pieces(index, state, 2))
         try:
@@ -97,17 +96,6 @@ class Trial:
                 return None
             found.append(state)
         return tuple(found)
-
-
-def real_terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw random terms whose sum is the tensor.
-
-    Those of floating tensors are not integers, through which rounding would look linear.
-    """
-    if not tensor.is_floating_point():
-        return random_terms(tensor, parts, generator)
-    terms = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
-    return [*terms, tensor - sum(terms)]
 
 
 def make_trial(question: Question, seed: int = 0, kind: Kind | None = None) -> Trial | None:
@@ -142,12 +130,12 @@ def read_state(pieces: Sequence[Tensor], whole: Tensor, sections: Sequence[tuple
         return None
     dim = differs[0]
     for outer in divisors(shape[dim]):
-        if close(join(pieces, cut_of(Sharded(dim, outer), parts)), whole):
+        if close(Cut(dim, outer).join(pieces), whole):
             return Sharded(dim, outer)
     for sizes in sections:
         if sum(sizes) == whole.shape[dim] and all(s % parts == 0 for s in sizes):
             state = Sharded(dim, 1, sizes)
-            if close(join(pieces, cut_of(state, parts)), whole):
+            if close(cut_of(state).join(pieces), whole):
                 return state
     return None
 
@@ -159,13 +147,22 @@ def _makes(pieces: Sequence[Tensor | None], state: State | None, whole: Tensor, 
         return False
     if not isinstance(state, Sharded):
         return all(p.shape == whole.shape for p in present) and _read_full(present, whole) == state
-    inner, rest = divmod(whole.shape[state.dim], state.outer * length)
-    if rest or [p.shape[state.dim] for p in present] != [state.outer * inner, state.outer * inner * (length - 1)]:
+    cut = _one_and_rest(state, whole.shape[state.dim], length)
+    if cut is None or [p.shape[state.dim] for p in present] != [state.outer * size for size in cut.sizes]:
         return False
     others = [[n for d, n in enumerate(t.shape) if d != state.dim] for t in (*present, whole)]
     if any(o != others[-1] for o in others):
         return False
-    return close(join(present, UnevenCut(state.dim, state.outer, length, (1, length))), whole)
+    return close(cut.join(present), whole)
+
+
+def _one_and_rest(state: Sharded, size: int, length: int) -> Cut | None:
+    """Return the cut of each block of a dim of `size` into the first of `length` units, and the rest of them.
+
+    None where the blocks do not divide into units.
+    """
+    inner, rest = divmod(size, state.outer * length)
+    return None if rest else Cut(state.dim, state.outer, (), (inner, inner * (length - 1)))
 
 
 def _read_full(pieces: Sequence[Tensor], whole: Tensor) -> State | None:
@@ -194,11 +191,6 @@ def close(a: Tensor, b: Tensor) -> bool:
     if scale == float("inf") or scale != scale:
         return torch.allclose(a, b, rtol=relative, atol=relative, equal_nan=True)
     return bool((a - b).abs().max() <= relative * scale) if b.numel() else True
-
-
-def cut_of(state: Sharded, parts: int) -> UnevenCut:
-    """Return the layout of even shards."""
-    return UnevenCut(state.dim, state.outer, parts, tuple(range(1, parts + 1)), state.sections)
 
 
 def divides(state: State, shape: Sequence[int], parts: int) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.ir.layout import parse_state
-from nnscaler.runtime.layout import Partial, Sharded, State, gradient_states
+from nnscaler.ir.layout import gradient_state, parse_state
+from nnscaler.runtime.layout import Partial, Sharded, State
 from nnscaler.runtime.role import MICRO, Stage
 from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
 from verify.evidence.oracle.random_calls import runtime_state
@@ -61,6 +61,11 @@ def variables_of(manifest: Mapping[str, Any], stages: Mapping[int, type[Stage]])
 def parse_layout(text: str) -> dict[str, State]:
     """Parse a layout into states of the runtime: the inverse of `nnscaler.ir.layout.format_layout`."""
     return {axis: runtime_state(parse_state(state)) for axis, state in _ENTRY.findall(text)}
+
+
+def gradient_states(states: Mapping[str, State]) -> dict[str, State]:
+    """Return how the gradient of a tensor with these states lies, read as a value."""
+    return {axis: runtime_state(gradient_state(parse_state(repr(state)))) for axis, state in states.items()}
 
 
 def compare_variable(

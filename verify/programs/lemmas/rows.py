@@ -28,12 +28,22 @@ import torch
 from torch import Tensor
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Invariant, Partial, Replicated, Sharded, State
+from nnscaler.ir.layout import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    Invariant,
+    Partial,
+    Replicated,
+    Sharded,
+    State,
+    gradient_state,
+)
 from nnscaler.runtime.communication import comm
 from nnscaler.runtime.communication.axis import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
-from verify.evidence.inputs.operand_shards import gather, lay_of, take
-from verify.evidence.oracle.partition import gradient_state
+from nnscaler.runtime.cut import cut_of
+from verify.evidence.inputs.operand_shards import gather, lay_of
 from verify.programs.checks.context import SHOWN, CheckOutcome
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -173,9 +183,7 @@ def _basis(state: State, shape: tuple[int, ...], parts: int) -> list[Tensor]:
         zeros = torch.zeros_like(unit)
         return [torch.cat([unit if other == rank else zeros for other in range(parts)]) for rank in range(parts)]
     if isinstance(state, Sharded):
-        (cut,) = lay_of([state], [parts]).held
-        assert not isinstance(cut, str)
-        return [take(unit, cut, rank).contiguous() for rank in range(parts)]
+        return [piece.contiguous() for piece in cut_of(state).pieces(unit, parts)]
     return [unit] * parts
 
 

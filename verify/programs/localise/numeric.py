@@ -8,9 +8,10 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Invariant, Partial, Sharded, State, gradient_states
+from nnscaler.runtime.layout import Invariant, Partial, Sharded, State
 from nnscaler.runtime.role import MICRO
 from nnscaler.runtime.shards import Coordinates, assemble, local_shape, shard, unravel
+from verify.programs.execution.variable_recording import gradient_states
 from verify.programs.localise.judge import Wrong
 from verify.results.tolerance import difference, largest
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nnscaler.runtime.layout import Partial, State
 from nnscaler.runtime.shards import Coordinates, ravel, shard
+from verify.evidence.inputs.values import random_terms
 
 
 class Dealer:
@@ -76,13 +77,6 @@ def _parts(tensor: Tensor, count: int, reduction: str, generator: torch.Generato
         owner = torch.randint(count, tensor.shape, generator=generator)
         below = [torch.rand(tensor.shape, dtype=torch.float64, generator=generator) + 0.5 for _ in range(count)]
         return [torch.where(owner == i, tensor, (tensor - below[i]).to(tensor.dtype)) for i in range(count)]
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        drawn = [torch.randint(-9, 10, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(count - 1)]
-        return [*drawn, tensor - sum(drawn)]
     finite = tensor[torch.isfinite(tensor)] if tensor.numel() else tensor
-    scale = float(finite.abs().mean()) + 1e-3 * float(finite.abs().max()) if finite.numel() else 1.0
-    drawn = [
-        torch.randn(tensor.shape, dtype=torch.float64, generator=generator).to(tensor.dtype) * (scale or 1.0)
-        for _ in range(count - 1)
-    ]
-    return [*drawn, tensor - sum(drawn)]
+    scale = float(finite.abs().double().mean()) + 1e-3 * float(finite.abs().max()) if finite.numel() else 1.0
+    return random_terms(tensor, count, generator, real=True, scale=scale or 1.0)

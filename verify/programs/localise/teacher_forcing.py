@@ -60,10 +60,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.layout import Partial, State, gradient_states
+from nnscaler.runtime.layout import Partial, State
 from nnscaler.runtime.role import MICRO, Parameter, Stage
 from nnscaler.runtime.shards import unravel
-from verify.programs.execution.variable_recording import Pieces, Variable
+from verify.programs.execution.variable_recording import Pieces, Variable, gradient_states
 from verify.programs.localise.logical import Logical
 from verify.programs.localise.shard_sampling import Dealer
 from verify.programs.localise.statements import Statement
@@ -346,8 +346,8 @@ class Teacher:
             return None
         if len(holders) == 1:
             return total
-        drawn = [self.dealer.random_like(("part", fqn, holder), total) for holder in holders[1:]]
-        return total - sum(drawn) if stage == holders[0] else drawn[holders.index(stage) - 1]
+        key, at = ("part", fqn, self.logical.step), {"stage": holders.index(stage)}
+        return self.dealer.piece(key, total, {"stage": Partial()}, {"stage": len(holders)}, at)
 
 
 def results_of(statement: Statement) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ from nnscaler.ir.layout import (
     is_uneven,
     shape_of_rank,
 )
-from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.shards import logical_coordinates, unravel
+from verify.evidence.oracle.random_calls import runtime_state
 from verify.programs.typing.lines.arguments import same_shape, shape_text
 from verify.programs.typing.lines.uniform import NO_DIMS, Dims
 from verify.programs.typing.lines.walk import Noted, Reading
@@ -177,44 +178,14 @@ def _inside(piece: tuple[int, int, int], size: int) -> bool:
 def _owned(stage: StageText, layout: Layout, shape: Sequence[int], uniform: Dims, micro: int) -> Owned:
     """Return what each rank of a stage holds in one micro-batch. All indices of a uniform dim are 0."""
     axes = axes_of(stage.axes, stage.micro_batches)
+    states = {name: runtime_state(state) for name, state in zip(axes.names, layout, strict=True)}
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
     result: dict[int, list[Indices]] = {}
     for position, rank in enumerate(stage.ranks):
         place = {**unravel(position, stage.axes), MICRO: micro}
-        result[rank] = [
-            owned_indices(
-                size,
-                [
-                    (s, parts, place[name])
-                    for s, parts, name in zip(layout, axes.sizes, axes.names, strict=True)
-                    if isinstance(s, Sharded) and s.dim == dim
-                ],
-            )
-            * (dim not in uniform)
-            for dim, size in enumerate(shape)
-        ]
+        held = logical_coordinates(shape, states, sizes, place)
+        result[rank] = [indices.numpy() * (dim not in uniform) for dim, indices in enumerate(held)]
     return result
-
-
-def owned_indices(size: int, digits: Sequence[tuple[Sharded, int, int]]) -> Indices:
-    """Return the logical indices of a dim that a rank holds, in its local order.
-
-    `digits`: (state, parts, coordinate) of each axis that cuts the dim.
-    """
-    index = np.arange(size)
-    keep = np.ones(size, dtype=bool)
-    for state, parts, coordinate in digits:
-        if state.sections:
-            starts = np.cumsum((0, *state.sections))
-            which = np.searchsorted(starts, index, side="right") - 1
-            width = np.array(state.sections)[which] // parts
-            keep &= (index - starts[which]) // width == coordinate
-        elif state.sizes:
-            ends = np.cumsum(state.sizes)
-            keep &= np.searchsorted(ends, index % (size // state.outer), side="right") == coordinate
-        else:
-            inner = size // (state.outer * parts)
-            keep &= (index // inner) % parts == coordinate
-    return index[keep]
 
 
 Message = MessageText | ExchangeText

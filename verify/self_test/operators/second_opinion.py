@@ -1,7 +1,7 @@
 """Decide whether a choice is right, another way than the oracle under test does.
 
-A shard is read off an explicit list of positions, every rank runs by itself with its own backward pass, inputs and
-cotangents are real numbers, and partial sums random.
+Every rank runs by itself with its own backward pass, inputs and cotangents are real numbers, and partial sums random.
+Shards are cut as everywhere (`nnscaler.runtime.cut`), for that is what the claim is about.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from op_registry.bind_call import localise
 from op_registry.spec import Refusal
 
 from nnscaler.ir.derive import input_states, output_states, shards_of
-from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded, State, shape_of_rank
+from nnscaler.ir.layout import Partial, Sharded, State, gradient_state, shape_of_rank
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
+from nnscaler.runtime.cut import cut_of
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
+from verify.evidence.inputs.values import random_terms
 from verify.evidence.oracle.partition import make_partition
 from verify.evidence.oracle.whole import Whole
 
@@ -64,46 +66,14 @@ def holds(
         return False
 
 
-def positions(size: int, state: Sharded, parts: int, rank: int) -> Tensor:
-    """Return the entries of a dim that a rank holds, in order."""
-    kept: list[int] = []
-    if state.sizes:
-        block, before = size // state.outer, sum(state.sizes[:rank])
-        if block != sum(state.sizes) or block * state.outer != size:
-            raise ValueError(f"{size} is not {state.outer} x {state.sizes}")
-        kept = [e for e in range(size) if before <= e % block < before + state.sizes[rank]]
-        return torch.tensor(kept, dtype=torch.long)
-    start = 0
-    for length in state.sections or (size,):
-        inner = length // (state.outer * parts)
-        if inner * state.outer * parts != length:
-            raise ValueError(f"{length} does not divide by {state.outer} x {parts}")
-        kept += [start + e for e in range(length) if e // inner % parts == rank]
-        start += length
-    return torch.tensor(kept, dtype=torch.long)
-
-
 def _shard(tensor: Tensor, state: State, parts: int, rank: int) -> Tensor:
-    if isinstance(state, Sharded):
-        return tensor.index_select(state.dim, positions(tensor.shape[state.dim], state, parts, rank))
-    return tensor
-
-
-def _terms(tensor: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    if tensor.dtype == torch.bool:
-        raise TypeError("partial sums of booleans")
-    shape = tuple(tensor.shape)
-    if tensor.is_floating_point() or tensor.is_complex():
-        terms = [torch.randn(shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
-    else:
-        terms = [torch.randint(-9, 10, shape, generator=generator, dtype=tensor.dtype) for _ in range(parts - 1)]
-    return [*terms, tensor - sum(terms, torch.zeros_like(tensor))]
+    return cut_of(state).piece(tensor, parts, rank) if isinstance(state, Sharded) else tensor
 
 
 def _decide(q: _Question) -> bool:
     tensors = q.whole.concrete.tensors
     columns = [
-        _terms(t, q.parts, q.generator)
+        random_terms(t, q.parts, q.generator, real=True)
         if isinstance(state, Partial)
         else [_shard(t, state, q.parts, r) for r in range(q.parts)]
         for t, state in zip(tensors, q.inputs, strict=True)
@@ -177,8 +147,7 @@ def _gradients_agree(q: _Question, gradients: Sequence[Values]) -> bool:
                 return False
             continue
         filled = [_like(q, expected, state, r) if p is None else p for r, p in enumerate(pieces)]
-        turned = state if isinstance(state, Sharded) else REPLICATED if isinstance(state, Partial) else PARTIAL
-        if not _agree(filled, expected, turned, q.parts):
+        if not _agree(filled, expected, gradient_state(state), q.parts):
             return False
     return True
 

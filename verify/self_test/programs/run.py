@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from nnscaler.runtime.jobs.rank_process import leave_stopping_to_parent
-from verify.processes.pool import Died
+from verify.processes.pool import Died, Done, Event, Note, Raised, run_forked, run_here, why_not_fork
 from verify.processes.subprocess_isolation import run_apart
 from verify.self_test.programs.judge import Answer, Executed, Execution, read_folder, read_statically
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
@@ -136,31 +133,20 @@ def judge_all(
             progress(f"{number} of {len(specs)}: {spec.model} {spec.name}")
             yield judge_spec(spec, seed, each, levels, every)
         return
-    with _workers(processes) as pool:
-        waiting = {pool.submit(judge_spec, spec, seed, each, levels, every): spec for spec in specs}
-        for number, done in enumerate(as_completed(waiting), 1):
-            spec = waiting[done]
-            batch = done.result()
-            made = f"{len(batch.judged)} mutants, {batch.seconds:.0f} s"
-            progress(f"{number} of {len(specs)}: {spec.model} {spec.name}: {made}")
-            yield batch
+    tasks = [partial(_in_child, spec, seed, each, levels, every) for spec in specs]
+    events: Iterator[Event[Batch]]
+    events = run_forked(tasks, processes, math.inf) if why_not_fork() is None else run_here(tasks)
+    for number, event in enumerate(events, 1):
+        spec = specs[event.index]
+        if isinstance(event, Raised):
+            event.error.add_note(event.text)
+            raise event.error
+        if not isinstance(event, Done):
+            raise RuntimeError(f"the process that judged {spec} ended: {event}")
+        made = f"{len(event.result.judged)} mutants, {event.result.seconds:.0f} s"
+        progress(f"{number} of {len(specs)}: {spec.model} {spec.name}: {made}")
+        yield event.result
 
 
-@contextmanager
-def _workers(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end at once when this one is stopped, and leave no temporary folder behind."""
-    with tempfile.TemporaryDirectory(prefix="nnscaler-self-test-", ignore_cleanup_errors=True) as folder:
-        pool = ProcessPoolExecutor(processes, get_context("spawn"), _settle, (folder,))
-        try:
-            yield pool
-        except BaseException:
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _settle(folder: str) -> None:
-    leave_stopping_to_parent()
-    tempfile.tempdir = folder
+def _in_child(spec: Spec, seed: int, each: int, levels: Sequence[str], every: int, _: Note) -> Batch:
+    return judge_spec(spec, seed, each, levels, every)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from functools import partial
 
-import torch
-
-from nnscaler.runtime.jobs.rank_process import leave_stopping_to_parent
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
+from verify.processes.pool import Died, Done, Note, Raised, TimedOut, run_forked
 from verify.self_test.rules.calls import DrawnCall, drawn_calls
 from verify.self_test.rules.direct import direct_calls
 from verify.self_test.rules.planted import PLANTED, Planted
@@ -122,46 +119,27 @@ def fuzz_in_children(
     An overload whose process dies is unsound: a kernel was given what it cannot take.
     """
     names = list(calls)
-    queues = [names[start::workers] for start in range(workers)]
+    tasks = [partial(_fuzz, calls[name], conclude, seed, effort) for name in names]
     results: dict[str, RuleResult] = {}
-
-    def work(queue: Sequence[str], pipe: Connection) -> None:
-        leave_stopping_to_parent()
-        torch.set_num_threads(1)
-        for name in queue:
-            pipe.send(fuzz_rule(calls[name], conclude, seed, effort))
-        pipe.close()
-
-    running = dict(_start(work, queue) for queue in queues if queue)
-    while running:
-        for ready in wait(list(running)):
-            assert isinstance(ready, Connection)
-            process, queue = running[ready]
-            try:
-                result: RuleResult = ready.recv()
-                results[result.overload] = result
-                queue.remove(result.overload)
-            except EOFError:
-                del running[ready]
-                process.join()
-                if queue:
-                    name = queue.pop(0)
-                    results[name] = _died(name, process.exitcode)
-                    running.update([_start(work, queue)] if queue else [])
+    for event in run_forked(tasks, workers, math.inf):  # forked: calls hold operators and symbols, which do not pickle
+        name = names[event.index]
+        match event:
+            case Done(result=result):
+                results[name] = result
+            case Died():
+                results[name] = _died(name, f"the process ended ({event.how})")
+            case Raised():
+                results[name] = _died(name, f"{event.error} was raised")
+            case TimedOut():
+                raise AssertionError("no time was set")
     return {name: results[name] for name in names}
 
 
-def _start(work: Any, queue: list[str]) -> tuple[Any, tuple[Any, list[str]]]:
-    """Start a child that works through the queue; return it, and the end of the pipe at which its results arrive."""
-    context = multiprocessing.get_context("fork")  # calls hold operators and symbols, which do not pickle
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(list(queue), sender), daemon=True)
-    process.start()
-    sender.close()
-    return receiver, (process, queue)
+def _fuzz(calls: Sequence[DrawnCall], conclude: Conclude, seed: int, effort: Effort, _: Note) -> RuleResult:
+    return fuzz_rule(calls, conclude, seed, effort)
 
 
-def _died(name: str, code: int | None) -> RuleResult:
+def _died(name: str, how: str) -> RuleResult:
     result = RuleResult(name, asked=1)
-    result.unsound.append(Unsound(name, "?", "?", f"the process ended with {code} while a claim was compared", "?"))
+    result.unsound.append(Unsound(name, "?", "?", f"{how} while a claim was compared", "?"))
     return result

@@ -14,6 +14,7 @@ from torch import Tensor
 from verify.evidence.dimension_types.rules.call import Operand
 from verify.evidence.dimension_types.sizes import Size, Symbols, symbols_of
 from verify.evidence.dimension_types.states import Constant, PartialMax, PartialSum, Same, Shard, State, Zero
+from verify.evidence.inputs.values import random_terms
 
 Kind = Literal["normal", "integers", "positive", "unit", "above"]
 KINDS: tuple[Kind, ...] = ("normal", "integers", "unit", "positive", "above")
@@ -89,7 +90,9 @@ def draw(
         return whole, [shard_of(whole, state, operand.sizes[state.dim], ranks, r) for r in range(len(ranks.local))]
     whole = _fill(shape, operand.dtype, kind, integers, generator)
     if isinstance(state, PartialSum):
-        return whole, _terms(whole, len(ranks.local), generator)
+        if whole.dtype == torch.bool:
+            raise Undecided("truth values have no partial sums")
+        return whole, random_terms(whole, len(ranks.local), generator, real=True)
     if isinstance(state, PartialMax):
         return whole, _candidates(whole, len(ranks.local), generator)
     return whole, [whole.clone() for _ in ranks.local]
@@ -132,14 +135,6 @@ def _fill(
         return (torch.randint(1, 4, shape, generator=generator) * signs).to(dtype)
     low, high = {"positive": (0.5, 1.5), "unit": (0.1, 0.9), "above": (1.5, 2.5)}[kind]
     return (low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-def _terms(whole: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw tensors that sum to `whole`: of both signs, unlike each other, none of them a multiple of it."""
-    if whole.dtype == torch.bool:
-        raise Undecided("truth values have no partial sums")
-    terms = [_fill(whole.shape, whole.dtype, "normal", range(-3, 4), generator) for _ in range(parts - 1)]
-    return [*terms, whole - sum(terms, torch.zeros_like(whole))]
 
 
 def _candidates(whole: Tensor, parts: int, generator: torch.Generator) -> list[Tensor]:

@@ -1,0 +1,126 @@
+"""Cut a tensor along one dim into the pieces of the ranks of an axis, and join them again.
+
+This is what `Sharded` means. Conversions, parameters at rest, checkpoints and all checks cut and join by it and by
+nothing else, so that what one of them relies on is what another one tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one axis splits one local dim, viewed as (outer, parts, inner).
+
+    dim        that is split
+    outer      how many blocks it has, each of which is split
+    sections   sizes of concatenated parts, each of which is split
+    sizes      of unequal pieces of each block, one per rank
+    """
+
+    dim: int
+    outer: int = 1
+    sections: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def piece(self, tensor: Tensor, parts: int, index: int) -> Tensor:
+        """Return the piece of `index`; may be a view. Raises ValueError when the dim does not divide."""
+        shape, dim = tensor.shape, self.dim
+        if self.sections:
+            if sum(self.sections) != shape[dim] or any(s % parts for s in self.sections):
+                raise ValueError(f"sections {self.sections} of a dim of size {shape[dim]} over {parts} parts")
+            wholes = tensor.split(list(self.sections), dim)
+            return torch.cat([w.chunk(parts, dim)[index] for w in wholes], dim)
+        start, length = self._range(shape[dim], parts, index)
+        if self.outer == 1:
+            return tensor.narrow(dim, start, length)
+        blocks = tensor.reshape(*shape[:dim], self.outer, shape[dim] // self.outer, *shape[dim + 1 :])
+        return blocks.narrow(dim + 1, start, length).reshape(*shape[:dim], self.outer * length, *shape[dim + 1 :])
+
+    def _range(self, size: int, parts: int, index: int) -> tuple[int, int]:
+        """Return where in each block of a dim of `size` the piece of `index` starts, and how long it is."""
+        if self.sizes:
+            if self.sections or len(self.sizes) != parts or sum(self.sizes) * self.outer != size:
+                raise ValueError(f"sizes {self.sizes} of a dim of size {size} over {parts} parts")
+            return sum(self.sizes[:index]), self.sizes[index]
+        if size % (self.outer * parts):
+            raise ValueError(f"a dim of size {size} does not divide by {self.outer} x {parts}")
+        length = size // (self.outer * parts)
+        return index * length, length
+
+    def shape_of(self, whole: Sequence[int], parts: int, index: int) -> tuple[int, ...]:
+        """Return the shape of the piece of `index`, from that of the whole, which is taken to divide."""
+        size = self.sizes[index] * self.outer if self.sizes else whole[self.dim] // parts
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+    def shape_at(self, piece: Sequence[int], index: int) -> tuple[int, ...]:
+        """Return the shape of the piece of `index`, from the shape of any of them."""
+        if not self.sizes:
+            return tuple(piece)
+        return (*piece[: self.dim], self.sizes[index] * self.outer, *piece[self.dim + 1 :])
+
+    def pieces(self, tensor: Tensor, parts: int) -> list[Tensor]:
+        return [self.piece(tensor, parts, index) for index in range(parts)]
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Join all pieces: the inverse of `pieces`."""
+        parts, dim = len(pieces), self.dim
+        if self.sections:
+            cut = [p.split([s // parts for s in self.sections], dim) for p in pieces]
+            return torch.cat([piece for section in zip(*cut, strict=True) for piece in section], dim)
+        if self.outer == 1:
+            return torch.cat(list(pieces), dim)
+        before, after = pieces[0].shape[:dim], pieces[0].shape[dim + 1 :]
+        blocks = [p.reshape(*before, self.outer, p.shape[dim] // self.outer, *after) for p in pieces]
+        return torch.cat(blocks, dim + 1).reshape(*before, sum(p.shape[dim] for p in pieces), *after)
+
+    def place(self, piece: Tensor, parts: int, index: int) -> Tensor:
+        """Return the whole dim, with `piece` at its place and zeros elsewhere."""
+        shapes = [self.shape_at(piece.shape, i) for i in range(parts)]
+        return self.join([piece if i == index else piece.new_zeros(shape) for i, shape in enumerate(shapes)])
+
+
+class ShardedState(Protocol):
+    """What the compiler's `Sharded` and the runtime's have in common."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def outer(self) -> int: ...
+
+    @property
+    def sections(self) -> tuple[int, ...]: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+def cut_of(state: ShardedState) -> Cut:
+    """Return how an axis in this state cuts a dim that no other axis cuts."""
+    return Cut(state.dim, state.outer, state.sections, state.sizes)
+
+
+def nested(cuts: Sequence[tuple[Cut, int]]) -> list[tuple[int, Cut]]:
+    """Return the order in which axes cut one dim: positions in `cuts`, outermost first, and each as a local cut.
+
+    `cuts`: the cut of each axis, with `outer` measured in the logical dim, and its parts. A local one is measured in
+    what those before it leave. Raises ValueError where two axes overlap.
+    """
+    alone = next((cut for cut, _ in cuts if cut.sections or cut.sizes), None)
+    if alone is not None and len(cuts) > 1:
+        raise ValueError(f"{alone} takes the dim for itself, and a second axis cuts it too")
+    found: list[tuple[int, Cut]] = []
+    below, left = 1, 1  # the next `outer` is a multiple of `below`; `left` pieces were taken apart
+    for position, (cut, parts) in sorted(enumerate(cuts), key=lambda entry: (entry[1][0].outer, entry[1][1])):
+        if cut.outer % below:
+            raise ValueError(f"two axes overlap on a dim: outers {[c.outer for c, _ in cuts]}")
+        found.append((position, replace(cut, outer=cut.outer // left)))
+        below, left = cut.outer * parts, left * parts
+    return found
