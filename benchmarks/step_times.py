@@ -21,7 +21,9 @@ def time_steps(communicator: Communicator, programs: Sequence[str], steps: int) 
     for program in programs:
         directory = read_program(program)
         role = directory.role(communicator.rank)
-        executor = RankExecutor(role, communicator.rank, communicator, directory.state(), shapes=directory.shapes)
+        executor = RankExecutor(
+            role, communicator.rank, communicator, directory.state(), shapes=directory.manifest.shapes
+        )
         prepared.append((executor, directory.inputs()))
     taken: list[list[float]] = [[] for _ in programs]
     while len(taken[-1]) < steps:

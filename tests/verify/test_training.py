@@ -203,7 +203,7 @@ def test_a_checkpoint_is_a_state_dict_of_the_model(
     saved: ProgramDirectory, tiny: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """The head's weight is the embedding's: the program holds it under one of its names."""
-    on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path), tied=saved.tied)
+    on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path), tied=saved.manifest.tied)
     state = load_checkpoint(tmp_path).state
     model = tiny()
     model.load_state_dict(state)

@@ -172,7 +172,7 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _check_inputs(program: ProgramDirectory, sample: SampleInputs) -> None:
-    for name, shape in program.inputs.items():
+    for name, shape in program.manifest.shapes.items():
         given = sample.tensors.get(name)
         if given is None or tuple(given.shape) != shape:
             found = "missing" if given is None else f"of shape {tuple(given.shape)}"

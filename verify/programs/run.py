@@ -26,7 +26,7 @@ from nnscaler.runtime.training.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.checks import forward_only, resume, run_checks, timed
 from verify.programs.checks import trials as trial_check
-from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor, Comparison
+from verify.programs.checks.context import LOCALISED, CheckOutcome, Comparison
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.backends import run_program
 from verify.programs.execution.failure import Failure
@@ -46,6 +46,7 @@ from verify.programs.single_steps import plan_trials
 from verify.programs.source_map import SourceMap
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
+from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
 from verify.results.tolerance import is_finite
@@ -124,7 +125,7 @@ def _stored(request: PlanRequest, prepared: Prepared) -> Stored | None:
         return None
     own = {**({} if prepared.traced is None else prepared.traced.state), **prepared.built}
     replaceable = prepared.model.state_dict().keys()
-    return Stored(program.manifest["state"], state, own, request.own_weights, replaceable)
+    return Stored(program.manifest.state, state, own, request.own_weights, replaceable)
 
 
 def _unchecked(count: int) -> str:
@@ -135,7 +136,7 @@ def _unchecked(count: int) -> str:
 def _check_folder(prepared: Prepared, stored: Stored | None) -> list[CheckOutcome]:
     """Check the tensors in the program's folder: those that it starts from, and its sample batch."""
     program = prepared.program
-    batch = check_batch(program.manifest["batch"], program.batch(), prepared.graph, str(program.path))
+    batch = check_batch(program.manifest.batch, program.batch(), prepared.graph, str(program.path))
     return [*(() if stored is None else (check_state(stored, prepared.graph, str(program.path)),)), batch]
 
 

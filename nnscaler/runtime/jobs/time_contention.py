@@ -42,7 +42,7 @@ class _Steps:
     def __init__(self, program: str) -> None:
         directory = read_program(program)
         self.executor = RankExecutor(
-            directory.role(0), 0, CommunicatorBase(0, 1), directory.state(), shapes=directory.shapes
+            directory.role(0), 0, CommunicatorBase(0, 1), directory.state(), shapes=directory.manifest.shapes
         )
         self.batch = directory.inputs()
 

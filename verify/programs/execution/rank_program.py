@@ -6,7 +6,6 @@ only, so that a rank's process starts quickly.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
@@ -110,11 +110,10 @@ def role_file(program: str | Path, rank: int) -> Path:
 
     Raises KeyError for a rank that the program does not have.
     """
-    manifest = json.loads((Path(program) / "manifest.json").read_text(encoding="utf-8"))
-    for role in manifest["roles"]:
-        if rank in role["ranks"]:
-            return Path(program) / str(role["file"])
-    raise KeyError(f"the program has no rank {rank}")
+    role = read_manifest(Path(program)).role_of(rank)
+    if role is None:
+        raise KeyError(f"the program has no rank {rank}")
+    return Path(program) / role.file
 
 
 def run_rank(communicator: Communicator, task: Task, observe: Callable[..., None] | None = None) -> RankResult:

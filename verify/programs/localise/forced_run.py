@@ -117,17 +117,17 @@ def prepare_run(task: Task, graph: Graph, program: ProgramDirectory, timeout: fl
     foreign: list[Foreign] = []
     modules: dict[int, Any] = {}
     stages: dict[int, type[Stage]] = {}
-    for role in program.manifest["roles"]:
+    for role in program.manifest.roles:
         found: list[Instrumented] = []
 
         def transform(source: str, filename: str, found: list[Instrumented] = found) -> CodeType:
             found.append(instrument(source, filename, len(statements)))
             return compile(found[0].tree, filename, "exec", dont_inherit=True)
 
-        module = load_role(program.path / role["file"], transform=transform)
+        module = load_role(program.path / role.file, transform=transform)
         statements.update({s.number: s for s in found[0].statements})
         foreign += found[0].foreign
-        modules.update(dict.fromkeys(role["ranks"], module))
+        modules.update(dict.fromkeys(role.ranks, module))
         stages.update({stage.index: stage for stage in module.STAGES})
     teacher = Teacher(statements, variables_of(program.manifest, stages), stages)
     for module in modules.values():

@@ -191,11 +191,11 @@ def _lines(program: ProgramDirectory) -> tuple[dict[Key, RoleLine], dict[int, Ro
     """Return the declarations of all stages, and the schedule of each."""
     lines: dict[Key, RoleLine] = {}
     schedules: dict[int, RoleLine] = {}
-    for role in program.manifest["roles"]:
-        found = declarations(program.path / role["file"])
+    for role in program.manifest.roles:
+        found = declarations(program.path / role.file)
         lines.update(found)
         if (-1, "SCHEDULE", "") in found:
-            schedules.update(dict.fromkeys((int(s) for s in role["stages"]), found[-1, "SCHEDULE", ""]))
+            schedules.update(dict.fromkeys(role.stages, found[-1, "SCHEDULE", ""]))
     return lines, schedules
 
 

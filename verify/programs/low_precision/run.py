@@ -234,7 +234,7 @@ def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name:
 def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: str) -> Calibration:
     """Return the noise of the dtype called `name`, from the first draws."""
     program = prepared.program
-    parts = parts_of(program.axes, int(program.manifest["micro_batches"]))
+    parts = parts_of(program.axes, program.manifest.micro_batches)
     subject = subject_of(prepared.model, prepared.sample, getattr(torch, name), reference, parts, request.seed)
     targets = targets_of(subject.truth)
     subject = replace(subject, loss_scale=choose_loss_scale(subject, targets))

@@ -83,12 +83,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.mesh import MICRO
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.manifest import MANIFEST, Manifest
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
@@ -96,7 +96,7 @@ from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.messages import arrivals, check_sends
 from verify.programs.typing.program_outputs import check_ends
 from verify.programs.typing.roles.reader import read_role
-from verify.programs.typing.roles.record import MANIFEST, check_manifest
+from verify.programs.typing.roles.record import check_manifest
 from verify.programs.typing.roles.text import RoleText, StageText
 from verify.programs.typing.roles.values import Unreadable
 from verify.programs.typing.schedule import check_schedule
@@ -210,7 +210,7 @@ class StaticResult:
 
 
 def check_program(
-    sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Mapping[str, Any] | None = None
+    sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Manifest | None = None
 ) -> StaticResult:
     """Check the roles' texts (file name -> text) against the graph, and what the runtime reads of the manifest against
     both. `folder`: where the files lie, for findings."""

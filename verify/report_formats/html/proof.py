@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from verify.report_formats.html.text import escape, facts, folded, panel, table, value_html
+from nnscaler.records import encode
+from verify.report_formats.html.text import facts, folded, panel, table, value_html
+from verify.results.attachments import Certificate, LemmaRow
 
 SHOWN = 40  # lemmas that are shown; the others are folded
 
 
-def lemmas_panel(lemmas: Any) -> str:
-    """Return a table of rows, with the columns that they have."""
-    rows = [row for row in lemmas if isinstance(row, Mapping)] if isinstance(lemmas, list | tuple) else []
-    if not rows:
+def lemmas_panel(lemmas: Sequence[LemmaRow] | None) -> str:
+    """Return a table of the lemmas; nothing where there are none."""
+    if not lemmas:
         return ""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[value_html(row.get(key, "")) for key in columns] for row in rows]
+    rows = encode(lemmas)
+    columns = list(rows[0])
+    cells = [[value_html(value) for value in row.values()] for row in rows]
     body = table(columns, cells[:SHOWN], "plain")
     if len(cells) > SHOWN:
         body += folded(f"{len(cells) - SHOWN} more lemmas", table(columns, cells[SHOWN:], "plain"))
     return panel(f"Lemmas ({len(rows)})", body)
 
 
-def certificate_panel(certificate: Any) -> str:
-    """Render the certificate, whatever form it has: names with values, or a text."""
-    if not certificate:
-        return ""
-    if isinstance(certificate, Mapping):
-        body = facts(certificate)
-    elif isinstance(certificate, list | tuple):
-        body = "<ul>" + "".join(f"<li>{value_html(item)}</li>" for item in certificate) + "</ul>"
-    else:
-        body = f"<pre>{escape(certificate)}</pre>"
-    return panel("Certificate", body)
+def certificate_panel(certificate: Certificate | None) -> str:
+    """Return the certificate's entries, one below the other."""
+    return "" if certificate is None else panel("Certificate", facts(encode(certificate)))

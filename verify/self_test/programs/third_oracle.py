@@ -7,7 +7,6 @@ on. Everything that both assign is compared bit by bit, and so is its gradient.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
@@ -129,8 +129,7 @@ def _rank(path: Path, seen: _Seen, state: State, batch: State, precision: str | 
 
 
 def _ranks(path: Path) -> list[int]:
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    return [rank for role in manifest["roles"] for rank in role["ranks"]]
+    return [rank for role in read_manifest(path).roles for rank in role.ranks]
 
 
 def _unequal(right: Mapping[Key, Tensor | None], found: Mapping[Key, Tensor | None], tolerance: float) -> str:
