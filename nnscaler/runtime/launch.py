@@ -39,7 +39,7 @@ from nnscaler.runtime.training.checkpoint import (
     save_checkpoint,
     written,
 )
-from nnscaler.runtime.training.executor import Batch, RankExecutor
+from nnscaler.runtime.training.executor import Batch, ExecutorSettings, RankExecutor
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
@@ -245,11 +245,7 @@ def _executor(
     device: torch.device,
     options: argparse.Namespace,
 ) -> RankExecutor:
-    return RankExecutor(
-        program.role(place.rank),
-        place.rank,
-        communicator,
-        start.state,
+    settings = ExecutorSettings(
         precision=options.dtype,
         device=device,
         seed=options.seed,
@@ -259,6 +255,7 @@ def _executor(
         shapes=program.manifest.shapes,
         tied=program.manifest.tied,
     )
+    return RankExecutor(program.role(place.rank), place.rank, communicator, start.state, settings)
 
 
 def _prepare_gradients(executor: RankExecutor, options: argparse.Namespace) -> float | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
-from nnscaler.runtime import ProgramError, RankExecutor, Simulator
+from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.tracing.precision import exact
@@ -42,12 +42,12 @@ def saved(
 
 def on_ranks(program: ProgramDirectory, work: Callable[[RankExecutor], Any], **options: Any) -> list[Any]:
     """work(executor) on every rank, without dropout, in float64."""
-    state = options.pop("state", program.state())
+    state, observe = options.pop("state", program.state()), options.pop("observe", None)
 
     def run(communicator: Any) -> Any:
         rank = communicator.rank
-        settings = {"precision": "float64", "dropout": False, **options}
-        return work(RankExecutor(program.role(rank), rank, communicator, state, **settings))
+        settings = ExecutorSettings(**{"precision": "float64", "dropout": False, **options})
+        return work(RankExecutor(program.role(rank), rank, communicator, state, settings, observe=observe))
 
     return Simulator(program.ranks).run(run)
 

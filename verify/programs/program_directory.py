@@ -18,8 +18,11 @@ _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 
 
 @dataclass(frozen=True)
-class ProgramDirectory:
-    """`changes`: role files that are not what the compiler wrote, as notes."""
+class OpenedProgram:
+    """A program's folder that was found whole.
+
+    changes  role files that are not what the compiler wrote, as notes
+    """
 
     path: Path
     manifest: Manifest
@@ -29,7 +32,7 @@ class ProgramDirectory:
     def ranks(self) -> int:
         return self.manifest.ranks
 
-    def for_ranks(self, ranks: int) -> ProgramDirectory:
+    def for_ranks(self, ranks: int) -> OpenedProgram:
         """Return the program itself. Raises NnscalerError `plan_illegal` where it is for another number of ranks."""
         if self.ranks != ranks:
             message = f"{self.path} is a program for {self.ranks} ranks, not {ranks}"
@@ -101,7 +104,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise NnscalerError("not_a_program", str(error), help=_HELP) from None
 
 
-def open_program(path: Path) -> ProgramDirectory:
+def open_program(path: Path) -> OpenedProgram:
     """Read a program's manifest, and compare its role files with it.
 
     Raises NnscalerError `not_a_program` if something is missing or cannot be read.
@@ -114,7 +117,7 @@ def open_program(path: Path) -> ProgramDirectory:
     except ManifestError as error:
         raise NnscalerError("not_a_program", str(error), help=_HELP) from None
     changes = tuple(change for role in manifest.roles if (change := _changed(path, role)) is not None)
-    return ProgramDirectory(path, manifest, changes)
+    return OpenedProgram(path, manifest, changes)
 
 
 def _changed(path: Path, role: RoleRecord) -> str | None:

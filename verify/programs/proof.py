@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nnscaler.compile import Progress
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.printer import print_graph
 from nnscaler.manifest import Manifest
@@ -102,7 +103,7 @@ def prove_program(
     folder: str = "",
     manifest: Manifest | None = None,
     options: ProofOptions = ProofOptions(),
-    progress: Callable[[str, float, str], None] = lambda phase, taken, text: None,
+    progress: Progress = lambda phase, taken, text: None,
 ) -> Proof:
     """Read the roles' texts (file name -> text) and the manifest; nothing of the program is run."""
     static = check_program(sources, graph, folder, manifest)

@@ -25,7 +25,7 @@ from nnscaler.runtime.role import MICRO, Input, Stage
 from nnscaler.runtime.shards import logical_indices
 from verify.programs.execution.rank_program import TrialTask
 from verify.programs.prepare import Prepared
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.reference.eager import Trajectory, run_reference
 from verify.programs.request import PlanRequest
 from verify.results.tolerance import is_finite
@@ -161,7 +161,7 @@ def plan_trials(
     return (*trials, *([] if labels is None else [labels])), (() if note is None else (note,))
 
 
-def stages_of(program: ProgramDirectory) -> list[type[Stage]]:
+def stages_of(program: OpenedProgram) -> list[type[Stage]]:
     """Return the stage classes of all roles."""
     return [stage for file in program.role_files for stage in load_role(program.path / file).STAGES]
 

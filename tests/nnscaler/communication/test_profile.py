@@ -27,7 +27,7 @@ from nnscaler.runtime.communication.communicator import CommunicationCall, Commu
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role, load_user_module
 from nnscaler.runtime.training import reducer
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
@@ -69,7 +69,9 @@ def counted(program: Program, folder: Path) -> Counter[Made]:
     roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
 
     def run(communicator: Communicator) -> list[CommunicationCall]:
-        executor = RankExecutor(roles[communicator.rank], communicator.rank, communicator, program.state, dropout=False)
+        executor = RankExecutor(
+            roles[communicator.rank], communicator.rank, communicator, program.state, ExecutorSettings(dropout=False)
+        )
         made: list[CommunicationCall] = []
         communicator.listener = made.append
         executor.step(program.inputs)

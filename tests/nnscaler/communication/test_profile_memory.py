@@ -14,7 +14,7 @@ from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.tracing import Traced
 from tests import traced_examples
 
@@ -30,7 +30,9 @@ def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:
     roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
 
     def run(communicator: Communicator) -> tuple[int, int, int]:
-        executor = RankExecutor(roles[communicator.rank], communicator.rank, communicator, program.state, dropout=False)
+        executor = RankExecutor(
+            roles[communicator.rank], communicator.rank, communicator, program.state, ExecutorSettings(dropout=False)
+        )
         stored = [e[3] for e in executor.local_tensors("parameter") + executor.local_tensors("buffer")]
         stored += [getattr(s, n) for s in executor.stages.values() for n in s.constants]
         own = {t.untyped_storage().data_ptr() for t in stored if t is not None}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
 
 class Model(nn.Module):
@@ -26,7 +26,7 @@ class Model(nn.Module):
 def losses(program: ProgramDirectory, batch: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> list[float]:
     def step(communicator: object) -> float:
         rank = communicator.rank  # type: ignore[attr-defined]
-        made = RankExecutor(program.role(rank), rank, communicator, program.state(), shapes=shapes)  # type: ignore[arg-type]
+        made = RankExecutor(program.role(rank), rank, communicator, program.state(), ExecutorSettings(shapes=shapes))  # type: ignore[arg-type]
         loss = made.step(batch)
         assert loss is not None
         return loss.item()

@@ -18,7 +18,7 @@ from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from verify.evidence.oracle.checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.
@@ -157,20 +157,16 @@ def _executor(
     observe: Callable[..., None] | None = None,
 ) -> RankExecutor:
     module = load_role(role_file(task.program, communicator.rank))
+    settings = ExecutorSettings(
+        precision=task.precision,
+        device=getattr(communicator, "device", "cpu"),
+        dropout=task.draws,
+        seed=task.seed,
+        first_step=first_step,
+        loss_scale=loss_scale,
+    )
     with _BUILDING:
-        return RankExecutor(
-            module,
-            communicator.rank,
-            communicator,
-            state,
-            precision=task.precision,
-            device=getattr(communicator, "device", "cpu"),
-            dropout=task.draws,
-            seed=task.seed,
-            first_step=first_step,
-            loss_scale=loss_scale,
-            observe=observe,
-        )
+        return RankExecutor(module, communicator.rank, communicator, state, settings, observe=observe)
 
 
 def _step(

@@ -27,7 +27,7 @@ from verify.programs.localise.stage_boundaries import wrong_ends
 from verify.programs.localise.statements import Statement, shown
 from verify.programs.localise.stored_tensors import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.source_map import SourceMap
 from verify.results.finding import Finding
 
@@ -145,13 +145,13 @@ STEPS = 2  # the second shows what is left over from the first
 REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one line
 
 
-def localise(task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float) -> Finding | None:
+def localise(task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float) -> Finding | None:
     """Return the first of `localise_all`; None if all that is observed agrees."""
     return next(iter(localise_all(task, graph, program, places, timeout)), None)
 
 
 def localise_all(
-    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
+    task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
     """Return a finding for each wrong line, five at most, in the order of the program."""
     try:
@@ -166,14 +166,14 @@ def localise_all(
 
 
 def localise_apart(
-    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
+    task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
     """Run `localise_all` in a child process; nothing is found where the program ends that process."""
     found = run_apart(lambda: localise_all(task, graph, program, places, timeout), RUNS * timeout)
     return found if isinstance(found, tuple) else ()
 
 
-def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: float) -> list[Culprit]:
+def find_culprits(task: Task, graph: Graph, program: OpenedProgram, timeout: float) -> list[Culprit]:
     """Teach the program for as many steps as it takes. Raises what the program raises."""
     run = prepare_run(task, graph, program, timeout)
     lines, schedules = _lines(program)
@@ -187,7 +187,7 @@ def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: 
     return []
 
 
-def _lines(program: ProgramDirectory) -> tuple[dict[Key, RoleLine], dict[int, RoleLine]]:
+def _lines(program: OpenedProgram) -> tuple[dict[Key, RoleLine], dict[int, RoleLine]]:
     """Return the declarations of all stages, and the schedule of each."""
     lines: dict[Key, RoleLine] = {}
     schedules: dict[int, RoleLine] = {}

@@ -29,7 +29,7 @@ from verify.programs.low_precision.noise import (
     targets_of,
 )
 from verify.programs.low_precision.rows import FIRST_DRAWS, MOST_DRAWS, PASS_RATIO, REFUTE_RATIO, NoiseRow, judged
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -158,7 +158,7 @@ class Built(Protocol):
     @property
     def sample(self) -> SampleInputs: ...
     @property
-    def program(self) -> ProgramDirectory: ...
+    def program(self) -> OpenedProgram: ...
 
 
 @dataclass(frozen=True)

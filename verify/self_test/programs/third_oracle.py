@@ -19,7 +19,7 @@ from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from verify.programs.execution.rank_program import role_file
 from verify.results.tolerance import difference
 from verify.self_test.programs.judge import Execution
@@ -117,7 +117,12 @@ def _rank(path: Path, seen: _Seen, state: State, batch: State, precision: str | 
 
         with building:
             executor = RankExecutor(
-                modules[role_file(path, rank)], rank, communicator, state, precision=precision, seed=5, observe=observe
+                modules[role_file(path, rank)],
+                rank,
+                communicator,
+                state,
+                ExecutorSettings(precision=precision, seed=5),
+                observe=observe,
             )
         loss = executor.step(batch)
         seen.results[rank, "loss"] = None if loss is None else loss.clone()
