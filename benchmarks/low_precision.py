@@ -29,7 +29,7 @@ from nnscaler.compile import parallelize
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role, load_user_module
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.programs.checks.context import Comparison
 from verify.programs.checks.logical import by_rank, holdings_of, put_together
@@ -37,7 +37,7 @@ from verify.programs.execution.rank_program import RankResult, role_file
 from verify.programs.low_precision.measure import measured
 from verify.programs.low_precision.noise import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
-from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.program_directory import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict, merge
@@ -60,7 +60,7 @@ class Case:
 
     model: torch.nn.Module
     sample: SampleInputs
-    program: ProgramDirectory
+    program: OpenedProgram
     reference: Trajectory
     seed: int
 
@@ -149,9 +149,8 @@ def train(
     case: Case, communicator: object, state: Mapping[str, torch.Tensor], precision: str | None, scale: float
 ) -> RankResult:
     module = load_role(role_file(case.program.path, communicator.rank))
-    executor = RankExecutor(
-        module, communicator.rank, communicator, state, precision=precision, dropout=False, loss_scale=scale
-    )
+    settings = ExecutorSettings(precision=precision, dropout=False, loss_scale=scale)
+    executor = RankExecutor(module, communicator.rank, communicator, state, settings)
 
     def entries(kind: str) -> tuple:
         found = executor.local_tensors(kind)

@@ -216,6 +216,7 @@ def order(repeats: int) -> None:
     from nnscaler.planning.cost.table import load_profile
     from nnscaler.planning.cost.table_cost import TableCost
     from nnscaler.planning.planner.find_plan import find_plan
+    from nnscaler.runtime.jobs.job import JobSpecification
     from nnscaler.runtime.jobs.launcher import ForkServer, launch
 
     ranks = 4
@@ -237,7 +238,9 @@ def order(repeats: int) -> None:
             program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=None, model={"name": "gpt"})
             programs.append(str(program.save(Path(folder) / str(number))))
         timed = f"{Path(__file__).with_name('step_times.py')}:time_steps"
-        outcome = launch(ranks, timed, {"programs": programs, "steps": repeats}, timeout=600, server=server)
+        outcome = launch(
+            JobSpecification(timed, ranks, {"programs": programs, "steps": repeats}), timeout=600, server=server
+        )
     by_program = zip(*outcome.results(), strict=True)  # of each, its steps on each rank
     measured = [statistics.median(max(step) for step in zip(*rows, strict=True)) for rows in by_program]
     rows = sorted(zip(predicted, measured, names, strict=True))

@@ -145,9 +145,7 @@ def acceptance(example: ModuleType, name: str, layer: int) -> None:
     print(f"{factory}: {len(found.graph.operations)} operations, batch {batch} of {example.TOKENS} tokens")
     print(f"  {'trace':<12} {seconds:7.2f} s  {peak():5.2f} GiB")
     program, taken = compiled(found, *sizes, verbose=True)
-    print(
-        f"  {'compile':<12} {taken:7.2f} s  {peak():5.2f} GiB  {program.manifest['plan']}, {program.plan.ranks} ranks"
-    )
+    print(f"  {'compile':<12} {taken:7.2f} s  {peak():5.2f} GiB  {program.manifest.plan}, {program.plan.ranks} ranks")
     proof = prove(program.sources, program)
     print(f"  {'L0':<12} {proof.l0:7.2f} s  {peak():5.2f} GiB  {proof.statements} statements")
     print(f"  {'L1':<12} {proof.l1:7.2f} s  {peak():5.2f} GiB  {proof.obligations} obligations, {proof.lemmas} lemmas")

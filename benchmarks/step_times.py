@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.program_directory import read_program
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
 AT_ONCE = 5  # steps of one program before the next one's turn
 
@@ -21,7 +21,8 @@ def time_steps(communicator: Communicator, programs: Sequence[str], steps: int) 
     for program in programs:
         directory = read_program(program)
         role = directory.role(communicator.rank)
-        executor = RankExecutor(role, communicator.rank, communicator, directory.state(), shapes=directory.shapes)
+        settings = ExecutorSettings(shapes=directory.manifest.shapes)
+        executor = RankExecutor(role, communicator.rank, communicator, directory.state(), settings)
         prepared.append((executor, directory.inputs()))
     taken: list[list[float]] = [[] for _ in programs]
     while len(taken[-1]) < steps:

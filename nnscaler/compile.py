@@ -17,11 +17,12 @@ from nnscaler.codegen.program import Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import communication_profile
+from nnscaler.communication.profile import step_communication
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
@@ -166,27 +167,30 @@ def compile_traced(
     described = manifest(communicated, order, chosen, sources, planned.signatures, model, origins)
     report("generate", time.perf_counter() - start, f"{len(sources)} role programs")
     start = time.perf_counter()
-    described.update(profiles(communicated, order, planned.signatures))
-    described.update(state=describe_state(traced.state), batch=describe_state(traced.inputs))
-    classes = len(described["communication_profile"]["classes"])
-    report("profile", time.perf_counter() - start, f"{classes} classes of communication")
+    communication = step_communication(communicated, order)
+    described = replace(
+        described,
+        communication_profile=communication.record,
+        timeline=step_timeline(communicated, order, planned.signatures),
+        memory=stage_memory(communicated, order),
+        state=describe_state(traced.state),
+        batch=describe_state(traced.inputs),
+    )
+    report("profile", time.perf_counter() - start, f"{len(communication.classes)} classes of communication")
     return Program(sources, described, chosen, traced.graph, traced.state, traced.inputs)
 
 
-def profiles(communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature]) -> dict[str, Any]:
-    """Return the communication, memory and timeline of a step: entries of the manifest."""
+def step_timeline(
+    communicated: CommunicatedGraph, order: Schedule, signatures: Mapping[str, Signature]
+) -> TimelineRows:
+    """Return the timeline of a step, by a model of the work of its stages."""
     work = stage_work(communicated, signatures)
     timeline = simulate(order, communicated.edges, [w.forward for w in work], [w.backward for w in work])
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in communicated.stages}
     unit = max(w.forward for w in work)
-    rows = timeline_rows(
+    return timeline_rows(
         timeline, [ranks[d] for d in range(len(order.orders))], unit, "forward passes of the slowest stage"
     )
-    return {
-        "communication_profile": communication_profile(communicated, order).as_dict(),
-        "timeline": rows.as_dict(),
-        "memory": [m.as_dict() for m in stage_memory(communicated, order)],
-    }
 
 
 def make(

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nnscaler.errors import NnscalerError
+from nnscaler.manifest import MANIFEST
 
-MARK = "manifest.json"  # a folder with this file is a program
-FORMAT = 1  # of the programs that are written
 PROBE = 1 << 18  # bytes: more than most reports, so that a disk which is nearly full is found out
 # The machine refuses these whoever asks: they say nothing about the program that was running.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
@@ -158,11 +157,11 @@ def save_tensors(content: object, file: Path) -> None:
 def check_folder(path: Path) -> None:
     """Check that a program can be written at `path`, by writing on trial; leave nothing behind.
 
-    A folder that is there is replaced if it is one of ours, which has a file MARK, or is empty. Raises
+    A folder that is there is replaced if it is one of ours, which has a manifest, or is empty. Raises
     NnscalerError `not_a_program` where it is neither, and `cannot_write`.
     """
     with _staging(path) as folder:
-        _try_to_write(folder / MARK)  # its error gets the user's path, not this one's
+        _try_to_write(folder / MANIFEST)  # its error gets the user's path, not this one's
 
 
 @contextlib.contextmanager
@@ -175,7 +174,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     with _staging(path) as folder:
         yield folder
         if path.is_dir():
-            for file in sorted(folder.iterdir(), key=lambda file: file.name == MARK):  # the mark last
+            for file in sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST):  # the mark last
                 file.replace(path / file.name)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +185,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def _staging(path: Path) -> Iterator[Path]:
     """Give an empty folder on the file system of `path`, and remove it at the end."""
     try:
-        if path.is_dir() and any(path.iterdir()) and not (path / MARK).exists():
+        if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).exists():
             raise NnscalerError("not_a_program", f"{path} is not empty and holds no program", help="name another --out")
         if not path.is_dir() and (path.exists() or path.is_symlink()):
             raise NnscalerError("cannot_write", f"cannot write {path}: it is no folder", help="name another --out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -12,11 +12,19 @@ from nnscaler.codegen.operators import Origin, operator_records, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
-from nnscaler.files import FORMAT
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage
 from nnscaler.ir.signature import Signature
+from nnscaler.manifest import (
+    FORMAT,
+    AxisVolume,
+    BufferRecord,
+    InputRecord,
+    Manifest,
+    ParameterRecord,
+    RoleRecord,
+)
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.plan import Plan
 
@@ -49,71 +57,66 @@ def manifest(
     signatures: Mapping[str, Signature],
     model: Mapping[str, str],
     origins: Mapping[str, Origin],
-) -> dict[str, Any]:
-    """Describe a program as JSON data."""
+) -> Manifest:
+    """Describe a program, but for what a step takes and for its tensors, which the caller adds."""
     partitioned = communicated.partitioned
     graph = partitioned.graph
     roles = []
     for device, (file, text) in enumerate(sources.items()):
         stages = [s for s in partitioned.stages if s.device == device]
-        entry = {
-            "file": file,
-            "sha256": sha256(text),
-            "ranks": list(stages[0].mesh.ranks),
-            "stages": [s.index for s in stages],
-        }
-        roles.append(entry)
+        roles.append(RoleRecord(file, sha256(text), tuple(stages[0].mesh.ranks), tuple(s.index for s in stages)))
     missing = {op.operator for op in graph.operations if signatures[op.name].bound is None}
-    return {
-        "format": FORMAT,
-        "nnscaler": nnscaler.__version__,
-        "torch": torch.__version__,
-        "model": dict(model),
-        "ranks": plan.ranks,
-        "plan": plan.describe(),
-        "axes": [list(a) for a in plan.mesh],
-        "stage_axes": [[list(a) for a in axes] for axes in plan.stage_axes],
-        "micro_batches": plan.micro_batches,
-        "schedule": schedule.name,
-        "roles": roles,
+    return Manifest(
+        format=FORMAT,
+        nnscaler=nnscaler.__version__,
+        torch=torch.__version__,
+        model=dict(model),
+        ranks=plan.ranks,
+        plan=plan.describe(),
+        axes=plan.mesh,
+        stage_axes=plan.stage_axes,
+        micro_batches=plan.micro_batches,
+        schedule=schedule.name,
+        roles=tuple(roles),
         **listed(graph),
-        "tensors": {str(p.stage.index): _variables(p) for p in communicated.stages},
-        "communication": [
-            {"axis": axis, "collective": kind, "calls": calls, "elements": sent}
-            for (axis, kind), (calls, sent) in sorted(communicated.volumes.items())
-        ],
-        "matmul_flops_divided": matmul_flops_divided(communicated, signatures),
-        "unannotated": sorted(missing),
-        "operator_files": operator_records(origins),
-    }
+        tensors={p.stage.index: _variables(p) for p in communicated.stages},
+        communication=tuple(
+            AxisVolume(axis, kind, calls, sent) for (axis, kind), (calls, sent) in sorted(communicated.volumes.items())
+        ),
+        matmul_flops_divided=matmul_flops_divided(communicated, signatures),
+        unannotated=tuple(sorted(missing)),
+        operator_files=operator_records(origins),
+        state={},
+        batch={},
+    )
 
 
-def listed(graph: Graph) -> dict[str, list[dict[str, Any]]]:
+class Listed(TypedDict):
+    """The model's inputs, parameters and buffers, as entries of a manifest."""
+
+    inputs: tuple[InputRecord, ...]
+    parameters: tuple[ParameterRecord, ...]
+    buffers: tuple[BufferRecord, ...]
+
+
+def listed(graph: Graph) -> Listed:
     """Return the model's inputs, parameters and buffers, as a manifest lists them."""
     return {
-        "inputs": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("input")],
-        "parameters": [
-            {
-                "fqns": list(t.fqns),
-                "shape": list(t.shape),
-                "dtype": t.dtype,
-                "trainable": t.needs_grad,
-                "used": bool(graph.consumers[t.name]),
-            }
+        "inputs": tuple(InputRecord(t.name, t.shape, t.dtype) for t in graph.with_role("input")),
+        "parameters": tuple(
+            ParameterRecord(t.fqns, t.shape, t.dtype, t.needs_grad, bool(graph.consumers[t.name]))
             for t in graph.with_role("parameter")
-        ],
-        "buffers": [
-            {"fqns": list(t.fqns), "shape": list(t.shape), "dtype": t.dtype} for t in graph.with_role("buffer")
-        ],
+        ),
+        "buffers": tuple(BufferRecord(t.fqns, t.shape, t.dtype) for t in graph.with_role("buffer")),
     }
 
 
-def _variables(program: StageProgram) -> dict[str, list[str]]:
-    """variable -> [logical tensor, layout], of everything that a stage computes, converts or receives."""
-    found: dict[str, list[str]] = {}
+def _variables(program: StageProgram) -> dict[str, tuple[str, str]]:
+    """Return variable -> (logical tensor, layout), of everything that a stage computes, converts or receives."""
+    found: dict[str, tuple[str, str]] = {}
 
     def add(variable: str, tensor: str, layout: Layout) -> None:
-        found[variable] = [tensor, _layout_text(layout, program.stage)]
+        found[variable] = (tensor, _layout_text(layout, program.stage))
 
     for feed in (*program.prepare_feeds, *program.feeds):
         add(feed.version.variable, feed.version.tensor, feed.version.layout)

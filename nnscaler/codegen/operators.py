@@ -17,6 +17,8 @@ from torch._library.custom_ops import OPDEFS
 from op_registry.registry import default_registry
 from op_registry.schema import is_factory, schema_of
 
+from nnscaler.manifest import OperatorFile
+
 
 def is_builtin(operator: str) -> bool:
     """Return whether a program can name an operator without loading anything of the user's."""
@@ -91,17 +93,16 @@ def operator_files(origins: Mapping[str, Origin]) -> dict[str, str]:
     return {name if names.count(name) == 1 else file: file for name, file in zip(names, files, strict=True)}
 
 
-def operator_records(origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
-    """Return, by name as it stands in rank programs, the file's absolute path, and its hash (None for one that is no
-    longer there).
+def operator_records(origins: Mapping[str, Origin]) -> dict[str, OperatorFile]:
+    """Return each file of operators with its hash, by name as it stands in rank programs.
 
     A program is for operators as they were when it was compiled.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, OperatorFile] = {}
     for name, file in operator_files(origins).items():
         path = Path(file).absolute()
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-        found[name] = {"file": str(path), "sha256": digest}
+        found[name] = OperatorFile(str(path), digest)
     return found
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nnscaler.errors import NnscalerError
-from nnscaler.files import MARK, save_tensors, whole_folder
+from nnscaler.files import save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
+from nnscaler.manifest import MANIFEST, Manifest
 from nnscaler.transform.plan import Plan
 
 
@@ -24,7 +23,7 @@ class Program:
     """A compiled program. The same model, plan and versions give the same bytes.
 
     sources    file name -> text of a role
-    manifest   describes the program, as JSON data
+    manifest   describes the program
     plan       by which it was partitioned
     graph      of the whole model
     state      fqn -> logical tensor of the model
@@ -32,7 +31,7 @@ class Program:
     """
 
     sources: Mapping[str, str]
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     plan: Plan
     graph: Graph
     state: Mapping[str, torch.Tensor]
@@ -40,10 +39,10 @@ class Program:
 
     def source(self, rank: int) -> str:
         """Return the text that this rank runs. Raises NnscalerError for a rank that the program does not have."""
-        for role in self.manifest["roles"]:
-            if rank in role["ranks"]:
-                return self.sources[role["file"]]
-        raise NnscalerError("no_such_rank", f"rank {rank} of a program for {self.manifest['ranks']} ranks")
+        role = self.manifest.role_of(rank)
+        if role is None:
+            raise NnscalerError("no_such_rank", f"rank {rank} of a program for {self.manifest.ranks} ranks")
+        return self.sources[role.file]
 
     def save(self, directory: str | Path) -> Path:
         """Write the program, whole or not at all. A program that is there is replaced.
@@ -60,7 +59,7 @@ class Program:
             if has_data:
                 save_tensors({k: v.detach() for k, v in self.state.items()}, folder / "state.pt")
             save_tensors(dict(self.inputs), folder / "inputs.pt")
-            (folder / MARK).write_text(json.dumps(self._manifest_at(path), indent=1) + "\n")
+            (folder / MANIFEST).write_text(self._manifest_at(path).to_json())
         for old in path.glob("role_*.py"):
             if old.name not in self.sources:
                 old.unlink()
@@ -68,13 +67,13 @@ class Program:
             (path / "state.pt").unlink(missing_ok=True)
         return path
 
-    def _manifest_at(self, folder: Path) -> dict[str, Any]:
+    def _manifest_at(self, folder: Path) -> Manifest:
         """Return the manifest with the operators' files relative to the folder: both may be moved together."""
         files = {
-            name: {**entry, "from_here": Path(os.path.relpath(entry["file"], folder.absolute())).as_posix()}
-            for name, entry in self.manifest.get("operator_files", {}).items()
+            name: replace(entry, from_here=Path(os.path.relpath(entry.file, folder.absolute())).as_posix())
+            for name, entry in self.manifest.operator_files.items()
         }
-        return {**self.manifest, "operator_files": files}
+        return replace(self.manifest, operator_files=files)
 
 
 def sha256(text: str) -> str:

@@ -11,32 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.groups import Ranks, ranks_text
 from nnscaler.communication.profile_calls import CallClass, calls_of_stage
 from nnscaler.communication.profile_gradients import gradient_calls
+from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import Schedule
 
 VERSION = 1
 _RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-
-
-@dataclass(frozen=True, slots=True)
-class When:
-    """A time within a step.
-
-    text    in words
-    first   position of the first call among the instructions of the ranks that call; None outside of the schedule
-    last    position of the last call
-    of      how many instructions there are
-    """
-
-    text: str
-    first: int | None
-    last: int | None
-    of: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,89 +56,60 @@ class CollectiveClass:
             return float(self.call.bytes * (size - 1) * self.calls)
         return _RING[self.call.kind] * (size - 1) / size * self.call.bytes * self.calls
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def record(self) -> CommunicationClass:
+        """Return the class as the manifest has it: of its groups, only the first and their number."""
         call = self.call
-        return {
-            "kind": call.kind,
-            "direction": call.direction,
-            "stage": call.stage,
-            "to_stage": call.to_stage,
-            "axis": call.axis,
-            "group": ranks_text(self.members[0]),
-            "group_size": len(self.members[0]),
-            "groups": len(self.members),
-            "dtype": call.dtype,
-            "reduction": call.reduction,
-            "bytes": call.bytes,
-            "calls": self.calls,
-            "total_bytes": self.total_bytes,
-            "wire_bytes": round(self.wire_bytes),
-            "when": {
-                "text": self.when.text,
-                "first": self.when.first,
-                "last": self.when.last,
-                "of": self.when.of,
-            },
-            "module": call.module,
-            "where": call.where,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """Sums over classes of one axis, kind and direction.
-
-    axis        of the mesh
-    kind        of the collective
-    direction   forward, backward, gradient or loss
-    calls       over all groups
-    bytes       over all ranks
-    """
-
-    axis: str
-    kind: str
-    direction: str
-    calls: int
-    bytes: int
+        return CommunicationClass(
+            kind=call.kind,
+            direction=call.direction,
+            stage=call.stage,
+            to_stage=call.to_stage,
+            axis=call.axis,
+            group=ranks_text(self.members[0]),
+            group_size=len(self.members[0]),
+            groups=len(self.members),
+            dtype=call.dtype,
+            reduction=call.reduction,
+            bytes=call.bytes,
+            calls=self.calls,
+            total_bytes=self.total_bytes,
+            wire_bytes=round(self.wire_bytes),
+            when=self.when,
+            module=call.module,
+            where=call.where,
+        )
 
 
 @dataclass(frozen=True)
-class CommunicationProfile:
-    """All classes, in the order of stages and of first occurrence."""
+class StepCommunication:
+    """All classes of calls of one step, in the order of stages and of first occurrence."""
 
     classes: tuple[CollectiveClass, ...]
 
     @property
-    def totals(self) -> tuple[Total, ...]:
+    def totals(self) -> tuple[CommunicationTotal, ...]:
         """Sums per axis, kind and direction, largest first."""
         sums: dict[tuple[str, str, str], tuple[int, int]] = {}
         for c in self.classes:
             key = (c.call.axis, c.call.kind, c.call.direction)
             calls, sent = sums.get(key, (0, 0))
             sums[key] = (calls + c.calls * len(c.members), sent + c.total_bytes)
-        found = (Total(*key, *value) for key, value in sums.items())
+        found = (CommunicationTotal(*key, *value) for key, value in sums.items())
         return tuple(sorted(found, key=lambda t: (-t.bytes, t.axis, t.kind, t.direction)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the profile as JSON data; docs/reports/comm-profile.schema.json describes it."""
-        totals = [
-            {"axis": t.axis, "kind": t.kind, "direction": t.direction, "calls": t.calls, "bytes": t.bytes}
-            for t in self.totals
-        ]
-        return {
-            "version": VERSION,
-            "unit": "bytes per step",
-            "totals": totals,
-            "classes": [c.as_dict() for c in self.classes],
-        }
+    @property
+    def record(self) -> CommunicationProfile:
+        """Return the profile as the manifest has it."""
+        return CommunicationProfile(VERSION, "bytes per step", self.totals, tuple(c.record for c in self.classes))
 
 
-def communication_profile(communicated: CommunicatedGraph, schedule: Schedule) -> CommunicationProfile:
-    """Return the profile of one training step of the program."""
+def step_communication(communicated: CommunicatedGraph, schedule: Schedule) -> StepCommunication:
+    """Return the classes of calls of one training step of the program."""
     counts: dict[CallClass, int] = {}
     for call, times in _all_calls(communicated):
         counts[call] = counts.get(call, 0) + times
-    return CommunicationProfile(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
+    return StepCommunication(tuple(CollectiveClass(c, n, _when(c, schedule)) for c, n in counts.items()))
 
 
 def _all_calls(communicated: CommunicatedGraph) -> Iterator[tuple[CallClass, int]]:

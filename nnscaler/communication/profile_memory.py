@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from op_registry.registry import facts_of
 
@@ -29,51 +28,24 @@ from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.placement import Split
 from nnscaler.ir.signature import Signature
+from nnscaler.manifest import StageMemory
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import peak_of_stage
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """Bytes on one rank of a stage. Several stages of one role add up."""
-
-    stage: int
-    role: int
-    ranks: str
-    parameters: int
-    gradients: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.activations
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "role": self.role,
-            "ranks": self.ranks,
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "activations": self.activations,
-            "total": self.total,
-        }
-
-
 def stage_memory(communicated: CommunicatedGraph, schedule: Schedule) -> tuple[StageMemory, ...]:
     """Return the memory of every stage."""
-    graph = communicated.partitioned.graph
-    return tuple(
-        StageMemory(
-            program.stage.index,
-            program.stage.device,
-            ranks_text(program.stage.mesh.ranks),
-            sum(_bytes(graph, s.tensor, s.at_rest, program) for s in program.stored),
-            sum(_gradient_bytes(graph, program)),
-            kept_bytes(graph, program) * peak_of_stage(schedule, program.stage.index),
-        )
-        for program in communicated.stages
-    )
+    return tuple(_memory(communicated.partitioned.graph, program, schedule) for program in communicated.stages)
+
+
+def _memory(graph: Graph, program: StageProgram, schedule: Schedule) -> StageMemory:
+    stage = program.stage
+    parameters = sum(_bytes(graph, s.tensor, s.at_rest, program) for s in program.stored)
+    gradients = sum(_gradient_bytes(graph, program))
+    activations = kept_bytes(graph, program) * peak_of_stage(schedule, stage.index)
+    total = parameters + gradients + activations
+    ranks = ranks_text(stage.mesh.ranks)
+    return StageMemory(stage.index, stage.device, ranks, parameters, gradients, activations, total)
 
 
 def kept_bytes(graph: Graph, program: StageProgram) -> int:

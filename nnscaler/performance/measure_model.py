@@ -21,6 +21,7 @@ from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.planning.cost.measure import collective_calls, measure
 from nnscaler.planning.cost.shards import ShardCall
 from nnscaler.planning.cost.table import CollectiveEntry, Profile
+from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
 from nnscaler.tracing.interpret import callable_of
@@ -166,14 +167,9 @@ def _collectives(ranks: int, server: ForkServer, listener: Listener) -> tuple[Co
     calls = collective_calls(ranks)
     start = time.perf_counter()
     groups = [tuple(range(first, first + n)) for n in sorted({n for _, n, _ in calls}) for first in range(0, ranks, n)]
-    outcome = launch(
-        ranks,
-        "nnscaler.runtime.communication.collective_times:time_collectives",
-        {"calls": calls},
-        timeout=_LIMIT,
-        groups=groups,
-        server=server,
-    )
+    target = "nnscaler.runtime.communication.collective_times:time_collectives"
+    job = JobSpecification(target, ranks, {"calls": calls}, groups=tuple(groups))
+    outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:
         listener.warning(f"collectives were not measured: {outcome.describe()}")
         return ()

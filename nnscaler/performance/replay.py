@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import CommunicationProfile, communication_profile
+from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature
 from nnscaler.performance.predict import Prediction, predict
@@ -36,7 +36,7 @@ class Replay:
     order: Schedule
     prediction: Prediction
     busy: tuple[float, ...]
-    profile: CommunicationProfile
+    profile: StepCommunication
     sent: tuple[float, ...]
 
     @property
@@ -77,7 +77,7 @@ def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: 
     for stage, once in zip(communicated.stages, found.once, strict=True):
         working[stage.stage.device] += once
     busy = tuple(seconds / found.seconds if found.seconds else 0.0 for seconds in working)
-    profile = communication_profile(communicated, order)
+    profile = step_communication(communicated, order)
     sent = [0.0] * plan.devices
     for calls in profile.classes:
         sent[order.devices[calls.call.stage]] += calls.wire_bytes

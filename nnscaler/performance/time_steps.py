@@ -25,6 +25,7 @@ from nnscaler.planning.cost.measure import crowded
 from nnscaler.planning.cost.model import CostModel, Overheads
 from nnscaler.planning.cost.table import Profile
 from nnscaler.planning.cost.table_cost import TableCost
+from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import Plan, RecomputeStep
@@ -133,13 +134,12 @@ def time_steps(
     if not programs:
         return Steps()
     counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    outcome = launch(
-        ranks,
+    job = JobSpecification(
         "nnscaler.runtime.jobs.time_contention:time_crowded",
+        ranks,
         {"programs": [str(p.folder) for p in programs], "counts": counts, "seconds": _SECONDS},
-        timeout=_LIMIT,
-        server=server,
     )
+    outcome = launch(job, timeout=_LIMIT, server=server)
     if not outcome.ok:
         listener.warning(f"steps were not measured: {outcome.describe()}")
         return Steps()

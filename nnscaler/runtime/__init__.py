@@ -7,7 +7,7 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.program.user_operators import user_operators
 from nnscaler.runtime.role import Buffer, Constant, Exchange, Input, Loss, Parameter, Receive, Send, Stage, recompute
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.precision import dtypes
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Communicator",
     "Constant",
     "Exchange",
+    "ExecutorSettings",
     "Input",
     "Invariant",
     "Loss",

@@ -39,7 +39,7 @@ from nnscaler.runtime.training.checkpoint import (
     save_checkpoint,
     written,
 )
-from nnscaler.runtime.training.executor import Batch, RankExecutor
+from nnscaler.runtime.training.executor import Batch, ExecutorSettings, RankExecutor
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
@@ -245,20 +245,17 @@ def _executor(
     device: torch.device,
     options: argparse.Namespace,
 ) -> RankExecutor:
-    return RankExecutor(
-        program.role(place.rank),
-        place.rank,
-        communicator,
-        start.state,
+    settings = ExecutorSettings(
         precision=options.dtype,
         device=device,
         seed=options.seed,
         first_step=start.step,
         first_pass=start.passes,
         loss_scale=options.loss_scale,
-        shapes=program.shapes,
-        tied=program.tied,
+        shapes=program.manifest.shapes,
+        tied=program.manifest.tied,
     )
+    return RankExecutor(program.role(place.rank), place.rank, communicator, start.state, settings)
 
 
 def _prepare_gradients(executor: RankExecutor, options: argparse.Namespace) -> float | None:
@@ -277,14 +274,11 @@ def _told(norm: float | None, skipped: bool) -> str:
 
 def _headline(program: ProgramDirectory, backend: str, device: torch.device, options: argparse.Namespace) -> str:
     manifest = program.manifest
-    model = manifest["model"]
-    name = Path(model.get("file") or model.get("name") or "model").name
-    axes = " ".join(f"{axis}={size}" for axis, size in manifest["axes"] if size > 1)
-    described = str(manifest.get("plan", ""))
-    axes = described if "zero=" in described else axes
-    micro = manifest["micro_batches"]
+    name = Path(manifest.model.get("file") or manifest.model.get("name") or "model").name
+    axes = manifest.plan if manifest.shards_parameters else manifest.divided_axes
+    micro = manifest.micro_batches
     batches = "1 micro-batch" if micro == 1 else f"{micro} micro-batches"
-    plan = ", ".join(part for part in (axes, manifest["schedule"], batches) if part)
+    plan = ", ".join(part for part in (axes, manifest.schedule, batches) if part)
     precision = options.dtype or "the model's dtypes"
     ranks = "1 rank" if program.ranks == 1 else f"{program.ranks} ranks over {backend}"
     weights = ", own weights" if options.own_weights else ""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.text import parse_graph
+from nnscaler.manifest import Manifest, read_manifest
+from nnscaler.records import decode, encode
 from nnscaler.runtime.program.program_directory import describe_state
 from tests.broken.planting import Edit, Original
 from verify import Report, verify_plan
@@ -216,7 +218,7 @@ def test_a_tied_weight_with_two_values(tmp_path: Path, staged: Original) -> None
     assert [finding.code for finding in report.findings] == ["state_differs"]
     message = "`words.weight` and `head.weight` in state.pt differ, and in the model they are one tensor"
     assert report.findings[0].message == message
-    recorded = describe_state(torch.load(folder / "state.pt", weights_only=True))
+    recorded = encode(describe_state(torch.load(folder / "state.pt", weights_only=True)))
     change_manifest(folder, lambda manifest: manifest.update(state=recorded))
     assert [finding.code for finding in verified(staged, folder).findings] == ["state_differs"]
 
@@ -261,7 +263,7 @@ def test_a_manifest_that_says_something_else(
     edit(manifest)
     graph = parse_graph((normed.folder / "graph.txt").read_text(encoding="utf-8"))
     sources = {"role_0.py": (folder / "role_0.py").read_text(encoding="utf-8")}
-    assert check_program(sources, graph, manifest=json.loads((folder / "manifest.json").read_text())).proved
-    found = [f for o in check_program(sources, graph, manifest=manifest).outcomes for f in o.findings]
+    assert check_program(sources, graph, manifest=read_manifest(folder)).proved
+    found = [f for o in check_program(sources, graph, manifest=decode(Manifest, manifest)).outcomes for f in o.findings]
     assert [f.code for f in found] == ["record_differs"]
     assert found[0].message.startswith(f"manifest.json has {entry} ")

@@ -91,8 +91,8 @@ def test_tensor_parallelism_divides_the_work(example: Load, name: str) -> None:
     """Found from annotations alone: nearly all of the matrix multiplications are really sharded."""
     module = example(name)
     program = nnscaler.parallelize(module.build_model(), module.sample_inputs(), ranks=2, plan="tp=2")
-    assert program.manifest["matmul_flops_divided"]["tp"] >= 0.9
-    assert not program.manifest["unannotated"]
+    assert program.manifest.matmul_flops_divided["tp"] >= 0.9
+    assert not program.manifest.unannotated
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama_hf", "vit_hf", "swin_hf", "t5_hf", "custom_op"])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import nnscaler
-from nnscaler.runtime import RankExecutor
+from nnscaler.runtime import ExecutorSettings, RankExecutor
 from nnscaler.runtime.communication.communicator import CommunicatorBase
 from nnscaler.runtime.ops.random import logical_uniform
 from nnscaler.runtime.program.program_directory import read_program
@@ -66,9 +66,8 @@ def compiled(model: nn.Module, x: Tensor, step: int) -> Tensor:
     program = nnscaler.parallelize(model, (x,), ranks=1)
     with tempfile.TemporaryDirectory() as folder:
         saved = read_program(program.save(folder))
-        executor = RankExecutor(
-            saved.role(0), 0, CommunicatorBase(0, 1), saved.state(), precision="float64", seed=5, first_step=step
-        )
+        settings = ExecutorSettings(precision="float64", seed=5, first_step=step)
+        executor = RankExecutor(saved.role(0), 0, CommunicatorBase(0, 1), saved.state(), settings)
         loss = executor.step(saved.inputs())
     assert loss is not None
     return loss

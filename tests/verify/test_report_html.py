@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -13,39 +13,33 @@ import pytest
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.manifest import Bar, CommunicationProfile, CommunicationTotal, StageMemory, TimelineRow, TimelineRows
+from nnscaler.records import RecordError, decode, encode
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
 from verify.report_formats.html.errors_plot import axis_of
 from verify.report_formats.html.text import size
 from verify.report_formats.html.timeline import lanes_of
+from verify.results.attachments import Attachments, Certificate, ComparedTensor, LemmaRow
 
 VOID = {"meta", "br"}
 NASTY = "<script>alert('x')</script> \"quoted\" & </style> \x00 \ud800 `<b>`"
-EXACT = "TESTED (exact)"
-BARS = [
-    {"kind": "F", "stage": 0, "micro": 0, "start": 0, "end": 1},
-    {"kind": "B", "stage": 0, "micro": 0, "start": 3, "end": 5},
-]
-ATTACHMENTS: dict[str, Any] = {
-    "tensors": [
-        {
-            "kind": "gradients",
-            "step": 0,
-            "name": "right.weight",
-            "error": 1e-15,
-            "allowed": 1e-9,
-            "verdict": "TESTED (exact)",
-        },
-        {"kind": "gradients", "step": 1, "name": "wrong.weight", "error": 0.5, "allowed": 1e-9, "verdict": "REFUTED"},
-        {"kind": "gradients", "step": 0, "name": "nan.weight", "error": "nan", "allowed": 1e-9, "verdict": "REFUTED"},
-        {"kind": "loss", "step": 0, "name": "loss", "error": 0.0, "allowed": 1e-9, "verdict": EXACT},
-    ],
-    "timeline": {"unit": "forward passes", "rows": [{"role": 0, "ranks": "0-3", "bars": BARS}]},
-    "communication_profile": [{"axis": "tp", "collective": "all_reduce", "calls": 80, "bytes": 1_257_984}],
-    "memory": [{"stage": 0, "ranks": "0-3", "parameters": 2000, "gradients": 1000, "activations": 500, "total": 3500}],
-    "lemmas": [{"operator": "aten.linear", "verdict": "PROVED (all sizes)", "uses": 48}],
-    "certificate": {"order": "188 actions"},
-}
+BARS = (Bar("F", 0, 0, 0, 1), Bar("B", 0, 0, 3, 5))
+ATTACHMENTS = Attachments(
+    tensors=(
+        ComparedTensor("gradients", 0, "right.weight", 1e-15, 1e-9, Verdict.TESTED_EXACT),
+        ComparedTensor("gradients", 1, "wrong.weight", 0.5, 1e-9, Verdict.REFUTED),
+        ComparedTensor("gradients", 0, "nan.weight", math.nan, 1e-9, Verdict.REFUTED),
+        ComparedTensor("loss", 0, "loss", 0.0, 1e-9, Verdict.TESTED_EXACT),
+    ),
+    timeline=TimelineRows("forward passes", (TimelineRow(0, "0-3", BARS),), 5, 0.4),
+    communication_profile=CommunicationProfile(
+        1, "bytes per step", (CommunicationTotal("tp", "all_reduce", "forward", 80, 1_257_984),), ()
+    ),
+    memory=(StageMemory(0, 0, "0-3", 2000, 1000, 500, 3500),),
+    lemmas=(LemmaRow("`aten.linear` splits `k`", "aten.linear", Verdict.PROVED_ALL_SIZES, "", 48),),
+    certificate=Certificate(True, "a1", {"role_0.py": "b2"}, 9, 3, (), None, None, ("188 actions",), (), {}),
+)
 TITLES = {
     "tensors": "Error and tolerance",
     "timeline": "Schedule",
@@ -78,6 +72,15 @@ WRONG = Report(
 )
 RIGHT = Report("verify-op", "my_op", "`a b -> a b`", 0, (Check("split `a`", Verdict.PROVED_ALL_SIZES, 5),))
 EMPTY = Report("verify-op", "empty", "", 0, ())
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """The profiles of a step, as a manifest has them."""
+
+    timeline: TimelineRows | None
+    communication_profile: CommunicationProfile | None
+    memory: tuple[StageMemory, ...]
 
 
 class Page(HTMLParser):
@@ -184,15 +187,36 @@ def test_everything_of_a_report_is_on_the_page() -> None:
     ]
 
 
-@pytest.mark.parametrize("missing", ATTACHMENTS)
-@pytest.mark.parametrize("value", [None, [], {}, "?", [1], {"rows": []}, [{}]])
-def test_a_part_without_data_is_left_out(missing: str, value: Any) -> None:
-    given = {**ATTACHMENTS, missing: value}
-    text = source([replace(WRONG, attachments=given)])
+EMPTY_OF: dict[str, Any] = {
+    "tensors": (),
+    "timeline": TimelineRows("ms", (TimelineRow(0, "0", ()),), 0, 0),
+    "communication_profile": CommunicationProfile(1, "bytes per step", (), ()),
+    "memory": (StageMemory(0, 0, "0", 0, 0, 0, 0),),
+    "lemmas": (),
+    "certificate": None,
+}
+
+
+@pytest.mark.parametrize("missing", TITLES)
+@pytest.mark.parametrize("kind", ["none", "empty"])
+def test_a_part_without_data_is_left_out(missing: str, kind: str) -> None:
+    value = None if kind == "none" else EMPTY_OF[missing]
+    text = source([replace(WRONG, attachments=replace(ATTACHMENTS, **{missing: value}))])
     Page(text)
-    known = (missing == "certificate" and value) or (missing == "lemmas" and value == [{}])
-    assert (TITLES[missing] in titles(text)) is bool(known)
+    assert TITLES[missing] not in titles(text)
     assert set(titles(text)) >= {title for name, title in TITLES.items() if name != missing}
+
+
+@pytest.mark.parametrize("missing", ["timeline", "communication_profile", "memory"])
+@pytest.mark.parametrize("value", [[], {}, "?", [1], {"rows": []}, [{}]])
+def test_a_profile_of_another_form_is_no_manifest(missing: str, value: Any) -> None:
+    """It is refused where it is read: no report has one."""
+    data = {**encode(ATTACHMENTS), missing: value}
+    if missing == "memory" and value == []:
+        assert decode(Profiles, data).memory == ()
+        return
+    with pytest.raises(RecordError, match=f"^{missing}[^ ]* (is|lacks) "):
+        decode(Profiles, data)
 
 
 def test_a_report_without_attachments_has_checks_alone() -> None:
@@ -204,7 +228,7 @@ def test_a_report_without_attachments_has_checks_alone() -> None:
 def test_one_dot_for_each_tensor_and_the_worst_is_named() -> None:
     text = source([WRONG])
     circles = re.findall(r'<circle class="([\w ]+)" cx="([\d.]+)%" cy="\d+" r="[\d.]+"><title>([^<]*)</title>', text)
-    assert len(circles) == len(ATTACHMENTS["tensors"]) == text.count("<circle")
+    assert len(circles) == len(ATTACHMENTS.tensors or ()) == text.count("<circle")
     place = {title.split(",")[0]: (style, float(x)) for style, x, title in circles}
     (allowed,) = set(re.findall(r'<line class="allowed" x1="([\d.]+)%"', text))
     assert place["right.weight"][0] == "good" and place["right.weight"][1] < float(allowed) < place["wrong.weight"][1]
@@ -222,10 +246,11 @@ def test_the_axis_holds_every_ratio_and_what_is_allowed() -> None:
 
 
 def test_lanes_of_the_schedule() -> None:
-    other = [{**BARS[0], "start": 1, "end": 2}]
-    rows = [{"ranks": "0-1", "bars": BARS}, {"ranks": "2-3", "bars": other}, {"ranks": "4", "bars": BARS}]
-    assert [lane.name for lane in lanes_of({"rows": rows})] == ["0-1, 4", "2-3"]
-    text = source([replace(RIGHT, attachments={"timeline": {"unit": "ms", "rows": rows}})])
+    other = (replace(BARS[0], start=1, end=2),)
+    rows = (TimelineRow(0, "0-1", BARS), TimelineRow(1, "2-3", other), TimelineRow(2, "4", BARS))
+    timeline = TimelineRows("ms", rows, 5, 0.6)
+    assert [lane.name for lane in lanes_of(timeline)] == ["0-1, 4", "2-3"]
+    text = source([replace(RIGHT, attachments=Attachments(timeline=timeline))])
     boxes = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%" height="24" fill="(hsl\([^)]*\))"><title>([^<]*)', text)
     assert [box[:2] for box in boxes] == [("0", "20"), ("60", "40"), ("20", "20")]
     assert boxes[0][2] == boxes[2][2] != boxes[1][2]
@@ -234,18 +259,17 @@ def test_lanes_of_the_schedule() -> None:
 
 
 def test_volumes_and_memory() -> None:
-    profile = [
-        {"axis": "tp", "collective": "all_reduce", "calls": 3, "bytes": 3000},
-        {"axis": "tp", "collective": "send", "calls": 1, "bytes": 1000},
-        {"axis": "dp", "collective": "all_reduce", "calls": 2, "bytes": 2000},
-    ]
-    page = Page(source([replace(RIGHT, attachments={"communication_profile": profile})]))
+    totals = (
+        CommunicationTotal("tp", "all_reduce", "forward", 3, 3000),
+        CommunicationTotal("tp", "send", "forward", 1, 1000),
+        CommunicationTotal("dp", "all_reduce", "gradient", 2, 2000),
+    )
+    profile = CommunicationProfile(1, "bytes per step", totals, ())
+    page = Page(source([replace(RIGHT, attachments=Attachments(communication_profile=profile))]))
     assert "6 calls and 6 kB in a step." in page.text
     assert "tp 4 kB, 4 calls" in page.text and "all_reduce 5 kB, 5 calls" in page.text
-    counted = [{"axis": "tp", "collective": "all_reduce", "calls": 3, "elements": 1500.0}]
-    assert "1.5 k elements" in Page(source([replace(RIGHT, attachments={"communication": counted})])).text
-    rows = [{**ATTACHMENTS["memory"][0], "ranks": ranks} for ranks in ("0-3", "4-7")]
-    text = source([replace(RIGHT, attachments={"memory": rows})])
+    rows = tuple(StageMemory(0, 0, ranks, 2000, 1000, 500, 3500) for ranks in ("0-3", "4-7"))
+    text = source([replace(RIGHT, attachments=Attachments(memory=rows))])
     assert "0-3, 4-7" in text and "at most 3.5 kB" in text
     assert re.findall(r'<i style="width:([\d.]+)%;background[^"]*" title', text) == ["57.143", "28.571", "14.286"]
 
@@ -263,12 +287,12 @@ def test_sizes() -> None:
 
 def test_a_thousand_checks_and_128_ranks_stay_readable() -> None:
     checks = [Check(f"c{n}", Verdict.INCONCLUSIVE if n == 777 else Verdict.TESTED_EXACT, 1) for n in range(1000)]
-    rows = [
-        {"ranks": str(rank), "bars": [{**bar, "start": bar["start"] + rank, "end": bar["end"] + rank} for bar in BARS]}
+    rows = tuple(
+        TimelineRow(rank, str(rank), tuple(replace(bar, start=bar.start + rank, end=bar.end + rank) for bar in BARS))
         for rank in range(128)
-    ]
-    many = [{**ATTACHMENTS["tensors"][0], "name": f"w{n}"} for n in range(5000)]
-    given = {"timeline": {"rows": rows}, "tensors": many}
+    )
+    many = tuple(ComparedTensor("gradients", 0, f"w{n}", 1e-15, 1e-9, Verdict.TESTED_EXACT) for n in range(5000))
+    given = Attachments(timeline=TimelineRows("units", rows, 132, 0.4), tensors=many)
     text = source([replace(RIGHT, checks=tuple(checks), attachments=given)])
     Page(text)
     assert text.index("c777") < text.index("c0<") and "940 more checks: 940 TESTED (exact)" in text

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import jsonschema
@@ -16,7 +16,9 @@ from op_registry.spec import SourceLocation
 
 from verify import Check, Finding, Report, Verdict
 from verify.report_formats import FORMATS
+from verify.results.attachments import Attachments, ComparedTensor
 from verify.results.catalogue import CODES
+from verify.results.report import plain_json
 
 DATA = Path(__file__).parents[1] / "data"
 SARIF = json.loads((DATA / "sarif-2.1.0-rtm.5.json").read_text(encoding="utf-8"))
@@ -142,23 +144,18 @@ def test_the_junit_schema_refuses(wrong: str) -> None:
     assert problems(ElementTree.fromstring(wrong))
 
 
-def attached(**attachments: Any) -> Report:
-    return Report("verify-plan", "m", "", 0, PASS.checks, attachments=attachments)
-
-
 def test_attachments_are_json_and_follow_the_schema() -> None:
     schema = json.loads((DATA.parents[1] / "docs/reports/report.schema.json").read_text(encoding="utf-8"))
-    row = {
-        "kind": "gradient",
-        "step": 0,
-        "name": "w",
-        "error": float("nan"),
-        "allowed": float("inf"),
-        "verdict": "REFUTED",
-    }
-    document = json.loads(text("json", [attached(tensors=(row,), other={1: (2, SourceLocation("f", 1, ""))})]))
+    row = ComparedTensor("gradient", 0, "w", math.nan, math.inf, Verdict.REFUTED)
+    report = Report("verify-plan", "m", "", 0, PASS.checks, attachments=Attachments(tensors=(row,)))
+    document = json.loads(text("json", [report]))
     jsonschema.validate(document, schema)
-    assert document["attachments"]["tensors"][0]["error"] == "nan"
-    assert document["attachments"]["other"] == {"1": [2, "f:1"]}
+    assert document["attachments"] == {
+        "tensors": [
+            {"kind": "gradient", "step": 0, "name": "w", "error": "nan", "allowed": "inf", "verdict": "REFUTED"}
+        ]
+    }
+    assert plain_json({1: (2, SourceLocation("f", 1, ""))}) == {"1": [2, "f:1"]}
+    document["attachments"]["tensors"] = [{"kind": "loss"}]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(json.loads(text("json", [attached(tensors=[{"kind": "loss"}])])), schema)
+        jsonschema.validate(document, schema)

@@ -45,7 +45,7 @@ def test_right_plans_are_proved_up_to_their_weakest_lemma(tiny: Factory, batch: 
     assert "nnscaler.dropout" in lemmas.detail
     assert {"nothing was run"} <= set(static.notes)
     assert both.total > static.total
-    assert both.attachments["certificate"]["proved"]
+    assert both.attachments.certificate is not None and both.attachments.certificate.proved
 
 
 def test_a_line_that_computes_the_same_in_another_way_is_undecided(program: Path, tiny: Factory, batch: Batch) -> None:

@@ -31,7 +31,7 @@ from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, 
 from verify.programs.checks.logical import by_rank, holdings_of, put_together
 from verify.programs.execution.backends import Failure, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
-from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.program_directory import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory
 from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict
@@ -74,7 +74,7 @@ class PlanTrial:
                 return outcome.verdict is Verdict.REFUTED
             return self._differs(program, outcome)
 
-    def _differs(self, program: ProgramDirectory, results: tuple[RankResult, ...]) -> bool:
+    def _differs(self, program: OpenedProgram, results: tuple[RankResult, ...]) -> bool:
         losses = [loss for result in results for loss in result.losses if loss is not None]
         if not losses or any(difference(loss, self.reference.losses[0]).relative > BOUND for loss in losses):
             return True

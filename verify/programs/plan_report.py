@@ -7,20 +7,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from op_registry.spec import SourceLocation
 
 from verify.processes.pool import LASTING
-from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor
+from verify.programs.checks.context import LOCALISED, CheckOutcome
 from verify.programs.prepare import Prepared
 from verify.programs.proof import Proof
 from verify.programs.reference.eager import Trajectory
 from verify.programs.request import PlanRequest
 from verify.programs.token import reproduce_line
 from verify.programs.typing.roles.record import NAME as STATE_CHECK
+from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.report import Check, Report, environment
 from verify.results.verdict import Verdict
@@ -57,12 +57,17 @@ def make_report(
     )
 
 
-def _attachments(prepared: Prepared, outcomes: Sequence[CheckOutcome], proof: Proof | None) -> dict[str, Any]:
+def _attachments(prepared: Prepared, outcomes: Sequence[CheckOutcome], proof: Proof | None) -> Attachments:
     """Collect the attachments of a report: compared tensors, lemmas, and the manifest's records of a step."""
     manifest = prepared.program.manifest
-    kept = {name: manifest[name] for name in ("timeline", "communication_profile", "memory") if name in manifest}
-    rows = [_row(row) for outcome in outcomes for row in outcome.rows]
-    return {**kept, **({"tensors": rows} if rows else {}), **({} if proof is None else proof.attachments)}
+    return Attachments(
+        timeline=manifest.timeline,
+        communication_profile=manifest.communication_profile,
+        memory=manifest.memory or None,
+        tensors=tuple(row for outcome in outcomes for row in outcome.rows) or None,
+        lemmas=None if proof is None else proof.lemma_rows,
+        certificate=None if proof is None else proof.certificate,
+    )
 
 
 def _settings(request: PlanRequest, reference: Trajectory | None) -> dict[str, str]:
@@ -114,8 +119,8 @@ def _notes(prepared: Prepared, reference: Trajectory | None, request: PlanReques
         op.operator.startswith("nnscaler.random_") for op in prepared.graph.operations
     ):
         notes.append("random numbers were the same on both sides: a function of their place in the tensor")
-    if prepared.program.unannotated:
-        names = ", ".join(prepared.program.unannotated)
+    if prepared.program.manifest.unannotated:
+        names = ", ".join(prepared.program.manifest.unannotated)
         cure = "`nnscaler list ops --missing MODEL` writes annotations to paste"
         notes.append(f"without annotation, so run whole on every rank: {names}. {cure}")
     return tuple(dict.fromkeys(notes))
@@ -123,10 +128,6 @@ def _notes(prepared: Prepared, reference: Trajectory | None, request: PlanReques
 
 def _count(draws: int) -> str:
     return f"{draws} random operation{'s' * (draws != 1)} (dropout included)"
-
-
-def _row(row: ComparedTensor) -> dict[str, Any]:
-    return {**asdict(row), "verdict": row.verdict.value}
 
 
 def _ordered(outcomes: Sequence[CheckOutcome], proofs: frozenset[str]) -> list[Finding]:

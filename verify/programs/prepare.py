@@ -19,7 +19,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
-from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.program_directory import OpenedProgram, open_program
 from verify.programs.reference.eager import randomise_parameters, record_draws
 from verify.programs.reference.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from verify.programs.request import PlanRequest
@@ -42,7 +42,7 @@ class Prepared:
 
     model: nn.Module
     sample: SampleInputs
-    program: ProgramDirectory
+    program: OpenedProgram
     graph: Graph
     notes: tuple[str, ...]
     draws: tuple[Draw | None, ...] | None = None
@@ -124,7 +124,7 @@ def _is_note(warning: warnings.WarningMessage) -> bool:
 
 def _compile(
     request: PlanRequest, subject: PlanSubject, model: nn.Module, folder: Path, context: RunContext
-) -> tuple[Traced, ProgramDirectory, Plan | None, tuple[str, ...]]:
+) -> tuple[Traced, OpenedProgram, Plan | None, tuple[str, ...]]:
     """Return the trace, the program, and, where a plan was searched, this plan with a note on it."""
     opened = None
     if request.program is not None:
@@ -170,8 +170,8 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 parameter.copy_(parameter.to(dtype))
 
 
-def _check_inputs(program: ProgramDirectory, sample: SampleInputs) -> None:
-    for name, shape in program.inputs.items():
+def _check_inputs(program: OpenedProgram, sample: SampleInputs) -> None:
+    for name, shape in program.manifest.shapes.items():
         given = sample.tensors.get(name)
         if given is None or tuple(given.shape) != shape:
             found = "missing" if given is None else f"of shape {tuple(given.shape)}"

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError, SourceLocation
-from nnscaler.files import FORMAT
+from nnscaler.manifest import MANIFEST, Manifest, ManifestError, NoManifest, RoleRecord, read_manifest
 from nnscaler.scheduling.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# what `--program` cannot do without
-_ENTRIES = ("format", "ranks", "axes", "micro_batches", "schedule", "roles", "inputs", "tensors", "state", "batch")
 _HELP = "`nnscaler compile MODEL --ranks N --plan SPEC --out DIR` writes one"
 _SCHEDULES = {name: kind.title for name, kind in SCHEDULES.items()}
 
 
 @dataclass(frozen=True)
-class ProgramDirectory:
-    """`changes`: role files that are not what the compiler wrote, as notes."""
+class OpenedProgram:
+    """A program's folder that was found whole.
+
+    changes  role files that are not what the compiler wrote, as notes
+    """
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     changes: tuple[str, ...]
 
     @property
     def ranks(self) -> int:
-        return int(self.manifest["ranks"])
+        return self.manifest.ranks
 
-    def for_ranks(self, ranks: int) -> ProgramDirectory:
+    def for_ranks(self, ranks: int) -> OpenedProgram:
         """Return the program itself. Raises NnscalerError `plan_illegal` where it is for another number of ranks."""
         if self.ranks != ranks:
             message = f"{self.path} is a program for {self.ranks} ranks, not {ranks}"
@@ -44,50 +43,38 @@ class ProgramDirectory:
     @property
     def axes(self) -> dict[str, int]:
         """axis -> size, `pp` included."""
-        return {name: int(size) for name, size in self.manifest["axes"]}
+        return dict(self.manifest.axes)
 
     @property
     def role_files(self) -> list[str]:
-        return [str(role["file"]) for role in self.manifest["roles"]]
-
-    @property
-    def inputs(self) -> dict[str, tuple[int, ...]]:
-        """input name -> shape of the global batch."""
-        return {i["name"]: tuple(i["shape"]) for i in self.manifest["inputs"]}
+        return self.manifest.role_files
 
     @property
     def loss(self) -> str | None:
         """`file.py::function` of the loss function outside of the model that the program was compiled with."""
-        found = self.manifest.get("model", {}).get("loss")
-        return None if found is None else str(found)
-
-    @property
-    def unannotated(self) -> tuple[str, ...]:
-        return tuple(self.manifest.get("unannotated", ()))
+        return self.manifest.model.get("loss")
 
     @property
     def summary(self) -> str:
         """`dp=2 tp=2 pp=2, 1F1B, 4 micro-batches`; empty for one rank."""
-        axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
-        if self.manifest.get("stage_axes") or "zero=" in str(self.manifest.get("plan", "")):
-            axes = str(self.manifest["plan"])
+        manifest = self.manifest
+        in_words = bool(manifest.stage_axes) or manifest.shards_parameters
+        axes = manifest.plan if in_words else manifest.divided_axes
         parts = [axes] if axes else []
         if self.axes.get("pp", 1) > 1:
-            schedule = str(self.manifest["schedule"])
-            parts.append(_SCHEDULES.get(schedule, schedule))
-        micro_batches = int(self.manifest["micro_batches"])
-        if micro_batches > 1:
-            parts.append(f"{micro_batches} micro-batches")
+            parts.append(_SCHEDULES.get(manifest.schedule, manifest.schedule))
+        if manifest.micro_batches > 1:
+            parts.append(f"{manifest.micro_batches} micro-batches")
         return ", ".join(parts)
 
     @property
     def details(self) -> list[str]:
         """How much of the matmul work is divided, and what is communicated."""
-        divided = self.manifest.get("matmul_flops_divided", {})
-        lines = [f"matmul FLOPs divided over {axis}: {100 * float(share):.1f} %" for axis, share in divided.items()]
-        for entry in self.manifest.get("communication", ()):
-            calls, elements = entry["calls"], round(entry["elements"])
-            lines += [f"{entry['collective']} over {entry['axis']}: {calls} calls, {elements} elements a step"]
+        divided = self.manifest.matmul_flops_divided
+        lines = [f"matmul FLOPs divided over {axis}: {100 * share:.1f} %" for axis, share in divided.items()]
+        for entry in self.manifest.communication:
+            calls, elements = entry.calls, round(entry.elements)
+            lines += [f"{entry.collective} over {entry.axis}: {calls} calls, {elements} elements a step"]
         return lines
 
     def state(self) -> dict[str, Tensor] | None:
@@ -96,7 +83,7 @@ class ProgramDirectory:
         Raises NnscalerError `not_a_program` where the file is missing or cannot be read.
         """
         file = self.path / "state.pt"
-        if not file.is_file() and any(entry["sha256"] is None for entry in self.manifest["state"].values()):
+        if not file.is_file() and any(entry.sha256 is None for entry in self.manifest.state.values()):
             return None
         return _tensors(file)
 
@@ -118,37 +105,30 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise NnscalerError("not_a_program", str(error), help=_HELP) from None
 
 
-def open_program(path: Path) -> ProgramDirectory:
-    """Read a program's manifest. Raises NnscalerError `not_a_program` if something is missing."""
-    file = path / "manifest.json"
+def open_program(path: Path) -> OpenedProgram:
+    """Read a program's manifest, and compare its role files with it.
+
+    Raises NnscalerError `not_a_program` if something is missing or cannot be read.
+    """
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise NnscalerError("not_a_program", f"{path} holds no program: there is no {file}", help=_HELP) from None
-    except ValueError as error:
-        raise NnscalerError("not_a_program", f"{file} is not JSON: {error}", help=_HELP) from None
-    missing = [entry for entry in _ENTRIES if not isinstance(manifest, dict) or entry not in manifest]
-    if missing:
-        raise NnscalerError("not_a_program", f"{file} lacks {', '.join(missing)}", help=_HELP)
-    if manifest["format"] != FORMAT:
-        message = f"{file} has format {manifest['format']}, and this nnscaler reads format {FORMAT}"
-        raise NnscalerError("not_a_program", message, help=_HELP)
-    try:
-        changes = [change for role in manifest["roles"] if (change := _changed(path, role)) is not None]
-    except (KeyError, TypeError) as error:
-        message = f"{file}: the roles are no list of files with their ranks and hashes: {error!r}"
+        manifest = read_manifest(path)
+    except NoManifest:
+        message = f"{path} holds no program: there is no {path / MANIFEST}"
         raise NnscalerError("not_a_program", message, help=_HELP) from None
-    return ProgramDirectory(path, manifest, tuple(changes))
+    except ManifestError as error:
+        raise NnscalerError("not_a_program", str(error), help=_HELP) from None
+    changes = tuple(change for role in manifest.roles if (change := _changed(path, role)) is not None)
+    return OpenedProgram(path, manifest, changes)
 
 
-def _changed(path: Path, role: Mapping[str, Any]) -> str | None:
-    file = path / role["file"]
+def _changed(path: Path, role: RoleRecord) -> str | None:
+    file = path / role.file
     if not file.is_file():
-        raise NnscalerError("not_a_program", f"{path} lacks {role['file']}", help=_HELP)
+        raise NnscalerError("not_a_program", f"{path} lacks {role.file}", help=_HELP)
     content = file.read_bytes()
     _check_text(file, content)
     digest = hashlib.sha256(content).hexdigest()
-    return None if digest == role["sha256"] else f"{file} was changed after it was generated"
+    return None if digest == role.sha256 else f"{file} was changed after it was generated"
 
 
 def _check_text(file: Path, content: bytes) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from nnscaler.compile import Progress
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
+from nnscaler.manifest import Manifest
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.lemmas import LemmaResult, SizesResult, check_rows, open_memo, prove_obligations, sizes_result
 from verify.programs.typing import StaticResult, check_program
+from verify.results.attachments import Certificate, LemmaRow
 from verify.results.catalogue import UNMATCHED
 from verify.results.report import Check, environment
 from verify.results.verdict import Verdict, merge
@@ -50,7 +52,7 @@ class Proof:
     lemmas: LemmaResult | None
     rows: CheckOutcome | None
     sizes: SizesResult | None
-    certificate: Mapping[str, Any]
+    certificate: Certificate
     problem: str | None = None
 
     @property
@@ -88,9 +90,10 @@ class Proof:
         return told + tuple(line.strip() for line in (self.sizes.text.splitlines() if self.sizes is not None else ()))
 
     @property
-    def attachments(self) -> dict[str, Any]:
-        """For reports: the lemmas as rows, and the certificate."""
-        return {"lemmas": _lemmas(self.lemmas), "certificate": dict(self.certificate)}
+    def lemma_rows(self) -> tuple[LemmaRow, ...]:
+        """Return the lemmas as rows of a report."""
+        found = () if self.lemmas is None else self.lemmas.lemmas
+        return tuple(LemmaRow(m.text, m.operator, m.strength, m.blocker, m.uses) for m in found)
 
 
 def prove_program(
@@ -98,9 +101,9 @@ def prove_program(
     graph: Graph,
     *,
     folder: str = "",
-    manifest: Mapping[str, Any] | None = None,
+    manifest: Manifest | None = None,
     options: ProofOptions = ProofOptions(),
-    progress: Callable[[str, float, str], None] = lambda phase, taken, text: None,
+    progress: Progress = lambda phase, taken, text: None,
 ) -> Proof:
     """Read the roles' texts (file name -> text) and the manifest; nothing of the program is run."""
     static = check_program(sources, graph, folder, manifest)
@@ -153,28 +156,19 @@ def _certificate(
     static: StaticResult,
     lemmas: LemmaResult | None,
     sizes: SizesResult | None,
-) -> dict[str, Any]:
+) -> Certificate:
     """Build the certificate: hashes of files, what was proved, what it assumes, and an order of all instructions."""
     weakest = None if lemmas is None else lemmas.weakest
-    return {
-        "proved": static.proved and lemmas is not None and lemmas.verdict.passes,
-        "graph": hashlib.sha256(print_graph(graph).encode()).hexdigest(),
-        "roles": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in sources.items()},
-        "lines": static.statements,
-        "classes": len(static.obligations),
-        "rows": sorted(static.rows),
-        "weakest_lemma": None if weakest is None else str(weakest),
-        "sizes": None if sizes is None else sizes.text,
-        "order": list(static.order),
-        "assumed": list(ASSUMED),
-        "environment": dict(environment()),
-    }
-
-
-def _lemmas(lemmas: LemmaResult | None) -> list[dict[str, Any]]:
-    if lemmas is None:
-        return []
-    return [
-        {"text": m.text, "operator": m.operator, "strength": m.strength.value, "blocker": m.blocker, "uses": m.uses}
-        for m in lemmas.lemmas
-    ]
+    return Certificate(
+        proved=static.proved and lemmas is not None and lemmas.verdict.passes,
+        graph=hashlib.sha256(print_graph(graph).encode()).hexdigest(),
+        roles={file: hashlib.sha256(text.encode()).hexdigest() for file, text in sources.items()},
+        lines=static.statements,
+        classes=len(static.obligations),
+        rows=tuple(sorted(static.rows)),
+        weakest_lemma=None if weakest is None else str(weakest),
+        sizes=None if sizes is None else sizes.text,
+        order=tuple(static.order),
+        assumed=ASSUMED,
+        environment=environment(),
+    )

@@ -26,7 +26,7 @@ from nnscaler.runtime.training.checkpoint import load_checkpoint
 from nnscaler.transform.plan import Plan
 from verify.programs.checks import resume, run_checks, timed
 from verify.programs.checks import trials as trial_check
-from verify.programs.checks.context import LOCALISED, CheckOutcome, ComparedTensor, Comparison
+from verify.programs.checks.context import LOCALISED, CheckOutcome, Comparison
 from verify.programs.checks.losses import check_forward_only
 from verify.programs.checks.resume import check_other_plan
 from verify.programs.execution.backends import Failure, run_program
@@ -44,6 +44,7 @@ from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
+from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
 from verify.results.tolerance import is_finite
@@ -122,7 +123,7 @@ def _stored(request: PlanRequest, prepared: Prepared) -> Stored | None:
         return None
     own = {**({} if prepared.traced is None else prepared.traced.state), **prepared.built}
     replaceable = prepared.model.state_dict().keys()
-    return Stored(program.manifest["state"], state, own, request.own_weights, replaceable)
+    return Stored(program.manifest.state, state, own, request.own_weights, replaceable)
 
 
 def _unchecked(count: int) -> str:
@@ -133,7 +134,7 @@ def _unchecked(count: int) -> str:
 def _check_folder(prepared: Prepared, stored: Stored | None) -> list[CheckOutcome]:
     """Check the tensors in the program's folder: those that it starts from, and its sample batch."""
     program = prepared.program
-    batch = check_batch(program.manifest["batch"], program.batch(), prepared.graph, str(program.path))
+    batch = check_batch(program.manifest.batch, program.batch(), prepared.graph, str(program.path))
     return [*(() if stored is None else (check_state(stored, prepared.graph, str(program.path)),)), batch]
 
 

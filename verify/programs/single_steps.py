@@ -26,7 +26,7 @@ from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task, TrialTask
 from verify.programs.prepare import Prepared
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.role_text import SourceMap
@@ -165,7 +165,7 @@ def plan_trials(
     return (*trials, *([] if labels is None else [labels])), (() if note is None else (note,))
 
 
-def stages_of(program: ProgramDirectory) -> list[type[Stage]]:
+def stages_of(program: OpenedProgram) -> list[type[Stage]]:
     """Return the stage classes of all roles."""
     return [stage for file in program.role_files for stage in load_role(program.path / file).STAGES]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from verify.results.attachments import Attachments
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict, merge
 
@@ -65,10 +66,7 @@ class Report:
     setting      how: "on 8 ranks (dp=2 tp=2 pp=2, 1F1B, 4 micro-batches)"; may be empty
     notes        what the reader must know: dropout was off, an operator was replicated
     environment  versions, backend, dtype, tolerance
-    attachments  what else was measured, as JSON values, by name; any of them may be absent:
-                 "tensors"                rows of kind, step, name, error, allowed, verdict: every tensor compared
-                 "timeline", "communication_profile", "memory"   of the program's manifest
-                 "lemmas", "certificate"  what a static proof stands on
+    attachments  what else was measured
     """
 
     tool: str
@@ -80,7 +78,7 @@ class Report:
     notes: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-    attachments: Mapping[str, Any] = field(default_factory=dict)
+    attachments: Attachments = field(default_factory=Attachments)
 
     @property
     def verdict(self) -> Verdict:
@@ -120,7 +118,7 @@ class Report:
             "counts": {"checks": self.total, "refuted": self.refuted},
             "checks": [_check(check) for check in self.checks],
             "findings": [_finding(finding) for finding in self.findings],
-            "attachments": plain_json(dict(self.attachments)),
+            "attachments": plain_json(self.attachments.as_dict()),
         }
 
     def to_json(self) -> str:

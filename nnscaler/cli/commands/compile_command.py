@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from nnscaler.cli.options import MODEL_HELP, add_plan_options, add_search_options, add_verbosity, compile_request
-from nnscaler.cli.output.comm_profile import add_option, show_profile, total_lines
+from nnscaler.cli.output.comm_profile import add_option, known_profile, show_profile, total_lines
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -73,18 +73,17 @@ def run(options: argparse.Namespace) -> int:
         model={**model.description(), **_loss(request.loss_fn)},
         progress=lambda phase, taken, text: console.progress(f"{phase:<12} {taken:5.1f} s  {text}"),
     )
-    path = program.save(options.out_folder)
+    path, manifest = program.save(options.out_folder), program.manifest
     _warn(program, options.model, console)
     if options.comm_profile is None and console.verbosity >= 1:
-        for line in total_lines(program.manifest["communication_profile"]):
+        for line in total_lines(known_profile(manifest.communication_profile)):
             console.result(line)
-    show_profile(program.manifest["communication_profile"], options.comm_profile, console)
+    show_profile(manifest.communication_profile, options.comm_profile, console)
     if console.verbosity >= 2:
         for line in open_program(path).details:
             console.result(line)
-    roles = program.manifest["roles"]
-    names = ", ".join(role["file"] for role in roles)
-    console.result(f"wrote {path}: {program.manifest['plan']}, {len(roles)} role{'s' * (len(roles) != 1)} ({names})")
+    files = manifest.role_files
+    console.result(f"wrote {path}: {manifest.plan}, {len(files)} role{'s' * (len(files) != 1)} ({', '.join(files)})")
     if any(tensor.is_meta for tensor in program.state.values()):
         console.result("the model has no data (meta device): the program has no state.pt, and cannot run without one")
     else:
@@ -103,7 +102,7 @@ def _loss(target: str | None) -> dict[str, str]:
 
 
 def _warn(program: Program, model: str, console: Console) -> None:
-    names = program.manifest["unannotated"]
+    names = program.manifest.unannotated
     if names:
         cure = f"`nnscaler list ops --missing {quote(model)}` writes annotations to paste"
         console.warning(f"without annotation, so run whole on every rank: {', '.join(names)}; {cure}")

@@ -19,6 +19,7 @@ from nnscaler.cli.options import (
 from nnscaler.cli.output.comm_profile import add_option, known_profile, show_profile
 from nnscaler.errors import NnscalerError
 from nnscaler.files import write_text
+from nnscaler.records import encode
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     print_report(report, options.output_format, options.console)
     if options.certificate is not None:
         _write_certificate(options.certificate, report, options.console)
-    show_profile(report.attachments.get("communication_profile"), options.comm_profile, options.console)
+    show_profile(report.attachments.communication_profile, options.comm_profile, options.console)
     return report.exit_code
 
 
@@ -160,16 +161,16 @@ def _check_outputs(options: argparse.Namespace, request: PlanRequest) -> None:
     if options.comm_profile is not None and options.program is not None:
         from verify.programs.program_directory import open_program
 
-        known_profile(open_program(options.program).manifest.get("communication_profile"))
+        known_profile(open_program(options.program).manifest.communication_profile)
 
 
 def _write_certificate(path: Path, report: Report, console: Console) -> None:
     """Write the proof as JSON; where there is none, warn and write no file: an old certificate would be believed."""
     import json
 
-    found = report.attachments.get("certificate")
-    if found is None or not found["proved"] or report.exit_code != 0:
+    found = report.attachments.certificate
+    if found is None or not found.proved or report.exit_code != 0:
         console.warning(f"{path} was not written: the program is not proved")
         path.unlink(missing_ok=True)
         return
-    write_text(path, json.dumps(found, indent=1) + "\n")
+    write_text(path, json.dumps(encode(found), indent=1) + "\n")

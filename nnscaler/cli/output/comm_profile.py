@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nnscaler.errors import NnscalerError
 from nnscaler.files import write_text
+from nnscaler.manifest import CommunicationClass, CommunicationProfile
+from nnscaler.records import encode
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
@@ -48,7 +50,7 @@ def profile_output(text: str) -> ProfileOutput:
     return ProfileOutput(path)
 
 
-def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None, console: Console) -> None:
+def show_profile(profile: CommunicationProfile | None, output: ProfileOutput | None, console: Console) -> None:
     """Print or write the `communication_profile` of a manifest, as `output` asks. Without `output`, nothing.
 
     Raises NnscalerError: `not_a_program` for a program without a profile, `cannot_write`.
@@ -60,10 +62,10 @@ def show_profile(profile: Mapping[str, Any] | None, output: ProfileOutput | None
         for line in class_lines(profile):
             console.result(line)
         return
-    write_text(output.path, json.dumps(profile, indent=1) + "\n")
+    write_text(output.path, json.dumps(encode(profile), indent=1) + "\n")
 
 
-def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def known_profile(profile: CommunicationProfile | None) -> CommunicationProfile:
     """Return the profile, if there is one. Raises NnscalerError `not_a_program`."""
     if profile is None:
         message = "the program has no communication profile: an older version compiled it"
@@ -71,36 +73,36 @@ def known_profile(profile: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return profile
 
 
-def total_lines(profile: Mapping[str, Any]) -> list[str]:
+def total_lines(profile: CommunicationProfile) -> list[str]:
     """Return a line per axis, kind and direction, largest first."""
-    rows = [(t["axis"], t["kind"], t["direction"], f"{t['calls']:,}", _bytes(t["bytes"])) for t in profile["totals"]]
+    rows = [(t.axis, t.kind, t.direction, f"{t.calls:,}", _bytes(t.bytes)) for t in profile.totals]
     if not rows:
         return ["communication: none"]
     return _table(("axis", "collective", "direction", "calls a step", "bytes a step"), rows, right=(3, 4))
 
 
-def class_lines(profile: Mapping[str, Any]) -> list[str]:
+def class_lines(profile: CommunicationProfile) -> list[str]:
     """Return a line per class, largest first; stages that do the same share one."""
-    merged: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for entry in profile["classes"]:
-        key = tuple(entry[n] for n in ("kind", "direction", "axis", "group_size", "dtype", "bytes", "calls", "module"))
-        merged.setdefault(key, []).append(entry)
+    merged: dict[object, list[CommunicationClass]] = {}
+    for e in profile.classes:
+        key = (e.kind, e.direction, e.axis, e.group_size, e.dtype, e.bytes, e.calls, e.module)
+        merged.setdefault(key, []).append(e)
     rows = []
-    for found in sorted(merged.values(), key=lambda entries: -sum(e["total_bytes"] for e in entries)):
+    for found in sorted(merged.values(), key=lambda entries: -sum(e.total_bytes for e in entries)):
         first = found[0]
         rows.append(
             (
-                first["kind"],
-                first["direction"],
-                first["axis"],
-                _stages(e["stage"] for e in found),
-                f"{first['group_size']} ({first['group']})",
-                str(sum(e["groups"] for e in found)),
-                f"{_bytes(first['bytes'])} {first['dtype']}",
-                str(first["calls"]),
-                _bytes(sum(e["total_bytes"] for e in found)),
+                first.kind,
+                first.direction,
+                first.axis,
+                _stages(e.stage for e in found),
+                f"{first.group_size} ({first.group})",
+                str(sum(e.groups for e in found)),
+                f"{_bytes(first.bytes)} {first.dtype}",
+                str(first.calls),
+                _bytes(sum(e.total_bytes for e in found)),
                 _when(first, len(found)),
-                f"{first['module']} {first['where']}".rstrip(),
+                f"{first.module} {first.where}".rstrip(),
             )
         )
     heads = (
@@ -110,12 +112,12 @@ def class_lines(profile: Mapping[str, Any]) -> list[str]:
     return _table(heads, rows, right=(5, 7, 8)) if rows else ["communication: none"]
 
 
-def _when(entry: Mapping[str, Any], stages: int) -> str:
-    when = entry["when"]
+def _when(entry: CommunicationClass, stages: int) -> str:
+    when = entry.when
     if stages > 1:
-        return str(when["text"]).replace(f"of stage {entry['stage']}", "of its stage")
-    span = f" ({when['first']} to {when['last']} of {when['of']})" if when["first"] is not None else ""
-    return f"{when['text']}{span}"
+        return when.text.replace(f"of stage {entry.stage}", "of its stage")
+    span = f" ({when.first} to {when.last} of {when.of})" if when.first is not None else ""
+    return f"{when.text}{span}"
 
 
 def _stages(numbers: Iterable[int]) -> str:

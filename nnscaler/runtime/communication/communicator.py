@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -121,6 +121,10 @@ def program_place() -> str | None:
     return None
 
 
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(t.shape) for t in tensors)
+
+
 class CommunicatorBase:
     """Records and checks calls, answers groups of one rank itself, and leaves the rest to `_all_reduce` and so on.
 
@@ -150,13 +154,14 @@ class CommunicatorBase:
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         if reduction not in ("sum", "max"):
             raise CommunicationError(f"rank {self.rank}: unknown reduction {reduction!r}")
-        call = self._record("all_reduce", ranks, [tensor], reduction=reduction)
+        call = self._record(CommunicationCall("all_reduce", tuple(ranks), _shapes([tensor]), tensor.dtype, reduction))
         value = tensor.detach()
         return value.clone() if len(call.ranks) == 1 else self._all_reduce(value.contiguous(), call)
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], shapes: Sequence[Shape] | None = None) -> list[Tensor]:
         """Gather the tensors of all ranks. `shapes`: of every rank's tensor, where they differ."""
-        call = self._record("all_gather", ranks, [tensor], shapes=shapes)
+        given = _shapes([tensor]) if shapes is None else tuple(map(tuple, shapes))
+        call = self._record(CommunicationCall("all_gather", tuple(ranks), given, tensor.dtype))
         if shapes is not None:
             self._check_given([tensor], [tuple(shapes)[call.ranks.index(self.rank)]], call)
         value = tensor.detach()
@@ -164,7 +169,8 @@ class CommunicatorBase:
 
     def reduce_scatter(self, pieces: Sequence[Tensor], ranks: Sequence[int], reduction: str = "sum") -> Tensor:
         """Reduce piece i of every rank for the i-th rank of the group."""
-        call = self._record("reduce_scatter", ranks, pieces, reduction=reduction)
+        dtype = pieces[0].dtype if pieces else None
+        call = self._record(CommunicationCall("reduce_scatter", tuple(ranks), _shapes(pieces), dtype, reduction))
         self._check_count(pieces, call)
         values = [p.detach().contiguous() for p in pieces]
         return values[0].clone() if len(call.ranks) == 1 else self._reduce_scatter(values, call)
@@ -176,8 +182,9 @@ class CommunicatorBase:
 
         `shapes[i][j]`: of the piece that the i-th rank gives to the j-th one, where they differ.
         """
-        flat = None if shapes is None else [shape for row in shapes for shape in row]
-        call = self._record("all_to_all", ranks, pieces, shapes=flat)
+        given = _shapes(pieces) if shapes is None else tuple(tuple(shape) for row in shapes for shape in row)
+        dtype = pieces[0].dtype if pieces else None
+        call = self._record(CommunicationCall("all_to_all", tuple(ranks), given, dtype))
         self._check_count(pieces, call)
         if shapes is not None:
             self._check_given(pieces, shapes[call.ranks.index(self.rank)], call)
@@ -186,24 +193,28 @@ class CommunicatorBase:
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> Tensor:
         """Return the `tensor` of rank `source`; on the other ranks it gives the shape and dtype."""
-        call = self._record("broadcast", ranks, [tensor], source=source)
+        call = self._record(
+            CommunicationCall("broadcast", tuple(ranks), _shapes([tensor]), tensor.dtype, source=source)
+        )
         if source not in call.ranks:
             raise CommunicationError(f"rank {self.rank}: {call}: the source is not in the group")
         value = tensor.detach()
         return value.clone() if len(call.ranks) == 1 else self._broadcast(value.contiguous(), call)
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        call = self._record("barrier", ranks, [])
+        call = self._record(CommunicationCall("barrier", tuple(ranks)))
         if len(call.ranks) > 1:
             self._barrier(call)
 
     def send(self, tensor: Tensor, destination: int, key: Key) -> None:
         """Hand the message over and return; `key` names it for the receiver."""
-        call = self._record("send", (self.rank, destination), [tensor], key=key)
+        call = self._record(
+            CommunicationCall("send", (self.rank, destination), _shapes([tensor]), tensor.dtype, key=key)
+        )
         self._send(tensor.detach().contiguous(), call)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int, key: Key) -> Tensor:
-        call = self._record("recv", (source, self.rank), [], key=key, shape=tuple(shape), dtype=dtype)
+        call = self._record(CommunicationCall("recv", (source, self.rank), (tuple(shape),), dtype, key=key))
         return self._recv(call)
 
     def finish(self) -> None:
@@ -211,31 +222,9 @@ class CommunicatorBase:
 
     # -- for implementations --------------------------------------------------------------------------------------
 
-    def _record(
-        self,
-        kind: str,
-        ranks: Sequence[int],
-        tensors: Sequence[Tensor],
-        *,
-        reduction: str = "",
-        source: int | None = None,
-        key: Key = (),
-        shape: tuple[int, ...] | None = None,
-        shapes: Sequence[Shape] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> CommunicationCall:
-        given = [tuple(t.shape) for t in tensors] if shape is None else [shape]
-        call = CommunicationCall(
-            kind,
-            tuple(ranks),
-            tuple(given if shapes is None else map(tuple, shapes)),
-            tensors[0].dtype if tensors else dtype,
-            reduction,
-            source,
-            key,
-            self._place or program_place(),
-            self.context,
-        )
+    def _record(self, made: CommunicationCall) -> CommunicationCall:
+        """Note the call with its place and context, and return it. Raises CommunicationError for a wrong group."""
+        call = replace(made, place=self._place or program_place(), context=self.context)
         self.current = call
         if self.listener is not None:
             self.listener(call)
@@ -243,7 +232,7 @@ class CommunicatorBase:
             raise CommunicationError(
                 f"rank {self.rank} of {self.world_size}: {call}: this rank is not in it, or a rank does not exist"
             )
-        if kind not in ("send", "recv") and len(set(call.ranks)) != len(call.ranks):
+        if call.kind not in ("send", "recv") and len(set(call.ranks)) != len(call.ranks):
             raise CommunicationError(f"rank {self.rank}: {call}: a rank is in the group twice")
         return call
 

@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,26 +143,36 @@ def _activity(outcome: RankOutcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSpecification:
-    """A job as every rank reads it.
+    """The call of `function(communicator, **kwargs)` on every rank.
 
     target        "package.module:function" or "file.py:function"
     world_size    number of ranks
-    backend       of torch.distributed
-    devices       by rank
-    kwargs        of the function
+    kwargs        of the function, picklable
     rank_kwargs   by rank, added to `kwargs`
+    backend       of torch.distributed
+    devices       by rank; without, the CPU
     groups        of ranks, see `torch_communicator`
     pairs         of ranks, see `torch_communicator`
     """
 
     target: str
     world_size: int
-    backend: str
-    devices: tuple[str, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     rank_kwargs: tuple[Mapping[str, Any], ...] = ()
+    backend: str = "gloo"
+    devices: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     pairs: tuple[tuple[int, int], ...] = ()
+
+    def device_of(self, rank: int) -> str:
+        """Return the device of a rank."""
+        return self.devices[rank] if self.devices else "cpu"
+
+    def check(self) -> None:
+        """Raise LaunchError where there are no ranks, or not a device or arguments for each."""
+        ranks, devices, arguments = self.world_size, len(self.devices) or self.world_size, len(self.rank_kwargs)
+        if ranks < 1 or devices != ranks or arguments not in (0, ranks):
+            raise LaunchError(f"{ranks} ranks, {devices} devices, {arguments} sets of arguments")
 
 
 @dataclass(frozen=True, slots=True)

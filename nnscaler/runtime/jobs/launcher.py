@@ -141,46 +141,24 @@ def _module_path() -> list[str]:
 
 
 def launch(
-    world_size: int,
-    target: str,
-    kwargs: Mapping[str, Any] | None = None,
+    specification: JobSpecification,
     *,
     timeout: float,
-    rank_kwargs: Sequence[Mapping[str, Any]] = (),
     stall: float | None = None,
     log_dir: str | Path | None = None,
-    backend: str = "gloo",
-    devices: Sequence[str] | None = None,
-    groups: Sequence[Sequence[int]] = (),
-    pairs: Sequence[tuple[int, int]] = (),
     server: ForkServer | None = None,
 ) -> JobOutcome:
-    """Run `function(communicator, **kwargs)` on `world_size` ranks and return the outcome of each.
+    """Run a job, and return the outcome of each of its ranks.
 
-    target       "package.module:function" or "file.py:function"
-    kwargs       picklable; `rank_kwargs[rank]` is added to them
     timeout      seconds for the whole job; stall: seconds without progress that make a deadlock (min(20, timeout / 2));
                  both of a FairClock, which stands while ranks wait for a processor
     log_dir      folder for the ranks' output, rank_<n>.log each; without it only its end is kept, in the outcome
-    devices      of each rank, "cpu" without
-    groups, pairs: see `torch_communicator`
     server       to start from; without, one is started for this job (a second or two)
 
     Failures of ranks are in the outcome. Raises LaunchError when the job cannot be started.
     """
-    places = tuple(devices) if devices is not None else ("cpu",) * world_size
-    if world_size < 1 or len(places) != world_size or (rank_kwargs and len(rank_kwargs) != world_size):
-        raise LaunchError(f"{world_size} ranks, {len(places)} devices, {len(rank_kwargs)} sets of arguments")
-    specification = JobSpecification(
-        target,
-        world_size,
-        backend,
-        places,
-        dict(kwargs or {}),
-        tuple(dict(k) for k in rank_kwargs),
-        tuple(tuple(g) for g in groups),
-        tuple(pairs),
-    )
+    specification.check()
+    world_size = specification.world_size
     with contextlib.ExitStack() as stack:
         used = server if server is not None else stack.enter_context(ForkServer())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="job-", dir=used.folder)))

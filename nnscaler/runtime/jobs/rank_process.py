@@ -37,7 +37,7 @@ def run_rank(directory: Path, rank: int, log: Path) -> int:
     try:
         status = StatusWriter(job.status, rank)
         specification = job.read_specification()
-        device = torch.device(specification.devices[rank])
+        device = torch.device(specification.device_of(rank))
         function = resolve(specification.target)
         join(specification.backend, rank, specification.world_size, device, job.store)
         status.computing()

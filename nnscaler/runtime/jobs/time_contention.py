@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
 from nnscaler.runtime.program.program_directory import read_program
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
 ROUNDS = 7  # in which everything takes a turn, so that what disturbs the machine for a while disturbs all alike
 
@@ -41,9 +41,8 @@ class _Steps:
 
     def __init__(self, program: str) -> None:
         directory = read_program(program)
-        self.executor = RankExecutor(
-            directory.role(0), 0, CommunicatorBase(0, 1), directory.state(), shapes=directory.shapes
-        )
+        settings = ExecutorSettings(shapes=directory.manifest.shapes)
+        self.executor = RankExecutor(directory.role(0), 0, CommunicatorBase(0, 1), directory.state(), settings)
         self.batch = directory.inputs()
 
     def run(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,43 +9,42 @@ from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.shards import same_bits, unravel
 from nnscaler.runtime.training.reducer import holding
 
-FORMAT = 1  # of the manifests that this runtime understands
 _CONSTANT = "_constants."  # of the names of tensors that the model's code makes
 _AGAIN = "compile the model again"
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramDirectory:
-    """`manifest`: the content of manifest.json."""
+    """A program's folder and what its manifest says."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @property
     def ranks(self) -> int:
-        return int(self.manifest["ranks"])
+        return self.manifest.ranks
 
     def role(self, rank: int) -> ModuleType:
         """Return the role module that `rank` runs. Raises ProgramError for a rank that the program does not have."""
-        for role in self.manifest["roles"]:
-            if rank in role["ranks"]:
-                return load_role(self.path / role["file"])
-        raise ProgramError(f"{self.path} is a program for {self.ranks} ranks and has no rank {rank}")
+        role = self.manifest.role_of(rank)
+        if role is None:
+            raise ProgramError(f"{self.path} is a program for {self.ranks} ranks and has no rank {rank}")
+        return load_role(self.path / role.file)
 
     def stages(self) -> list[type[Stage]]:
         """Return the stage classes of all roles."""
-        return [stage for role in self.manifest["roles"] for stage in load_role(self.path / role["file"]).STAGES]
+        return [stage for file in self.manifest.role_files for stage in load_role(self.path / file).STAGES]
 
     def state(self) -> dict[str, Tensor]:
         """Read the logical tensors of the model by name; their pages are read when they are used.
@@ -70,59 +68,40 @@ class ProgramDirectory:
         that something else takes the place of. `part`, `of`: only so many of the names, so that ranks share the work.
         Raises ProgramError, which names the tensor.
         """
-        recorded, file = self._recorded(self.manifest.get("state")), self.path / "state.pt"
+        recorded, file = self.manifest.state, self.path / "state.pt"
         for name in sorted(set(recorded) - set(without))[part::of]:
             if name not in state:
                 raise ProgramError(f"{file} lacks `{name}`: {_AGAIN}")
             right, constant = recorded[name], name.startswith(_CONSTANT)
-            hashed = right["sha256"] is not None and (constant or not own_weights)
+            hashed = right.sha256 is not None and (constant or not own_weights)
             found = _entry(state[name], hashed)
-            if (found["dtype"], found["shape"]) != (right["dtype"], right["shape"]):
-                kinds = [f"{entry['dtype']}{entry['shape']}" for entry in (found, right)]
+            if (found.dtype, found.shape) != (right.dtype, right.shape):
+                kinds = [f"{entry.dtype}{list(entry.shape)}" for entry in (found, right)]
                 raise ProgramError(f"`{name}` in {file} is {kinds[0]}, and the program's is {kinds[1]}")
-            if right["sha256"] is None and not own_weights:
+            if right.sha256 is None and not own_weights:
                 why = "it was compiled without values (on the meta device)"
                 raise ProgramError(f"{self.path} has no hash of `{name}`, {why}: weights of yours need --own-weights")
-            if hashed and found["sha256"] != right["sha256"]:
+            if hashed and found.sha256 != right.sha256:
                 way = "it belongs to the model's code" if constant else "weights replaced on purpose need --own-weights"
                 raise ProgramError(f"`{name}` in {file} is not what the program was compiled with: {_AGAIN}; {way}")
-        for names in self.tied[part::of]:
+        for names in self.manifest.tied[part::of]:
             held = [name for name in names if name in state and name not in without]
             other = next((name for name in held if not _same(state[held[0]], state[name])), None)
             if other is not None:
                 raise ProgramError(f"`{held[0]}` and `{other}` in {file} differ, and in the model they are one tensor")
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the global batch that the program is for, by input; none where the manifest does not say."""
-        return {entry["name"]: tuple(entry["shape"]) for entry in self.manifest.get("inputs", ())}
-
-    @property
-    def tied(self) -> list[list[str]]:
-        """All names of each parameter and buffer that has several."""
-        stored = (*self.manifest.get("parameters", ()), *self.manifest.get("buffers", ()))
-        return [list(entry["fqns"]) for entry in stored if len(entry.get("fqns", ())) > 1]
 
     def inputs(self) -> dict[str, Tensor]:
         """Read the sample batch.
 
         Raises ProgramError, also where it is not the one that the program was compiled with.
         """
-        batch, recorded = (
-            self._tensors("inputs.pt", "the program is incomplete"),
-            self._recorded(self.manifest.get("batch")),
-        )
+        batch, recorded = self._tensors("inputs.pt", "the program is incomplete"), self.manifest.batch
         found = describe_state(batch)
         for name in sorted({*recorded, *found}):
             if found.get(name) != recorded.get(name):
                 wrong = f"`{name}` in {self.path / 'inputs.pt'} is not what the program was compiled with"
                 raise ProgramError(f"{wrong}: return another batch from sample_inputs() and {_AGAIN}")
         return batch
-
-    def _recorded(self, entry: dict[str, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
-        if entry is None:
-            raise ProgramError(f"{self.path} has no record of its tensors, as older versions wrote it: {_AGAIN}")
-        return entry
 
     def _tensors(self, name: str, reason: str) -> dict[str, Tensor]:
         file = self.path / name
@@ -135,14 +114,14 @@ def read_program(path: str | Path) -> ProgramDirectory:
     """Read the program in a directory that `nnscaler compile --out` wrote. Raises ProgramError when it is none."""
     directory = Path(path)
     try:
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return ProgramDirectory(directory, read_manifest(directory))
+    except NoManifest:
         raise ProgramError(f"{directory} is not a compiled program: it has no manifest.json") from None
-    except ValueError as error:
-        raise ProgramError(f"{directory / 'manifest.json'} is not JSON: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise ProgramError(f"{directory} has format {manifest.get('format')}; this runtime reads format {FORMAT}")
-    return ProgramDirectory(directory, manifest)
+    except ManifestError as error:
+        if {"state", "batch"}.intersection(error.missing):
+            message = f"{directory} has no record of its tensors, as older versions wrote it: {_AGAIN}"
+            raise ProgramError(message) from None
+        raise ProgramError(f"{error}: {_AGAIN}") from None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -159,12 +138,12 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def describe_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+def describe_state(state: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Return the dtype, the shape and the hash of each tensor, as a manifest has them under "state".
 
     Tensors without data (on the meta device) have no hash.
     """
-    known: dict[int, dict[str, Any]] = {}
+    known: dict[int, StoredTensor] = {}
     for tensor in state.values():  # a tied parameter has several names and is read once
         if id(tensor) not in known:
             known[id(tensor)] = _entry(tensor, not tensor.is_meta)
@@ -177,12 +156,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return places[0] == places[1] or same_bits(a, b)
 
 
-def _entry(tensor: Tensor, hashed: bool) -> dict[str, Any]:
+def _entry(tensor: Tensor, hashed: bool) -> StoredTensor:
     dtype, digest = str(tensor.dtype).removeprefix("torch."), None
     if hashed:
         values = tensor.detach().cpu().contiguous().reshape(-1)
         digest = sha256(values.view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
-    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": digest}
+    return StoredTensor(dtype, tuple(tensor.shape), digest)
 
 
 def groups_of(stages: list[type[Stage]]) -> list[tuple[int, ...]]:

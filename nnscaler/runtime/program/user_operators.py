@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nnscaler.manifest import MANIFEST, ManifestError, NoManifest, OperatorFile, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.loader import load_user_module
 
@@ -110,9 +110,10 @@ def locate(file: str, beside: Path) -> Path | None:
     if not file:
         return None
     record = _record(file, beside)
-    places = (beside / file, beside / record.get("from_here", file), Path(record.get("file", file)), Path(file))
+    recorded = () if record is None else (beside / (record.from_here or file), Path(record.file))
+    places = (beside / file, *recorded, Path(file))
     found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
-    digest = record.get("sha256")
+    digest = None if record is None else record.sha256
     same = found if digest is None else [path for path in found if sha256(path.read_bytes()).hexdigest() == digest]
     if found and not same:
         raise ProgramError(
@@ -121,18 +122,17 @@ def locate(file: str, beside: Path) -> Path | None:
     return same[0] if same else None
 
 
-def _record(file: str, beside: Path) -> dict[str, Any]:
-    """Return what the program's manifest has of the file; nothing where there is no manifest.
+def _record(file: str, beside: Path) -> OperatorFile | None:
+    """Return what the program's manifest has of the file; None where there is no manifest.
 
-    Raises ProgramError where it leaves the file out: then nobody knows whether it was changed.
+    Raises ProgramError where it leaves the file out, or cannot be read: then nobody knows whether it was changed.
     """
     try:
-        manifest = json.loads((beside / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    recorded: dict[str, dict[str, Any]] = manifest.get("operator_files", {})
+        recorded = read_manifest(beside).operator_files
+    except NoManifest:
+        return None
+    except ManifestError as error:
+        raise ProgramError(f"{error}: compile again") from None
     if file.endswith(".py") and file not in recorded:
-        raise ProgramError(
-            f"{beside / 'manifest.json'} has no hash of {file}, from which operators come: compile again"
-        )
-    return recorded.get(file, {})
+        raise ProgramError(f"{beside / MANIFEST} has no hash of {file}, from which operators come: compile again")
+    return recorded.get(file)

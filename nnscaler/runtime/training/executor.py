@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -42,16 +42,38 @@ class InFlight:
     received: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How a role module is run.
+
+    precision   replaces every floating dtype of the program; None: as written
+    device      of this rank
+    dropout     False makes dropout the identity
+    seed        dropout draws from (seed, operation, number of the batch)
+    first_step  optimizer steps made before, as a checkpoint has them
+    first_pass  batches run before; None: one a step
+    loss_scale  backward starts from it instead of 1, and it is taken out of the summed gradients, so that small ones
+                survive half precision
+    shapes      input -> shape of the global batch that the program is for; another one is refused
+    tied        all names of each parameter or buffer that has several, for checkpoints
+    """
+
+    precision: str | None = None
+    device: torch.device | str = "cpu"
+    dropout: bool = True
+    seed: int = 0
+    first_step: int = 0
+    first_pass: int | None = None
+    loss_scale: float = 1.0
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tied: Sequence[Sequence[str]] = ()
+
+
 class RankExecutor:
     """`role_module` on rank `rank`, with parameters and buffers cut from the logical tensors in `state`.
 
-    `precision` replaces every floating dtype of the program (None: as written). `dropout=False` makes dropout the
-    identity; dropout draws from (`seed`, operation, number of the batch). `first_step`, `first_pass`: optimizer steps
-    made and batches run before, as a checkpoint has them (`first_pass` None: one batch a step). `tied`: all names of
-    each parameter or buffer that has several, for checkpoints.
     `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is "prepare" (micro
-    is -1), "forward", or "backward" for its gradient. `loss_scale`: backward starts from it instead of 1, and it is
-    taken out of the summed gradients, so that small ones survive half precision.
+    is -1), "forward", or "backward" for its gradient.
 
     `parameters` maps (stage index, attribute) to the trainable parameters, each with its `.description`; a tied
     parameter that two stages hold on this rank occurs twice, as one object.
@@ -64,32 +86,25 @@ class RankExecutor:
         rank: int,
         communicator: Communicator,
         state: Mapping[str, Tensor],
+        settings: ExecutorSettings = ExecutorSettings(),
         *,
-        precision: str | None = None,
-        device: torch.device | str = "cpu",
-        dropout: bool = True,
-        seed: int = 0,
-        first_step: int = 0,
-        first_pass: int | None = None,
-        loss_scale: float = 1.0,
         observe: Observe | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        tied: Sequence[Sequence[str]] = (),
     ) -> None:
         if rank != communicator.rank:
             raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
         self.module = role_module if observe is None else observed_copy(role_module)
         self.rank, self.communicator = rank, communicator
-        self.precision, self.device = precision, torch.device(device)
-        self.context = RunContext(seed, dropout, first_step, first_step if first_pass is None else first_pass)
-        self.tied = tuple(tuple(names) for names in tied)
-        self.loss_scale = loss_scale
-        self._shapes = dict(shapes or {})
+        self.precision, self.device = settings.precision, torch.device(settings.device)
+        first, passes = settings.first_step, settings.first_pass
+        self.context = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
+        self.tied = tuple(tuple(names) for names in settings.tied)
+        self.loss_scale = settings.loss_scale
+        self._shapes = dict(settings.shapes)
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
-        builder = StageBuilder(communicator, state, precision, self.device, self.context)
-        with precision_of_run(precision):
+        builder = StageBuilder(communicator, state, self.precision, self.device, self.context)
+        with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): getattr(stage, name) for index, stage in self.stages.items() for name in stage.parameters

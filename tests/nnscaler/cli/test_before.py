@@ -97,8 +97,8 @@ def fill(folder: Path) -> None:
     (folder / "gate.toml").write_text("[tool.nnscaler.gate]\nsed = 3\n")
     program = folder / "program"
     program.mkdir()
-    entries = dict.fromkeys(("format", "micro_batches", "schedule", "inputs", "tensors", "state", "batch"), 1)
-    (program / "manifest.json").write_text(json.dumps({**entries, "ranks": 2, "axes": [], "roles": []}))
+    entries = {"format": 1, "micro_batches": 1, "schedule": "1f1b", "tensors": {}, "state": {}, "batch": {}}
+    (program / "manifest.json").write_text(json.dumps({**entries, "ranks": 2, "axes": [], "roles": [], "inputs": []}))
 
 
 @pytest.fixture(scope="module")

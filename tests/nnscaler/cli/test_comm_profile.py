@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from nnscaler.cli.main import main
 from nnscaler.cli.output.comm_profile import ProfileOutput, add_option, class_lines, show_profile, total_lines
 from nnscaler.cli.output.console import Console
 from nnscaler.errors import NnscalerError
+from nnscaler.manifest import CommunicationProfile
+from nnscaler.records import decode
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -25,12 +28,15 @@ def entry(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PROFILE = {
+DATA = {
     "version": 1,
     "unit": "bytes per step",
     "totals": [{"axis": "tp", "kind": "all_reduce", "direction": "forward", "calls": 4096, "bytes": 1536}],
     "classes": [entry(), entry(stage=1), entry(axis="dp", total_bytes=5, bytes=5, stage=1)],
 }
+
+
+PROFILE = decode(CommunicationProfile, DATA)
 
 
 class _Text(Console):
@@ -62,7 +68,7 @@ def test_totals() -> None:
     head, line = total_lines(PROFILE)
     assert head.split() == ["axis", "collective", "direction", "calls", "a", "step", "bytes", "a", "step"]
     assert line.split() == ["tp", "all_reduce", "forward", "4,096", "1.5", "KiB"]
-    assert total_lines({"totals": [], "classes": []}) == ["communication: none"]
+    assert total_lines(replace(PROFILE, totals=(), classes=())) == ["communication: none"]
 
 
 def test_classes_of_equal_stages_share_a_line() -> None:
@@ -79,7 +85,7 @@ def test_show(tmp_path: Path) -> None:
     show_profile(PROFILE, ProfileOutput(), console)
     assert console.text.splitlines() == class_lines(PROFILE)
     show_profile(PROFILE, ProfileOutput(str(tmp_path / "p.json")), console)
-    assert json.loads((tmp_path / "p.json").read_text()) == PROFILE
+    assert json.loads((tmp_path / "p.json").read_text()) == DATA
 
 
 def test_an_old_program_has_no_profile() -> None:

@@ -102,8 +102,8 @@ def test_a_saved_program_is_complete(chain: Program, tmp_path: Path) -> None:
     names = {file.name for file in path.iterdir()}
     assert names == {"manifest.json", "plan.json", "graph.txt", "state.pt", "inputs.pt", "role_0.py", "role_1.py"}
     assert Plan.from_json((path / "plan.json").read_text()) == chain.plan
-    for role in chain.manifest["roles"]:
-        assert hashlib.sha256((path / role["file"]).read_bytes()).hexdigest() == role["sha256"]
+    for role in chain.manifest.roles:
+        assert hashlib.sha256((path / role.file).read_bytes()).hexdigest() == role.sha256
 
 
 def test_a_folder_with_other_things_is_not_overwritten(chain: Program, tmp_path: Path) -> None:

@@ -18,15 +18,16 @@ from nnscaler.codegen.program import Program
 from nnscaler.communication import profile_gradients
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
-from nnscaler.communication.profile import CommunicationProfile, communication_profile
+from nnscaler.communication.profile import StepCommunication, step_communication
 from nnscaler.compile import compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.signature import signatures
+from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role, load_user_module
 from nnscaler.runtime.training import reducer
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
 from nnscaler.transform.apply import apply_plan
@@ -37,14 +38,14 @@ from verify.programs.random_plans import random_plan
 Made = tuple[int, str, tuple[int, ...], int, str, str]  # rank, kind, group, bytes, dtype, phase
 
 
-def profile_of(traced: Traced, plan: Plan) -> CommunicationProfile:
+def profile_of(traced: Traced, plan: Plan) -> StepCommunication:
     known = dict(signatures(traced.graph))
     communicated = materialise(apply_plan(traced.graph, known, plan), known)
     order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
-    return communication_profile(communicated, order)
+    return step_communication(communicated, order)
 
 
-def said(profile: CommunicationProfile) -> Counter[Made]:
+def said(profile: StepCommunication) -> Counter[Made]:
     """Every call of every rank in one step, by the profile."""
     found: Counter[Made] = Counter()
     for entry in profile.classes:
@@ -65,17 +66,19 @@ def said(profile: CommunicationProfile) -> Counter[Made]:
 def counted(program: Program, folder: Path) -> Counter[Made]:
     """Every call of every rank in one step, on the simulator."""
     path = program.save(folder / "program")
-    roles = {r: load_role(path / role["file"]) for role in program.manifest["roles"] for r in role["ranks"]}
+    roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
 
     def run(communicator: Communicator) -> list[CommunicationCall]:
-        executor = RankExecutor(roles[communicator.rank], communicator.rank, communicator, program.state, dropout=False)
+        executor = RankExecutor(
+            roles[communicator.rank], communicator.rank, communicator, program.state, ExecutorSettings(dropout=False)
+        )
         made: list[CommunicationCall] = []
         communicator.listener = made.append
         executor.step(program.inputs)
         return made
 
     found: Counter[Made] = Counter()
-    for rank, calls in enumerate(Simulator(int(program.manifest["ranks"])).run(run)):
+    for rank, calls in enumerate(Simulator(program.manifest.ranks).run(run)):
         for call in calls:
             assert call.dtype is not None
             elements = handed_over(call)
@@ -105,8 +108,8 @@ def phase_of(call: CommunicationCall) -> str:
 def check(traced: Traced, plan: Plan | str, ranks: int, folder: Path, **options: Any) -> Counter[Made]:
     program = compile_traced(traced, ranks=ranks, plan=plan, model={"name": "model"}, **options)
     profile = profile_of(traced, program.plan)
-    assert program.manifest["communication_profile"] == profile.as_dict()
-    jsonschema.validate(json.loads(json.dumps(profile.as_dict())), schema())
+    assert program.manifest.communication_profile == profile.record
+    jsonschema.validate(json.loads(json.dumps(encode(profile.record))), schema())
     right, found = counted(program, folder), said(profile)
     assert right, "this plan communicates nothing, so nothing is tested"
     assert found == right, (
@@ -269,7 +272,7 @@ def test_the_manifest_of_a_large_mesh_stays_small(gpt: Traced) -> None:
     sizes = []
     for dp in (2, 12):
         program = compile_traced(gpt, ranks=2 * dp * 2, plan=f"dp={dp},tp=2,pp=2", model={"name": "m"})
-        sizes.append(len(json.dumps(program.manifest["communication_profile"])))
+        sizes.append(len(json.dumps(encode(program.manifest.communication_profile))))
     assert sizes[1] < 1.1 * sizes[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +10,11 @@ from torch import Tensor
 
 from nnscaler.codegen.program import Program
 from nnscaler.compile import compile_traced
+from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.tracing import Traced
 from tests import traced_examples
 
@@ -27,10 +27,12 @@ def traced(request: pytest.FixtureRequest) -> Traced:
 def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:
     """rank -> bytes of stored tensors, of gradients, and the most that autograd keeps of one step's activations."""
     path = program.save(folder / "program")
-    roles = {r: load_role(path / role["file"]) for role in program.manifest["roles"] for r in role["ranks"]}
+    roles = {r: load_role(path / role.file) for role in program.manifest.roles for r in role.ranks}
 
     def run(communicator: Communicator) -> tuple[int, int, int]:
-        executor = RankExecutor(roles[communicator.rank], communicator.rank, communicator, program.state, dropout=False)
+        executor = RankExecutor(
+            roles[communicator.rank], communicator.rank, communicator, program.state, ExecutorSettings(dropout=False)
+        )
         stored = [e[3] for e in executor.local_tensors("parameter") + executor.local_tensors("buffer")]
         stored += [getattr(s, n) for s in executor.stages.values() for n in s.constants]
         own = {t.untyped_storage().data_ptr() for t in stored if t is not None}
@@ -59,7 +61,7 @@ def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:
             peak[0],
         )
 
-    return dict(enumerate(Simulator(int(program.manifest["ranks"])).run(run)))
+    return dict(enumerate(Simulator(program.manifest.ranks).run(run)))
 
 
 @pytest.mark.parametrize("plan", ["tp=2,pp=2", "dp=2"])
@@ -67,24 +69,25 @@ def test_memory(traced: Traced, plan: str, tmp_path: Path) -> None:
     ranks = 4 if "pp" in plan else 2
     micro_batches = 4 if "pp" in plan else 1
     program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=micro_batches, model={"name": "m"})
-    entries: list[dict[str, Any]] = program.manifest["memory"]
-    assert [e["role"] for e in entries] == list(range(len(entries)))
+    entries = program.manifest.memory
+    assert [e.role for e in entries] == list(range(len(entries)))
     for rank, (parameters, gradients, activations) in held(program, tmp_path).items():
         entry = entries[rank // (ranks // len(entries))]
-        assert (entry["parameters"], entry["gradients"]) == (parameters, gradients)
-        assert entry["total"] == parameters + gradients + entry["activations"]
-        assert 0.6 < entry["activations"] / activations < 1.5, (rank, entry["activations"], activations)
+        assert (entry.parameters, entry.gradients) == (parameters, gradients)
+        assert entry.total == parameters + gradients + entry.activations
+        assert 0.6 < entry.activations / activations < 1.5, (rank, entry.activations, activations)
 
 
 def test_the_timeline_is_the_schedule(traced: Traced) -> None:
     program = compile_traced(traced, ranks=4, plan="dp=2,pp=2", micro_batches=3, model={"name": "m"})
-    timeline = program.manifest["timeline"]
-    assert set(timeline["rows"][0]) == {"role", "ranks", "bars"}
-    assert [row["ranks"] for row in timeline["rows"]] == ["0-1", "2-3"]
-    texts = [" ".join(f"{b['kind']}{b['stage']}.{b['micro']}" for b in row["bars"]) for row in timeline["rows"]]
+    timeline = program.manifest.timeline
+    assert timeline is not None
+    assert set(encode(timeline.rows[0])) == {"role", "ranks", "bars"}
+    assert [row.ranks for row in timeline.rows] == ["0-1", "2-3"]
+    texts = [" ".join(f"{b.kind}{b.stage}.{b.micro}" for b in row.bars) for row in timeline.rows]
     assert texts == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]
-    lengths = {(b["kind"], b["stage"]): b["end"] - b["start"] for row in timeline["rows"] for b in row["bars"]}
+    lengths = {(b.kind, b.stage): b.end - b.start for row in timeline.rows for b in row.bars}
     assert max(lengths["F", 0], lengths["F", 1]) == pytest.approx(1.0)
     assert lengths["B", 0] == pytest.approx(2 * lengths["F", 0], rel=1e-3)
-    for row in timeline["rows"]:
-        assert all(a["end"] <= b["start"] for a, b in zip(row["bars"], row["bars"][1:], strict=False))
+    for row in timeline.rows:
+        assert all(a.end <= b.start for a, b in zip(row.bars, row.bars[1:], strict=False))

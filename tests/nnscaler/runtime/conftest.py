@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nnscaler.runtime import RankExecutor, Simulator, Stage
+from nnscaler.runtime import ExecutorSettings, RankExecutor, Simulator, Stage
 from nnscaler.runtime.layout import States
 from nnscaler.runtime.shards import assemble, unravel
 from tests.layouts import gradient_states
@@ -70,7 +70,7 @@ Runner = Callable[..., Run]
 
 @pytest.fixture
 def run() -> Runner:
-    """run(roles, state, batches, **options of RankExecutor): a step per batch, with SGD of 0.1 between steps."""
+    """run(roles, state, batches, **settings of the executor): a step per batch, with SGD of 0.1 between steps."""
 
     def go(
         roles: Sequence[ModuleType], state: Mapping[str, Tensor], *batches: Mapping[str, Tensor], **options: Any
@@ -79,7 +79,7 @@ def run() -> Runner:
 
         def work(communicator: Any) -> tuple[RankExecutor, list[float | None]]:
             module = next(r for r in roles if communicator.rank in r.RANKS)
-            executor = RankExecutor(module, communicator.rank, communicator, state, **options)
+            executor = RankExecutor(module, communicator.rank, communicator, state, ExecutorSettings(**options))
             losses: list[float | None] = []
             for step, batch in enumerate(batches):
                 if step:

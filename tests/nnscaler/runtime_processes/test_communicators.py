@@ -8,6 +8,7 @@ import torch
 from nnscaler.runtime.communication.communicator import CommunicationCall, CommunicationError
 from nnscaler.runtime.communication.gloo import _agreement, _forward_of
 from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.program.loader import load_user_module
 
@@ -15,7 +16,7 @@ from nnscaler.runtime.program.loader import load_user_module
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gloo_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions: str, world: int) -> None:
     expected = Simulator(world).run(load_user_module(rank_functions).every_call)
-    outcome = launch(world, f"{rank_functions}:every_call", timeout=60, server=server)
+    outcome = launch(JobSpecification(f"{rank_functions}:every_call", world), timeout=60, server=server)
     for found, wanted in zip(outcome.results(), expected, strict=True):
         assert [t.dtype for t in found] == [t.dtype for t in wanted]
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -24,7 +25,7 @@ def test_gloo_gives_the_bits_of_the_simulator(server: ForkServer, rank_functions
 def test_unequal_tensors_give_the_bits_of_the_simulator(server: ForkServer, rank_functions: str) -> None:
     expected = Simulator(3).run(load_user_module(rank_functions).unequal)
     assert len({tuple(t.shape) for t in expected[0]}) > 6
-    outcome = launch(3, f"{rank_functions}:unequal", timeout=60, server=server)
+    outcome = launch(JobSpecification(f"{rank_functions}:unequal", 3), timeout=60, server=server)
     for found, wanted in zip(outcome.results(), expected, strict=True):
         assert [t.shape for t in found] == [t.shape for t in wanted]
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -36,7 +37,7 @@ def test_messages_without_tags_are_matched_by_announcement(
 ) -> None:
     """The communicator for NCCL, run over gloo: groups of torch, messages in the sender's order."""
     expected = Simulator(3).run(load_user_module(rank_functions).every_call)
-    outcome = launch(3, f"{rank_functions}:without_tags", {"pairs": pairs}, timeout=60, server=server)
+    outcome = launch(JobSpecification(f"{rank_functions}:without_tags", 3, {"pairs": pairs}), timeout=60, server=server)
     for found, wanted in zip(outcome.results(), expected, strict=True):
         for a, b in zip(found, wanted, strict=True):
             # Sums are in gloo's own order here: in bfloat16, terms of size 1 to 3 are rounded by up to 2**-7 each.
@@ -45,7 +46,7 @@ def test_messages_without_tags_are_matched_by_announcement(
 
 
 def test_ranks_that_disagree_wait_and_say_in_what(server: ForkServer, rank_functions: str) -> None:
-    outcome = launch(2, f"{rank_functions}:disagree", timeout=60, stall=0.5, server=server)
+    outcome = launch(JobSpecification(f"{rank_functions}:disagree", 2), timeout=60, stall=0.5, server=server)
     assert (outcome.end, outcome.all_blocked) == ("deadlock", True)
     assert "all_gather float32[3] over ranks (0, 1) at " in outcome[0].waiting
     assert "rank_functions.py:" in outcome[0].waiting

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nnscaler.records import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.process_group import ProcessPlace, torchrun_place
@@ -74,7 +75,7 @@ def write_program(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     for role, (text, name, ranks) in enumerate(((FIRST, "Stage0", (0, 1)), (SECOND, "Stage1", (2, 3)))):
         order = f'\nSTAGES = ({name},)\nRANKS = {ranks}\nSCHEDULE = "F{role}.0 F{role}.1 B{role}.0 B{role}.1"\n'
         (folder / f"role_{role}.py").write_text(HEAD + text + order)
-        roles.append({"file": f"role_{role}.py", "ranks": ranks, "stages": [role]})
+        roles.append({"file": f"role_{role}.py", "sha256": "", "ranks": ranks, "stages": [role]})
     manifest = {
         "format": 1,
         "model": {"name": "Tiny", "file": "tiny.py"},
@@ -83,8 +84,10 @@ def write_program(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         "micro_batches": 2,
         "schedule": "1f1b",
         "roles": roles,
-        "state": describe_state(state),
-        "batch": describe_state({"x": x}),
+        "inputs": [{"name": "x", "shape": list(x.shape), "dtype": "float32"}],
+        "tensors": {},
+        "state": encode(describe_state(state)),
+        "batch": encode(describe_state({"x": x})),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     torch.save(state, folder / "state.pt")
@@ -140,7 +143,7 @@ def write_program_of_one_rank(tmp_path: Path) -> tuple[dict[str, torch.Tensor], 
     tmp_path.mkdir(exist_ok=True)
     state, x = write_program(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest |= {"ranks": 1, "axes": [], "roles": [{"file": "role_0.py", "ranks": [0], "stages": [0, 1]}]}
+    manifest |= {"ranks": 1, "axes": [], "roles": [dict(manifest["roles"][0], ranks=[0], stages=[0, 1])]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     text = HEAD + FIRST + SECOND + '\nSTAGES = (Stage0, Stage1)\nRANKS = (0,)\nSCHEDULE = "F0.0 F1.0 B1.0 B0.0"\n'
     text = text.replace("micro_batches = 2", "micro_batches = 1").replace('(2, 3), "float32"', '(8, 3), "float32"')
@@ -293,10 +296,12 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
         "axes": [],
         "micro_batches": 1,
         "schedule": "1f1b",
-        "roles": [{"file": "role_0.py", "ranks": (0,), "stages": [0]}],
-        "state": describe_state({"w": torch.tensor(3.0)}),
+        "roles": [{"file": "role_0.py", "sha256": "", "ranks": (0,), "stages": [0]}],
+        "inputs": [],
+        "tensors": {},
+        "state": encode(describe_state({"w": torch.tensor(3.0)})),
         "batch": {},
-        "operator_files": {str(tmp_path / "model.py"): {"sha256": None}},
+        "operator_files": {str(tmp_path / "model.py"): {"file": str(tmp_path / "model.py"), "sha256": None}},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     torch.save({"w": torch.tensor(3.0)}, folder / "state.pt")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nnscaler.records import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.program.program_directory import describe_state
 from tests.nnscaler.runtime_processes.test_launch import write_program_of_one_rank
@@ -60,8 +61,9 @@ def test_a_hash_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_tied_weight_with_two_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, _ = write_program_of_one_rank(tmp_path)
     more = {**state, "tied.weight": state["second.weight"] + 1}
-    tied = [{"fqns": ["second.weight", "tied.weight"]}]
-    change_manifest(tmp_path, lambda manifest: manifest.update(parameters=tied, state=describe_state(more)))
+    both = ["second.weight", "tied.weight"]
+    tied = [{"fqns": both, "shape": [1, 3], "dtype": "float32", "trainable": True, "used": True}]
+    change_manifest(tmp_path, lambda manifest: manifest.update(parameters=tied, state=encode(describe_state(more))))
     torch.save(more, tmp_path / "state.pt")
     for own in ([], ["--own-weights"]):
         assert launch.main([str(tmp_path), "--device", "cpu", "--steps", "1", *own]) == 2
@@ -84,7 +86,7 @@ def test_another_sample_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_constant_belongs_to_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state, _ = write_program_of_one_rank(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["state"] = describe_state({**state, "_constants.0": torch.ones(2)})
+    manifest["state"] = encode(describe_state({**state, "_constants.0": torch.ones(2)}))
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     replace_tensor(tmp_path, "_constants.0", torch.zeros(2))
     assert launch.main([str(tmp_path), "--device", "cpu", "--own-weights"]) == 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nnscaler.runtime.jobs.job import LaunchError
+from nnscaler.runtime.jobs.job import JobSpecification, LaunchError
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 
 
@@ -49,10 +49,9 @@ def processes_in(folder: Path, ranks: int) -> list[int]:
 
 
 def test_results_arguments_and_logs(server: ForkServer, rank_functions: str, tmp_path: Path) -> None:
-    numbers = [{"number": rank * 10} for rank in range(3)]
-    outcome = launch(
-        3, f"{rank_functions}:greet", {"text": "a"}, rank_kwargs=numbers, timeout=60, log_dir=tmp_path, server=server
-    )
+    numbers = tuple({"number": rank * 10} for rank in range(3))
+    job = JobSpecification(f"{rank_functions}:greet", 3, {"text": "a"}, rank_kwargs=numbers)
+    outcome = launch(job, timeout=60, log_dir=tmp_path, server=server)
     assert outcome.ok
     assert [r.result["number"] for r in outcome] == [0, 10, 20]
     assert all(torch.equal(r["total"], torch.tensor([3])) for r in outcome.results())
@@ -74,7 +73,7 @@ def test_results_arguments_and_logs(server: ForkServer, rank_functions: str, tmp
 def test_the_first_failure_ends_the_job(
     server: ForkServer, rank_functions: str, how: str, status: str, error: str
 ) -> None:
-    outcome = launch(3, f"{rank_functions}:fail", {"rank": 1, "how": how}, timeout=60, server=server)
+    outcome = launch(JobSpecification(f"{rank_functions}:fail", 3, {"rank": 1, "how": how}), timeout=60, server=server)
     failure = outcome.first_failure
     assert failure is not None
     assert (outcome.end, failure.rank, failure.status, failure.error) == ("failed", 1, status, error)
@@ -95,7 +94,7 @@ def test_the_first_failure_ends_the_job(
 
 def test_a_rank_that_loops_runs_into_the_time_limit(server: ForkServer, rank_functions: str) -> None:
     """Not a deadlock: one rank computes."""
-    outcome = launch(2, f"{rank_functions}:loop_for_ever", timeout=2, stall=0.3, server=server)
+    outcome = launch(JobSpecification(f"{rank_functions}:loop_for_ever", 2), timeout=2, stall=0.3, server=server)
     assert (outcome.end, outcome.all_blocked) == ("timeout", False)
     assert [r.status for r in outcome] == ["blocked", "running"]
     assert "barrier over ranks (0, 1)" in outcome[0].waiting
@@ -105,16 +104,17 @@ def test_a_rank_that_loops_runs_into_the_time_limit(server: ForkServer, rank_fun
 
 
 def test_what_ranks_started_ends_with_them(server: ForkServer, rank_functions: str, tmp_path: Path) -> None:
-    outcome = launch(1, f"{rank_functions}:sleep_beside_a_child", {"folder": str(tmp_path)}, timeout=3, server=server)
+    job = JobSpecification(f"{rank_functions}:sleep_beside_a_child", 1, {"folder": str(tmp_path)})
+    outcome = launch(job, timeout=3, server=server)
     assert outcome.end == "timeout"
     wait_for(lambda: not any(is_alive(p) for p in processes_in(tmp_path, 1)))
 
 
 def test_arguments_that_cannot_be_sent(server: ForkServer, rank_functions: str) -> None:
     with pytest.raises(LaunchError, match="cannot be sent to other processes"):
-        launch(2, f"{rank_functions}:greet", {"text": lambda: 1}, timeout=60, server=server)
+        launch(JobSpecification(f"{rank_functions}:greet", 2, {"text": lambda: 1}), timeout=60, server=server)
     with pytest.raises(LaunchError, match="2 ranks, 1 devices"):
-        launch(2, f"{rank_functions}:greet", devices=["cpu"], timeout=60, server=server)
+        launch(JobSpecification(f"{rank_functions}:greet", 2, devices=("cpu",)), timeout=60, server=server)
 
 
 def test_targets_that_do_not_exist(server: ForkServer, rank_functions: str) -> None:
@@ -123,7 +123,7 @@ def test_targets_that_do_not_exist(server: ForkServer, rank_functions: str) -> N
         ("no_such_module:run", "No module named 'no_such_module'"),
         ("function", "not of the form"),
     ):
-        failure = launch(1, target, timeout=60, server=server).first_failure
+        failure = launch(JobSpecification(target, 1), timeout=60, server=server).first_failure
         assert failure is not None
         assert message in (failure.error or "")
 
@@ -131,7 +131,7 @@ def test_targets_that_do_not_exist(server: ForkServer, rank_functions: str) -> N
 def test_a_server_that_is_killed_takes_its_ranks_along(rank_functions: str, tmp_path: Path) -> None:
     with ForkServer() as own, ThreadPoolExecutor() as threads:
         target, arguments = f"{rank_functions}:sleep_beside_a_child", {"folder": str(tmp_path)}
-        job = threads.submit(launch, 2, target, arguments, timeout=60, server=own)
+        job = threads.submit(launch, JobSpecification(target, 2, arguments), timeout=60, server=own)
         ranks = processes_in(tmp_path, 2)[::2]  # what ranks start is not reached without the server
         os.kill(own.process_id, signal.SIGKILL)
         with pytest.raises(LaunchError, match="the fork server has ended"):
@@ -144,8 +144,9 @@ def test_a_server_that_is_killed_takes_its_ranks_along(rank_functions: str, tmp_
 SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests are started
+from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import launch
-outcome = launch(2, {target!r}, {kwargs!r}, timeout=100)
+outcome = launch(JobSpecification({target!r}, 2, {kwargs!r}), timeout=100)
 print([r.result["number"] for r in outcome])
 """
 

@@ -60,12 +60,12 @@ def test_checkpointed_calls_are_recomputed(reentrant: bool) -> None:
 
 def test_what_is_kept_in_memory_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
     program = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
-    kept = program.manifest["memory"][0]["activations"]
+    kept = program.manifest.memory[0].activations
     monkeypatch.setattr(checkpoints, "_KEY", "another")
     monkeypatch.setattr("nnscaler.tracing.export.importer.checkpoint_of", lambda node: None)
     lost = nnscaler.parallelize(Model(False), BATCH, ranks=2, plan="dp=2")
     assert not any(isinstance(s, RecomputeStep) for s in lost.plan.steps)
-    assert kept < lost.manifest["memory"][0]["activations"]
+    assert kept < lost.manifest.memory[0].activations
 
 
 def test_a_plan_that_recomputes_says_all() -> None:

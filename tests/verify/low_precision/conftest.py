@@ -15,13 +15,13 @@ from nnscaler.compile import parallelize
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.rank_program import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
-from verify.programs.program_directory import ProgramDirectory, open_program
+from verify.programs.program_directory import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import exact_tolerance
 
@@ -32,7 +32,7 @@ class Case:
 
     model: nn.Module
     sample: SampleInputs
-    program: ProgramDirectory
+    program: OpenedProgram
     reference: Trajectory
     seed: int = 0
 
@@ -69,9 +69,8 @@ def _train(
     case: Case, communicator: Communicator, state: Mapping[str, Tensor], precision: str | None, scale: float
 ) -> RankResult:
     module = load_role(role_file(case.program.path, communicator.rank))
-    executor = RankExecutor(
-        module, communicator.rank, communicator, state, precision=precision, dropout=False, loss_scale=scale
-    )
+    settings = ExecutorSettings(precision=precision, dropout=False, loss_scale=scale)
+    executor = RankExecutor(module, communicator.rank, communicator, state, settings)
 
     def entries(kind: str) -> tuple[Entry, ...]:
         found = executor.local_tensors(kind)

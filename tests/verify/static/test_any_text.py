@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,11 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
+from nnscaler.errors import NnscalerError
+from nnscaler.manifest import MANIFEST, read_manifest
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.program.program_directory import read_program
+from verify.programs.program_directory import open_program
 from verify.programs.typing import check, check_program
 from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.operations import Typer
@@ -189,10 +196,30 @@ def test_an_error_elsewhere_is_a_finding_of_the_program(
     assert "the program cannot be read: RecursionError: too deep" in found[-1].message
 
 
-@pytest.mark.parametrize("manifest", [{"operator_files": 5}, {"roles": 5}, {"ranks": []}, {"operator_files": {5: 5}}])
-def test_a_manifest_that_makes_no_sense_is_a_finding(manifest: dict[str, Any], dropping: Program) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"operator_files": 5}, ": operator_files is 5, and not names with values"),
+        ({"roles": 5}, ": roles is 5, and not a list"),
+        ({"ranks": []}, ": ranks is [], and not a whole number"),
+        ({"operator_files": {5: 5}}, ": operator_files.5 is 5, and not names with values"),
+        ({"format": 2}, " has format 2, and this nnscaler reads format 1"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(
+    change: dict[str, Any], told: str, dropping: Program, tmp_path: Path
+) -> None:
+    """By whoever opens the folder, before the text is read."""
     assert check_program(dropping.sources, dropping.graph, "", dropping.manifest).proved
-    assert not check_program(dropping.sources, dropping.graph, "", {**dropping.manifest, **manifest}).proved
+    file = dropping.save(tmp_path / "program") / MANIFEST
+    assert open_program(file.parent).manifest == read_manifest(file.parent)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(NnscalerError) as caught:
+        open_program(file.parent)
+    assert (caught.value.code, caught.value.message) == ("not_a_program", f"{file}{told}")
+    with pytest.raises(ProgramError) as raised:
+        read_program(file.parent)
+    assert str(raised.value) == f"{file}{told}: compile the model again"
 
 
 def _calls(make: Callable[[], Tensor]) -> dict[tuple[str, str], list[Any]]:

@@ -33,12 +33,12 @@ def states_of(text: str) -> Mapping[str, State]:
 def check_layouts(program: Program, result: StaticResult) -> int:
     """Every derived layout is the manifest's; how many there were."""
     compared = 0
-    for stage, variables in program.manifest["tensors"].items():
-        for name, held in result.held[int(stage)].items():
+    for stage, variables in program.manifest.tensors.items():
+        for name, held in result.held[stage].items():
             tensor, text = variables[name]
             assert held.tensor == tensor.removesuffix("_of_step")
             told = states_of(text)
-            names = _names(program, int(stage))
+            names = _names(program, stage)
             layout: Layout = tuple(told.get(n, parse_state("Invariant")) for n, _ in names)
             needs_grad = program.graph.tensors[held.tensor].needs_grad
             assert held.layout == normal(layout, [s for _, s in names], needs_grad), name
@@ -47,12 +47,12 @@ def check_layouts(program: Program, result: StaticResult) -> int:
 
 
 def _names(program: Program, stage: int) -> list[tuple[str, int]]:
-    role = next(r for r in program.manifest["roles"] if stage in r["stages"])
-    text = program.sources[role["file"]]
+    role = next(r for r in program.manifest.roles if stage in r.stages)
+    text = program.sources[role.file]
     found = re.search(rf"class Stage{stage}\(Stage\):.*?axes = \{{(.*?)\}}", text, re.DOTALL)
     assert found is not None
     axes = [(n, int(s)) for n, s in re.findall(r'"(\w+)": (\d+)', found[1])]
-    return [*axes, ("micro", program.manifest["micro_batches"])]
+    return [*axes, ("micro", program.manifest.micro_batches)]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

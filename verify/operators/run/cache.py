@@ -11,7 +11,7 @@ import os
 import platform
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 from op_registry.spec import OperatorSpec
 
 from nnscaler.config import cache_folder
+from nnscaler.records import decode, encode
 from verify.evidence.options import OpOptions
 from verify.operators.run.fingerprint import fingerprint
 from verify.operators.run.job import Job
-from verify.results.report import Check, Report, environment
+from verify.results.report import Report, environment
 from verify.results.verdict import Verdict
 
 KEPT = 5000  # entries; when there are more, the oldest half goes
@@ -146,15 +147,12 @@ def make_folder(folder: Path) -> None:
 
 
 def _written(report: Report) -> dict[str, Any]:
-    checks = [{**asdict(check), "verdict": check.verdict.value} for check in report.checks]
-    kept = {field.name: getattr(report, field.name) for field in fields(Report)}
-    return {**kept, "checks": checks, "environment": dict(report.environment), "level": report.verdict.value}
+    return {**encode(report), "level": report.verdict.value}
 
 
 def _read(document: dict[str, Any]) -> Report:
     level = Verdict(document.pop("level"))
-    checks = tuple(Check(**{**check, "verdict": Verdict(check["verdict"])}) for check in document["checks"])
-    report = Report(**{**document, "checks": checks, "notes": tuple(document["notes"]), "findings": ()})
-    if document["findings"] or report.verdict is not level:
+    report = decode(Report, document)
+    if report.findings or report.verdict is not level or encode(report) != document:
         raise ValueError("not what was written")
     return report

@@ -10,6 +10,7 @@ from op_registry.spec import SourceLocation
 from verify.programs.checks.logical import Holding
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.reference.eager import Trajectory
+from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
 from verify.results.report import Check
 from verify.results.tolerance import Key, Tolerance
@@ -50,18 +51,6 @@ class Comparison:
         """Return where the model uses this parameter."""
         found = (self.places.get(alias) for alias in self.names.get(name, (name,)))
         return next((place for place in found if place is not None), None)
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedTensor:
-    """One tensor that was compared: how far it was off, and what was allowed."""
-
-    kind: str
-    step: int
-    name: str
-    error: float
-    allowed: float
-    verdict: Verdict
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,22 @@ from verify.results.tolerance import TensorDifference, difference, family_scale,
 from verify.results.verdict import Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the model has of one kind of tensor at one step.
+
+    kind     "gradient", "parameter" or "buffer"
+    step     from 0
+    tensors  name -> the model's; None: it has no gradient
+    scale    the largest absolute value in all of them, against which small ones are measured
+    """
+
+    kind: str
+    step: int
+    tensors: Mapping[str, Tensor | None]
+    scale: float
+
+
 def check_gradients(comparison: Comparison) -> CheckOutcome:
     """Compare each parameter's gradient at every step.
 
@@ -26,13 +43,13 @@ def check_gradients(comparison: Comparison) -> CheckOutcome:
     before: dict[tuple[int, str], Tensor | None] = {}
     for step in range(comparison.steps):
         expected = comparison.reference.gradients[step]
-        scale = family_scale(expected.values())
+        reference = Reference("gradient", step, expected, family_scale(expected.values()))
         entries = by_rank(comparison.results, "gradient", step)
         together = [put_together(holding, entries) for holding in comparison.parameters.values()]
         for logical in together:
             tied = [other for other in together if other.holding.name == logical.holding.name]
             last = before.get((logical.holding.stage, logical.holding.name))
-            _compare(tally, comparison, "gradient", step, logical, expected, scale, tied, last)
+            _compare(tally, comparison, reference, logical, tied, last)
         before = {(found.holding.stage, found.holding.name): found.value for found in together}
     return tally.outcome()
 
@@ -41,11 +58,10 @@ def check_parameters(comparison: Comparison) -> CheckOutcome:
     """Compare every parameter after the last step."""
     tally = Tally(f"parameters after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.parameters
-    scale = family_scale(expected.values())
+    reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values()))
     entries = by_rank(comparison.results, "parameter")
     for holding in comparison.parameters.values():
-        step = comparison.steps - 1
-        _compare(tally, comparison, "parameter", step, put_together(holding, entries), expected, scale)
+        _compare(tally, comparison, reference, put_together(holding, entries))
     return tally.outcome()
 
 
@@ -54,28 +70,26 @@ def check_buffers(comparison: Comparison) -> CheckOutcome:
     tally = Tally(f"buffers after {_steps(comparison)}", comparison.tolerance.level, comparison.tolerance)
     expected = comparison.reference.buffers
     scale = family_scale(t for t in expected.values() if t.is_floating_point())
+    reference = Reference("buffer", comparison.steps - 1, expected, scale)
     entries = by_rank(comparison.results, "buffer")
     for holding in comparison.buffers.values():
-        step = comparison.steps - 1
-        _compare(tally, comparison, "buffer", step, put_together(holding, entries), expected, scale)
+        _compare(tally, comparison, reference, put_together(holding, entries))
     return tally.outcome()
 
 
 def _compare(
     tally: Tally,
     comparison: Comparison,
-    kind: str,
-    step: int,
+    reference: Reference,
     logical: StageTensor,
-    reference: Mapping[str, Tensor | None],
-    scale: float,
     tied: Sequence[StageTensor] = (),
     before: Tensor | None = None,
 ) -> None:
-    name = logical.holding.name
-    if name not in reference:
+    """Compare one tensor. `tied`: the same one on all stages; `before`: its gradient of the step before."""
+    name, kind, step = logical.holding.name, reference.kind, reference.step
+    if name not in reference.tensors:
         return  # the coverage check reports it
-    expected = reference[name]
+    expected = reference.tensors[name]
     if logical.problem:
         message = f"{_noun(kind, name)} cannot be put together from its shards: {logical.problem}"
         tally.add(Verdict.REFUTED, _finding(comparison, _missing(kind), message, logical.holding, step))
@@ -90,7 +104,7 @@ def _compare(
         message = f"the program {verb} {kind} of `{name}` at step {step}, and the model has {other}"
         tally.add(Verdict.REFUTED, _finding(comparison, code, message, logical.holding, step))
         return
-    found = difference(logical.value, expected, scale)
+    found = difference(logical.value, expected, reference.scale)
     key = (kind, step, name)
     verdict = comparison.tolerance.judge(key, found.relative)
     finding = None
@@ -98,20 +112,19 @@ def _compare(
         cause = likely_cause(logical, expected, tied, before) if kind == "gradient" else None
         if kind == "parameter":
             cause = cause_of_update(comparison, name, logical.value)
-        finding = _differs(comparison, kind, step, logical, found, verdict, cause)
+        finding = _differs(comparison, reference, logical, found, verdict, cause)
     tally.add(verdict, finding, found.relative, key)
 
 
 def _differs(
     comparison: Comparison,
-    kind: str,
-    step: int,
+    reference: Reference,
     logical: StageTensor,
     found: TensorDifference,
     verdict: Verdict,
     cause: str | None,
 ) -> Finding:
-    name = logical.holding.name
+    name, kind, step = logical.holding.name, reference.kind, reference.step
     assert logical.value is not None
     code = f"{kind}_differs" if is_finite(logical.value) else "not_finite"
     when = f"at step {step}" if kind == "gradient" else f"after {_steps(comparison)}"

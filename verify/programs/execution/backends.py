@@ -19,7 +19,7 @@ from nnscaler.files import NO_ROOM, no_room
 from nnscaler.runtime.communication.communicator import CommunicationError, ProgramError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.fair_clock import join_within
-from nnscaler.runtime.jobs.job import JobOutcome
+from nnscaler.runtime.jobs.job import JobOutcome, JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
 from nnscaler.runtime.program.program_directory import groups_of, pairs_of, read_program
 from verify.processes.pool import Died, TimedOut
@@ -220,18 +220,17 @@ def run_processes(
     # NCCL's groups are made before the program runs; gloo needs none
     stages = list(read_program(task.program).stages()) if backend == "nccl" else []
     with contextlib.ExitStack() as stack:
-        outcome = launch(
-            ranks,
+        job = JobSpecification(
             "verify.programs.execution.rank_program:run_rank",
+            ranks,
             {"task": task},
-            timeout=timeout,
-            stall=min(STALL, timeout / 2),
             backend=backend,
-            devices=devices_of(ranks),
-            groups=groups_of(stages),
-            pairs=pairs_of(stages),
-            server=server or stack.enter_context(start_server()),
+            devices=tuple(devices_of(ranks)),
+            groups=tuple(groups_of(stages)),
+            pairs=tuple(pairs_of(stages)),
         )
+        server = server or stack.enter_context(start_server())
+        outcome = launch(job, timeout=timeout, stall=min(STALL, timeout / 2), server=server)
     if outcome.end == "finished":
         return tuple(outcome.results())
     failure = failure_of_job(outcome)

@@ -6,7 +6,6 @@ only, so that a rank's process starts quickly.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from verify.evidence.oracle.checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.
@@ -110,11 +110,10 @@ def role_file(program: str | Path, rank: int) -> Path:
 
     Raises KeyError for a rank that the program does not have.
     """
-    manifest = json.loads((Path(program) / "manifest.json").read_text(encoding="utf-8"))
-    for role in manifest["roles"]:
-        if rank in role["ranks"]:
-            return Path(program) / str(role["file"])
-    raise KeyError(f"the program has no rank {rank}")
+    role = read_manifest(Path(program)).role_of(rank)
+    if role is None:
+        raise KeyError(f"the program has no rank {rank}")
+    return Path(program) / role.file
 
 
 def run_rank(communicator: Communicator, task: Task, observe: Callable[..., None] | None = None) -> RankResult:
@@ -158,20 +157,16 @@ def _executor(
     observe: Callable[..., None] | None = None,
 ) -> RankExecutor:
     module = load_role(role_file(task.program, communicator.rank))
+    settings = ExecutorSettings(
+        precision=task.precision,
+        device=getattr(communicator, "device", "cpu"),
+        dropout=task.draws,
+        seed=task.seed,
+        first_step=first_step,
+        loss_scale=loss_scale,
+    )
     with _BUILDING:
-        return RankExecutor(
-            module,
-            communicator.rank,
-            communicator,
-            state,
-            precision=task.precision,
-            device=getattr(communicator, "device", "cpu"),
-            dropout=task.draws,
-            seed=task.seed,
-            first_step=first_step,
-            loss_scale=loss_scale,
-            observe=observe,
-        )
+        return RankExecutor(module, communicator.rank, communicator, state, settings, observe=observe)
 
 
 def _step(

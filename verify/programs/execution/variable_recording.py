@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nnscaler.ir.layout import gradient_state, parse_state
+from nnscaler.manifest import Manifest
 from nnscaler.runtime.layout import Partial, Sharded, State
 from nnscaler.runtime.role import MICRO, Stage
 from nnscaler.runtime.shards import Assembled, Coordinates, assemble, ravel, shard, unravel
@@ -46,15 +46,15 @@ class Unequal:
     cause: str | None = None
 
 
-def variables_of(manifest: Mapping[str, Any], stages: Mapping[int, type[Stage]]) -> dict[tuple[int, str], Variable]:
+def variables_of(manifest: Manifest, stages: Mapping[int, type[Stage]]) -> dict[tuple[int, str], Variable]:
     """Return (stage, variable) -> the manifest's entry for it."""
     found: dict[tuple[int, str], Variable] = {}
-    for index, variables in manifest["tensors"].items():
-        stage = stages.get(int(index))
+    for index, variables in manifest.tensors.items():
+        stage = stages.get(index)
         if stage is None:
             continue
         for name, (tensor, layout) in variables.items():
-            found[int(index), name] = Variable(name, tensor, layout, parse_layout(layout), stage)
+            found[index, name] = Variable(name, tensor, layout, parse_layout(layout), stage)
     return found
 
 

@@ -31,7 +31,7 @@ from verify.programs.execution.variable_recording import (
     compare_variable,
     variables_of,
 )
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.role_text import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding
 from verify.results.tolerance import family_scale, largest
@@ -48,7 +48,7 @@ class LogicalValues:
 
 
 def first_difference(
-    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
+    task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> Finding | None:
     """Return the finding on the first tensor that differs in the first step; None if all that is observed agrees."""
     observed = _observe(task, program, timeout)
@@ -75,7 +75,7 @@ class _Found:
     cause: str | None
 
 
-def _observe(task: Task, program: ProgramDirectory, timeout: float) -> Observed:
+def _observe(task: Task, program: OpenedProgram, timeout: float) -> Observed:
     observed = Observed()
     lock = threading.Lock()
 
@@ -103,7 +103,7 @@ def _interpret(task: Task, graph: Graph) -> LogicalValues:
     return LogicalValues({name: t.detach() for name, t in values.items()}, gradients)
 
 
-def _stages(program: ProgramDirectory) -> dict[int, type[Stage]]:
+def _stages(program: OpenedProgram) -> dict[int, type[Stage]]:
     found: dict[int, type[Stage]] = {}
     for file in program.role_files:
         for stage in load_role(program.path / file).STAGES:

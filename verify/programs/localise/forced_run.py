@@ -18,14 +18,14 @@ from nnscaler.runtime.jobs.fair_clock import join_within
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import same_bits, shard
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from verify.programs.execution.rank_program import Task
 from verify.programs.execution.variable_recording import variables_of
 from verify.programs.localise.logical import Logical, interpret, next_state
 from verify.programs.localise.shard_sampling import Dealer
 from verify.programs.localise.statements import Foreign, Instrumented, Statement, instrument
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 
 T = TypeVar("T")
 
@@ -111,23 +111,23 @@ def _stored(executor: RankExecutor) -> list[tuple[int, str, Tensor]]:
     return [(i, n, t) for i, n, _, t in executor.local_tensors("parameter") if t is not None]
 
 
-def prepare_run(task: Task, graph: Graph, program: ProgramDirectory, timeout: float, seed: int = 0) -> TaughtRun:
+def prepare_run(task: Task, graph: Graph, program: OpenedProgram, timeout: float, seed: int = 0) -> TaughtRun:
     """Load the roles to be taught. Raises what loading or building them raises."""
     statements: dict[int, Statement] = {}
     foreign: list[Foreign] = []
     modules: dict[int, Any] = {}
     stages: dict[int, type[Stage]] = {}
-    for role in program.manifest["roles"]:
+    for role in program.manifest.roles:
         found: list[Instrumented] = []
 
         def transform(source: str, filename: str, found: list[Instrumented] = found) -> CodeType:
             found.append(instrument(source, filename, len(statements)))
             return compile(found[0].tree, filename, "exec", dont_inherit=True)
 
-        module = load_role(program.path / role["file"], transform=transform)
+        module = load_role(program.path / role.file, transform=transform)
         statements.update({s.number: s for s in found[0].statements})
         foreign += found[0].foreign
-        modules.update(dict.fromkeys(role["ranks"], module))
+        modules.update(dict.fromkeys(role.ranks, module))
         stages.update({stage.index: stage for stage in module.STAGES})
     teacher = Teacher(statements, variables_of(program.manifest, stages), stages)
     for module in modules.values():
@@ -135,16 +135,9 @@ def prepare_run(task: Task, graph: Graph, program: ProgramDirectory, timeout: fl
     state = torch.load(task.state, weights_only=True)
     inputs = torch.load(task.batch, weights_only=True)
     simulator = Simulator(program.ranks)
+    settings = ExecutorSettings(precision="float64", dropout=False, seed=task.seed)
     executors = {
-        rank: RankExecutor(
-            modules[rank],
-            rank,
-            simulator.communicators[rank],
-            state,
-            precision="float64",
-            dropout=False,
-            seed=task.seed,
-        )
+        rank: RankExecutor(modules[rank], rank, simulator.communicators[rank], state, settings)
         for rank in range(program.ranks)
     }
     return TaughtRun(

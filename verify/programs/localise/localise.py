@@ -25,7 +25,7 @@ from verify.programs.localise.stage_boundaries import wrong_ends
 from verify.programs.localise.statements import Statement, shown
 from verify.programs.localise.stored_tensors import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding
 
@@ -144,7 +144,7 @@ REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one
 
 
 def localise_all(
-    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
+    task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
     """Return a finding for each wrong line, five at most, in the order of the program; none if all agrees."""
     try:
@@ -159,14 +159,14 @@ def localise_all(
 
 
 def localise_apart(
-    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
+    task: Task, graph: Graph, program: OpenedProgram, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
     """Run `localise_all` in a child process; nothing is found where the program ends that process."""
     found = run_apart(lambda: localise_all(task, graph, program, places, timeout), RUNS * timeout)
     return found if isinstance(found, tuple) else ()
 
 
-def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: float) -> list[Culprit]:
+def find_culprits(task: Task, graph: Graph, program: OpenedProgram, timeout: float) -> list[Culprit]:
     """Teach the program for as many steps as it takes. Raises what the program raises."""
     run = prepare_run(task, graph, program, timeout)
     lines, schedules = _lines(program)
@@ -180,15 +180,15 @@ def find_culprits(task: Task, graph: Graph, program: ProgramDirectory, timeout: 
     return []
 
 
-def _lines(program: ProgramDirectory) -> tuple[dict[Key, RoleLine], dict[int, RoleLine]]:
+def _lines(program: OpenedProgram) -> tuple[dict[Key, RoleLine], dict[int, RoleLine]]:
     """Return the declarations of all stages, and the schedule of each."""
     lines: dict[Key, RoleLine] = {}
     schedules: dict[int, RoleLine] = {}
-    for role in program.manifest["roles"]:
-        found = declarations(program.path / role["file"])
+    for role in program.manifest.roles:
+        found = declarations(program.path / role.file)
         lines.update(found)
         if (-1, "SCHEDULE", "") in found:
-            schedules.update(dict.fromkeys((int(s) for s in role["stages"]), found[-1, "SCHEDULE", ""]))
+            schedules.update(dict.fromkeys(role.stages, found[-1, "SCHEDULE", ""]))
     return lines, schedules
 
 

@@ -38,7 +38,7 @@ from verify.programs.low_precision.noise import (
     subject_of,
     targets_of,
 )
-from verify.programs.program_directory import ProgramDirectory
+from verify.programs.program_directory import OpenedProgram
 from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding
 from verify.results.report import Check
@@ -167,7 +167,7 @@ class Built(Protocol):
     @property
     def sample(self) -> SampleInputs: ...
     @property
-    def program(self) -> ProgramDirectory: ...
+    def program(self) -> OpenedProgram: ...
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _one_dtype(request: Requested, prepared: Built, reference: Trajectory, name:
 def calibrate(request: Requested, prepared: Built, reference: Trajectory, name: str) -> Calibration:
     """Return the noise of the dtype called `name`, from the first draws."""
     program = prepared.program
-    parts = parts_of(program.axes, int(program.manifest["micro_batches"]))
+    parts = parts_of(program.axes, program.manifest.micro_batches)
     subject = subject_of(prepared.model, prepared.sample, getattr(torch, name), reference, parts, request.seed)
     targets = targets_of(subject.truth)
     subject = replace(subject, loss_scale=choose_loss_scale(subject, targets))

@@ -83,19 +83,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature, signatures
+from nnscaler.manifest import MANIFEST, Manifest
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.messages import arrivals, check_sends
 from verify.programs.typing.roles.reader import read_role
-from verify.programs.typing.roles.record import MANIFEST, check_manifest
+from verify.programs.typing.roles.record import check_manifest
 from verify.programs.typing.roles.text import RoleText, StageText, Unreadable
 from verify.programs.typing.schedule import check_schedule
 from verify.programs.typing.stage import read_stage
@@ -211,7 +211,7 @@ class StaticResult:
 
 
 def check_program(
-    sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Mapping[str, Any] | None = None
+    sources: Mapping[str, str], graph: Graph, folder: str = "", manifest: Manifest | None = None
 ) -> StaticResult:
     """Check the roles' texts (file name -> text) against the graph, and what the runtime reads of the manifest against
     both. `folder`: where the files lie, for findings."""

@@ -51,17 +51,16 @@ def _banner(found: Totals, subject: str, single: Report | None) -> str:
 def _report(report: Report) -> str:
     """Return all parts of one report."""
     more = report.attachments
-    profile = more.get("communication_profile") or more.get("communication")
     return "".join(
         (
             findings_panel(report),
             checks_panel(report.checks),
-            errors_panel(more.get("tensors")),
-            timeline_panel(more.get("timeline")),
-            communication_panel(profile),
-            memory_panel(more.get("memory")),
-            lemmas_panel(more.get("lemmas")),
-            certificate_panel(more.get("certificate")),
+            errors_panel(more.tensors),
+            timeline_panel(more.timeline),
+            communication_panel(more.communication_profile),
+            memory_panel(more.memory),
+            lemmas_panel(more.lemmas),
+            certificate_panel(more.certificate),
             _notes(report),
         )
     )

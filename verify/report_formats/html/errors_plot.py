@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from verify.report_formats.html.text import count, escape, number, panel, percent
+from verify.report_formats.html.text import count, escape, panel, percent
+from verify.results.attachments import ComparedTensor
+from verify.results.line import style_of
 
 HEIGHT = 44
 DOTS = 1500  # dots of one kind that are drawn each; beyond, dots at one place are drawn once
@@ -21,7 +22,7 @@ class Dot:
     """`ratio`: the error as a multiple of what is allowed."""
 
     name: str
-    step: str
+    step: int
     error: float
     allowed: float
     ratio: float
@@ -29,8 +30,7 @@ class Dot:
 
     @property
     def label(self) -> str:
-        step = f", step {self.step}" if self.step else ""
-        return f"{self.name}{step}: {self.error:.2g} of {self.allowed:.2g} allowed"
+        return f"{self.name}, step {self.step}: {self.error:.2g} of {self.allowed:.2g} allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,11 @@ class Axis:
         return _LEFT + (_RIGHT - _LEFT) * min(1.0, max(0.0, share))
 
 
-def errors_panel(rows: Any) -> str:
-    """Return a strip for each kind of tensor; nothing where no row says what was compared."""
+def errors_panel(rows: Sequence[ComparedTensor] | None) -> str:
+    """Return a strip for each kind of tensor; nothing where nothing was compared."""
     kinds: dict[str, list[Dot]] = {}
-    for row in rows if isinstance(rows, list | tuple) else ():
-        dot = _dot(row) if isinstance(row, Mapping) else None
-        if dot is not None:
-            kinds.setdefault(str(row.get("kind", "tensors")), []).append(dot)
+    for row in rows or ():
+        kinds.setdefault(row.kind, []).append(_dot(row))
     if not kinds:
         return ""
     axis = axis_of(dot.ratio for dots in kinds.values() for dot in dots)
@@ -73,15 +71,9 @@ def axis_of(ratios: Iterable[float]) -> Axis:
     return Axis(max(low, -18), min(high, 30))
 
 
-def _dot(row: Mapping[str, Any]) -> Dot | None:
-    error, allowed = number(row.get("error")), number(row.get("allowed"))
-    if error is None or allowed is None:
-        return None
-    ratio = _ratio(abs(error), allowed)
-    verdict = str(row.get("verdict", ""))
-    style = {"REFUTED": "bad", "INCONCLUSIVE": "unsure"}.get(verdict, "good")
-    step = row.get("step")
-    return Dot(str(row.get("name", "")), "" if step is None else str(step), error, allowed, ratio, style)
+def _dot(row: ComparedTensor) -> Dot:
+    ratio = _ratio(abs(row.error), row.allowed)
+    return Dot(row.name, row.step, row.error, row.allowed, ratio, style_of(row.verdict))
 
 
 def _ratio(error: float, allowed: float) -> float:

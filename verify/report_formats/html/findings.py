@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from op_registry.spec import SourceLocation
 
+from nnscaler.records import encode
 from verify.report_formats.finding_text import caret_line
 from verify.report_formats.html.text import (
     badge,
@@ -24,6 +24,7 @@ from verify.report_formats.html.text import (
     value_html,
 )
 from verify.report_formats.problems import findings_of
+from verify.results.attachments import Certificate, LemmaRow
 from verify.results.catalogue import CODES, UNDECIDED
 from verify.results.finding import Finding
 from verify.results.report import Check, Report
@@ -34,30 +35,22 @@ from verify.results.verdict import Verdict
 SHOWN_LEMMAS = 40  # lemmas that are shown; the others are folded
 
 
-def lemmas_panel(lemmas: Any) -> str:
-    """Return a table of rows, with the columns that they have."""
-    rows = [row for row in lemmas if isinstance(row, Mapping)] if isinstance(lemmas, list | tuple) else []
-    if not rows:
+def lemmas_panel(lemmas: Sequence[LemmaRow] | None) -> str:
+    """Return a table of the lemmas; nothing where there are none."""
+    if not lemmas:
         return ""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[value_html(row.get(key, "")) for key in columns] for row in rows]
+    rows = encode(lemmas)
+    columns = list(rows[0])
+    cells = [[value_html(value) for value in row.values()] for row in rows]
     body = table(columns, cells[:SHOWN_LEMMAS], "plain")
     if len(cells) > SHOWN_LEMMAS:
         body += folded(f"{len(cells) - SHOWN_LEMMAS} more lemmas", table(columns, cells[SHOWN_LEMMAS:], "plain"))
     return panel(f"Lemmas ({len(rows)})", body)
 
 
-def certificate_panel(certificate: Any) -> str:
-    """Render the certificate, whatever form it has: names with values, or a text."""
-    if not certificate:
-        return ""
-    if isinstance(certificate, Mapping):
-        body = facts(certificate)
-    elif isinstance(certificate, list | tuple):
-        body = "<ul>" + "".join(f"<li>{value_html(item)}</li>" for item in certificate) + "</ul>"
-    else:
-        body = f"<pre>{escape(certificate)}</pre>"
-    return panel("Certificate", body)
+def certificate_panel(certificate: Certificate | None) -> str:
+    """Return the certificate's entries, one below the other."""
+    return "" if certificate is None else panel("Certificate", facts(encode(certificate)))
 
 
 # The table of checks, worst first where there are many.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
+from nnscaler.manifest import TimelineRows
 from nnscaler.performance.replay import Replay
 from nnscaler.planning.cluster.units import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
@@ -26,8 +27,8 @@ def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str,
         _banner(model, found, replayed),
         _stages(found, replayed),
         timeline_panel(timeline_of(replayed)),
-        communication_panel(replayed.profile.as_dict()),
-        memory_panel([m.as_dict() for m in stage_memory(communicated, order)]),
+        communication_panel(replayed.profile.record),
+        memory_panel(stage_memory(communicated, order)),
         _runners_up(found),
         *(panel(title, f"<pre>{escape(chr(10).join(lines))}</pre>") for title, lines in sections.items() if lines),
         _certificate(found, replayed),
@@ -35,20 +36,19 @@ def plan_page(model: str, found: Found, replayed: Replay, sections: Mapping[str,
     return page(f"{found.certificate.configuration}: {model}", "".join(body))
 
 
-def timeline_of(replayed: Replay) -> dict[str, Any]:
+def timeline_of(replayed: Replay) -> TimelineRows:
     """The simulated schedule as data for the picture, as far as it is drawn."""
     timeline = replayed.prediction.timeline
     ranks = {p.stage.device: ranks_text(p.stage.mesh.ranks) for p in replayed.communicated.stages}
     shortest = min((s.stop - s.start for row in timeline.rows for s in row if s.stop > s.start), default=1.0)
     name, unit = next(((n, u) for n, u in _UNITS if shortest >= u / 10), _UNITS[-1])
-    told = timeline_rows(timeline, [ranks[d] for d in range(len(timeline.rows))], unit, name).as_dict()
-    most = max(1, BARS // max(len(told["rows"]), 1))
-    if any(len(row["bars"]) > most for row in told["rows"]):
-        end = min(row["bars"][min(most, len(row["bars"])) - 1]["end"] for row in told["rows"])
-        for row in told["rows"]:
-            row["bars"] = [bar for bar in row["bars"] if bar["end"] <= end]
-        told["unit"] = f"{name}: the first {end:.4g} of {told['makespan']:.4g}"
-    return told
+    whole = timeline_rows(timeline, [ranks[d] for d in range(len(timeline.rows))], unit, name)
+    most = max(1, BARS // max(len(whole.rows), 1))
+    if all(len(row.bars) <= most for row in whole.rows):
+        return whole
+    end = min(row.bars[min(most, len(row.bars)) - 1].end for row in whole.rows)
+    rows = tuple(replace(row, bars=tuple(bar for bar in row.bars if bar.end <= end)) for row in whole.rows)
+    return replace(whole, unit=f"{name}: the first {end:.4g} of {whole.makespan:.4g}", rows=rows)
 
 
 def _banner(model: str, found: Found, replayed: Replay) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,30 +38,12 @@ def badge(verdict: Verdict) -> str:
     return f'<span class="badge {style}">{WORDS[style]}</span>'
 
 
-def number(value: Any) -> float | None:
-    """Return the number that a JSON value stands for, infinity and NaN written as text among them; None for anything
-    else."""
-    if isinstance(value, bool) or value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def amount(value: Any) -> float:
-    """Return a finite number that is not negative; 0 for anything else."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) and found > 0 else 0.0
-
-
-def size(value: float, unit: str = "B") -> str:
-    """`1.2 MB`; with another unit `1.2 M elements`."""
+def size(value: float) -> str:
+    """`1.2 MB`."""
     step = 0
     while value >= 999.5 and step < len(_UNITS) - 1:
         value, step = value / 1000, step + 1
-    digits = f"{value:.3g}"
-    return f"{digits} {_UNITS[step]}" if unit == "B" else f"{digits}{'' if not step else ' ' + _UNITS[step][0]} {unit}"
+    return f"{value:.3g} {_UNITS[step]}"
 
 
 def seconds(value: float) -> str:

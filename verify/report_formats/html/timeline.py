@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from verify.report_formats.html.text import amount, escape, panel, percent
+from nnscaler.manifest import Bar, TimelineRows
+from verify.report_formats.html.text import escape, panel, percent
 
 HUES = (212, 28, 145, 340, 265, 180, 50, 0)
 LEGEND = 24  # stages that are named; beyond, each bar says its own
 COLUMN, WIDEST = 900, 2400  # pixels: what a desktop shows without scrolling, and beyond which bars get narrower
 _PIXELS = 11  # of the narrowest bar
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    kind: str
-    stage: str
-    micro: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +22,22 @@ class Lane:
     bars: tuple[Bar, ...]
 
 
-def timeline_panel(timeline: Any) -> str:
+def timeline_panel(timeline: TimelineRows | None) -> str:
     """Return the lanes; nothing where there are no bars."""
+    if timeline is None:
+        return ""
     lanes = lanes_of(timeline)
     end = max((bar.end for lane in lanes for bar in lane.bars), default=0.0)
     if not end:
         return ""
-    stages = sorted({bar.stage for lane in lanes for bar in lane.bars}, key=_natural)
+    stages = sorted({bar.stage for lane in lanes for bar in lane.bars})
     hues = {stage: hue(index) for index, stage in enumerate(stages)}
     height = 24 if len(lanes) <= 24 else 16 if len(lanes) <= 64 else 11
     narrowest = min(bar.end - bar.start for lane in lanes for bar in lane.bars if bar.end > bar.start)
     wanted = round(end / narrowest * (_PIXELS if height >= 14 else _PIXELS / 4))
     width = min(wanted, WIDEST) if wanted > 1.3 * COLUMN else min(wanted, COLUMN)
     names = min(16, max(4.5, 2 + max(len(lane.name) for lane in lanes) * 0.62))
-    body = "".join(_lane(lane, end, hues, height, max(width, 300)) for lane in lanes) + _times(end, timeline)
+    body = "".join(_lane(lane, end, hues, height, max(width, 300)) for lane in lanes) + _times(end, timeline.unit)
     inside = f'<div style="min-width:{width + 90}px;--names:{names:.1f}em">{body}</div>'
     busy = sum(bar.end - bar.start for lane in lanes for bar in lane.bars) / (end * len(lanes))
     remark = f"Forward passes are light, backward passes dark; the number is the micro-batch. Idle: {1 - busy:.0%}."
@@ -56,24 +49,16 @@ def hue(index: int) -> int:
     return HUES[index] if index < len(HUES) else round(index * 137.508) % 360
 
 
-def lanes_of(timeline: Any) -> list[Lane]:
+def lanes_of(timeline: TimelineRows) -> list[Lane]:
     """Return the rows of the timeline; those with the same bars are one lane."""
-    rows = timeline.get("rows", ()) if isinstance(timeline, Mapping) else ()
     lanes: dict[tuple[Bar, ...], list[str]] = {}
-    for row in rows:
-        bars = tuple(_bar(bar) for bar in row.get("bars", ()))
-        if bars:
-            lanes.setdefault(bars, []).append(str(row.get("ranks", row.get("role", ""))))
+    for row in timeline.rows:
+        if row.bars:
+            lanes.setdefault(row.bars, []).append(row.ranks)
     return [Lane(", ".join(names), bars) for bars, names in lanes.items()]
 
 
-def _bar(bar: Mapping[str, Any]) -> Bar:
-    start = amount(bar.get("start"))
-    end = max(start, amount(bar.get("end")))
-    return Bar(str(bar.get("kind", "")), str(bar.get("stage", "")), str(bar.get("micro", "")), start, end)
-
-
-def _lane(lane: Lane, end: float, hues: Mapping[str, int], height: int, width: int) -> str:
+def _lane(lane: Lane, end: float, hues: Mapping[int, int], height: int, width: int) -> str:
     drawn: list[str] = []
     for bar in lane.bars:
         share = (bar.end - bar.start) / end
@@ -81,7 +66,7 @@ def _lane(lane: Lane, end: float, hues: Mapping[str, int], height: int, width: i
         title = f"{bar.kind} of micro-batch {bar.micro}, stage {bar.stage}: {bar.start:g} to {bar.end:g}"
         box = f'x="{percent(bar.start / end)}" width="{percent(share)}" height="{height}"'
         drawn.append(f'<rect {box} fill="{color}"><title>{escape(title)}</title></rect>')
-        if height >= 14 and share * width >= 6 * len(bar.micro) + 1:
+        if height >= 14 and share * width >= 6 * len(str(bar.micro)) + 1:
             middle = percent((bar.start + bar.end) / 2 / end)
             style = "f" if bar.kind == "F" else "b"
             text = f'<text class="{style}" x="{middle}" y="{height / 2 + 4:g}" text-anchor="middle">'
@@ -96,18 +81,17 @@ def _color(hue: int, kind: str) -> str:
     return f"hsl({hue} 55% 40%)" if kind == "B" else f"hsl({hue} 20% 50%)"
 
 
-def _times(end: float, timeline: Mapping[str, Any]) -> str:
+def _times(end: float, unit: str) -> str:
     ticks = _ticks(end)
     drawn = "".join(
         f'<line x1="{percent(t / end)}" x2="{percent(t / end)}" y1="0" y2="5"/>'
         f'<text x="{percent(t / end)}" y="16" text-anchor="{"start" if not t else "middle"}">{t:g}</text>'
         for t in ticks
     )
-    unit = escape(timeline.get("unit", ""))
     return (
         '<div class="lane times"><div class="who faint">ranks</div>'
         f'<svg height="20" aria-hidden="true">{drawn}</svg></div>'
-        f'<div class="remark" style="margin:0">time in {unit or "units"}</div>'
+        f'<div class="remark" style="margin:0">time in {escape(unit)}</div>'
     )
 
 
@@ -119,7 +103,7 @@ def _ticks(end: float) -> list[float]:
     return [step * index for index in range(int(end / step * 0.97) + 1)]
 
 
-def _legend(hues: Mapping[str, int]) -> str:
+def _legend(hues: Mapping[int, int]) -> str:
     if len(hues) > LEGEND:
         return f'<p class="legend">{len(hues)} stages, each with a colour of its own</p>'
     items = (
@@ -128,7 +112,3 @@ def _legend(hues: Mapping[str, int]) -> str:
         for stage, found in hues.items()
     )
     return f'<div class="legend">{"".join(items)}</div>'
-
-
-def _natural(text: str) -> tuple[int, str]:
-    return (int(text), "") if text.isdecimal() else (1 << 30, text)

@@ -57,6 +57,6 @@ def generation_of(base: Base) -> Generation:
     order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
     functions = {name: opaque.function for name, opaque in base.traced.functions.items()}
     origins = operator_origins((op.operator for op in graph.operations), functions)
-    made = Generation(plan, str(program.manifest["model"]["name"]), known, partitioned, communicated, order, origins)
+    made = Generation(plan, program.manifest.model["name"], known, partitioned, communicated, order, origins)
     assert made.text(communicated) == dict(program.sources), "the compiler is not deterministic"
     return made

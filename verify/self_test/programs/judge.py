@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
@@ -15,6 +14,7 @@ import torch
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.manifest import MANIFEST
 from verify.programs.checks import run_checks
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure, finding_of, run_simulator
@@ -83,7 +83,7 @@ def read_folder(base: Base, mutant: Mutant) -> Answer:
     outcomes = list(check_program(mutant.sources(program.sources), program.graph, "", program.manifest).outcomes)
     if mutant.state is not None:
         state = mutant.state.apply(program.state)
-        stored = Stored(program.manifest["state"], state, program.state)
+        stored = Stored(program.manifest.state, state, program.state)
         outcomes.append(check_state(stored, program.graph))
     return answer_of(outcomes, time.perf_counter() - started)
 
@@ -107,7 +107,7 @@ class Execution:
         path = Path(tempfile.mkdtemp(dir=self.folder))
         for file, text in sources.items():
             (path / file).write_text(text, encoding="utf-8")
-        (path / "manifest.json").write_text(json.dumps(self.base.subject.program.manifest), encoding="utf-8")
+        (path / MANIFEST).write_text(self.base.subject.program.manifest.to_json(), encoding="utf-8")
         return path
 
     def judge(

@@ -7,7 +7,6 @@ on. Everything that both assign is compared bit by bit, and so is its gradient.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from verify.programs.execution.rank_program import role_file
 from verify.results.tolerance import difference
 from verify.self_test.programs.judge import Execution
@@ -117,7 +117,12 @@ def _rank(path: Path, seen: _Seen, state: State, batch: State, precision: str | 
 
         with building:
             executor = RankExecutor(
-                modules[role_file(path, rank)], rank, communicator, state, precision=precision, seed=5, observe=observe
+                modules[role_file(path, rank)],
+                rank,
+                communicator,
+                state,
+                ExecutorSettings(precision=precision, seed=5),
+                observe=observe,
             )
         loss = executor.step(batch)
         seen.results[rank, "loss"] = None if loss is None else loss.clone()
@@ -129,8 +134,7 @@ def _rank(path: Path, seen: _Seen, state: State, batch: State, precision: str | 
 
 
 def _ranks(path: Path) -> list[int]:
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    return [rank for role in manifest["roles"] for rank in role["ranks"]]
+    return [rank for role in read_manifest(path).roles for rank in role.ranks]
 
 
 def _unequal(right: Mapping[Key, Tensor | None], found: Mapping[Key, Tensor | None], tolerance: float) -> str:

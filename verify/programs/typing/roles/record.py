@@ -9,7 +9,6 @@ for the sample batch. All names of a tied tensor hold the same, whoever wrote th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from nnscaler.codegen.generate import listed
 from nnscaler.ir.graph import Graph, LogicalTensor
+from nnscaler.manifest import MANIFEST, Manifest, StoredTensor
+from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.runtime.program.user_operators import locate
@@ -30,13 +31,12 @@ from verify.programs.typing.typed_value import Finder, Mistake
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
-MANIFEST, STATE, BATCH = "manifest.json", "state.pt", "inputs.pt"
+STATE, BATCH = "state.pt", "inputs.pt"
 NAME = "parameters, buffers and constants"
-Entry = Mapping[str, Any]  # dtype, shape and sha256 of a stored tensor
 
 
 def check_manifest(
-    manifest: Mapping[str, Any], roles: Sequence[RoleText], graph: Graph, folder: str
+    manifest: Manifest, roles: Sequence[RoleText], graph: Graph, folder: str
 ) -> tuple[int, list[Mistake]]:
     """Compare the manifest's entries with the text, the graph and the user's files; return their number, and the
     mistakes.
@@ -44,15 +44,19 @@ def check_manifest(
     Entries that only describe the program (its plan, its communication) are not read when it runs, and not here.
     """
     ranks = sorted(rank for role in roles for rank in role.ranks)
+    of_model = encode(listed(graph))
     right: dict[str, Any] = {
         "ranks": len(ranks),
         "roles": sorted((role.file, sorted(role.ranks)) for role in roles),
         "micro_batches": max((stage.micro_batches for role in roles for stage in role.stages), default=1),
-        **listed(graph),
+        **of_model,
     }
-    found = {name: manifest.get(name) for name in right}
-    with contextlib.suppress(KeyError, TypeError):  # it then differs as it is
-        found["roles"] = sorted((str(role["file"]), sorted(role["ranks"])) for role in manifest["roles"])
+    found = {
+        "ranks": manifest.ranks,
+        "roles": sorted((role.file, sorted(role.ranks)) for role in manifest.roles),
+        "micro_batches": manifest.micro_batches,
+        **{name: encode(getattr(manifest, name)) for name in of_model},
+    }
     wrong = [
         Mistake(
             "record_differs",
@@ -62,7 +66,7 @@ def check_manifest(
         for name in right
         if found[name] != right[name]
     ]
-    files = set(manifest.get("operator_files", {}))
+    files = set(manifest.operator_files)
     named = {name for role in roles for name in role.files}
     left_out = [
         Mistake(
@@ -103,7 +107,7 @@ class Stored:
     replaceable  names in a state dict of the model, the only ones that the user may replace
     """
 
-    recorded: Mapping[str, Entry]
+    recorded: Mapping[str, StoredTensor]
     state: Mapping[str, Tensor]
     own: Mapping[str, Tensor] = field(default_factory=dict)
     own_weights: bool = False
@@ -114,7 +118,7 @@ class Stored:
         """Names of which nobody knows the values: the program was compiled without data, and the model has none."""
         if self.own_weights:
             return frozenset()
-        named = {name for name, entry in self.recorded.items() if entry["sha256"] is None}
+        named = {name for name, entry in self.recorded.items() if entry.sha256 is None}
         return frozenset(name for name in named if name not in self.own or self.own[name].is_meta)
 
 
@@ -138,7 +142,7 @@ def check_state(stored: Stored, graph: Graph, folder: str = "") -> CheckOutcome:
 
 
 def check_batch(
-    recorded: Mapping[str, Entry], batch: Mapping[str, Tensor], graph: Graph, folder: str = ""
+    recorded: Mapping[str, StoredTensor], batch: Mapping[str, Tensor], graph: Graph, folder: str = ""
 ) -> CheckOutcome:
     """Compare the sample batch, on which the launcher trains, with the manifest's record of it."""
     finder = Finder(graph, folder, {})
@@ -152,7 +156,7 @@ def check_batch(
     return CheckOutcome(check, finder.take())
 
 
-def _untied(graph: Graph, found: Mapping[str, Entry]) -> Iterator[Mistake]:
+def _untied(graph: Graph, found: Mapping[str, StoredTensor]) -> Iterator[Mistake]:
     """Find names of one tensor that hold different values, also where the user wrote them: ranks read
     one of the names."""
     for tensor in graph.with_role("parameter", "buffer", "constant"):
@@ -163,8 +167,10 @@ def _untied(graph: Graph, found: Mapping[str, Entry]) -> Iterator[Mistake]:
             yield Mistake("state_differs", message, "ranks read one of the names, and the other is lost", tensor.name)
 
 
-def _mistakes(stored: Stored, known: Mapping[str, LogicalTensor], found: Mapping[str, Entry]) -> Iterator[Mistake]:
-    moved = {n: e["sha256"] for n, e in stored.recorded.items() if n not in found or found[n]["sha256"] != e["sha256"]}
+def _mistakes(
+    stored: Stored, known: Mapping[str, LogicalTensor], found: Mapping[str, StoredTensor]
+) -> Iterator[Mistake]:
+    moved = {n: e.sha256 for n, e in stored.recorded.items() if n not in found or found[n].sha256 != e.sha256}
     was = {str(digest): name for name, digest in moved.items()}
     for name in sorted({*known, *stored.recorded, *found}):
         tensor = known.get(name)
@@ -175,8 +181,8 @@ def _mistakes(stored: Stored, known: Mapping[str, LogicalTensor], found: Mapping
             if not stored.own_weights:
                 message = f"{STATE} has a tensor `{name}`, and the model has none of that name"
                 yield Mistake("state_differs", message, "nothing reads it")
-        elif (found[name]["dtype"], tuple(found[name]["shape"])) != (tensor.dtype, tensor.shape):
-            here = f"{found[name]['dtype']}{found[name]['shape']}"
+        elif (found[name].dtype, found[name].shape) != (tensor.dtype, tensor.shape):
+            here = f"{found[name].dtype}{list(found[name].shape)}"
             message = f"`{name}` in {STATE} is {here}, and the model's is {tensor.dtype}{list(tensor.shape)}"
             yield Mistake("state_differs", message, None, about)
         else:
@@ -186,7 +192,7 @@ def _mistakes(stored: Stored, known: Mapping[str, LogicalTensor], found: Mapping
 
 
 def _other_values(
-    name: str, tensor: LogicalTensor, stored: Stored, found: Entry, was: Mapping[str, str]
+    name: str, tensor: LogicalTensor, stored: Stored, found: StoredTensor, was: Mapping[str, str]
 ) -> Mistake | None:
     replaced = stored.own_weights and tensor.role != "constant" and name in stored.replaceable
     right = stored.recorded.get(name)
@@ -198,11 +204,11 @@ def _other_values(
         )
     if name in stored.unhashed:
         return None
-    if right["sha256"] is None:
+    if right.sha256 is None:
         message = f"{MANIFEST} has no hash of `{name}`, and the model has values of it"
         return Mistake("record_differs", message, "its values cannot be checked", tensor.name)
-    if right["sha256"] != found["sha256"]:
-        other = was.get(str(found["sha256"]))
+    if right.sha256 != found.sha256:
+        other = was.get(str(found.sha256))
         cause = "its values were changed after the program was compiled"
         if other is not None:
             cause = f"it holds the values that `{other}` was compiled with"

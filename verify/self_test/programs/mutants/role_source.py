@@ -167,8 +167,8 @@ def take_apart(model: str, plan: str, program: Program) -> RightProgram:
     for text in program.sources.values():
         axes.update(_axes(text))
     variables = {
-        (int(stage), variable): (program.graph.tensors[tensor], layout)
-        for stage, held in program.manifest["tensors"].items()
+        (stage, variable): (program.graph.tensors[tensor], layout)
+        for stage, held in program.manifest.tensors.items()
         for variable, (tensor, layout) in held.items()
         if tensor in program.graph.tensors
     }
