@@ -11,7 +11,8 @@ from tests.broken.planting import Edit
 from tests.verify.localise.planted import Bench, Planted, programs, score
 from tests.verify.localise.planted_gradients import BACKWARD
 from tests.verify.localise.planted_values import FORWARD
-from verify.programs.localise import first_divergent, localise
+from verify.programs.localise import localise_all
+from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.localise import find_culprits
 from verify.programs.source_map import SourceMap
 
@@ -47,7 +48,7 @@ def test_right_programs_have_no_culprits(get: Get, name: str) -> None:
     bench = get(name)
     prepared = bench.prepared
     assert find_culprits(bench.task, prepared.graph, prepared.program, 60.0) == []
-    assert localise(bench.task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0) is None
+    assert localise_all(bench.task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0) == ()
 
 
 PAIRS = [
@@ -72,7 +73,7 @@ def test_the_plain_run_names_the_first_alone(get: Get, tmp_path: Path) -> None:
     """Without teaching, two independent errors are one: a plain run names only the first."""
     by_name = {bug.name: bug for bug in EVERY}
     bugs = [by_name["all_reduce missing"], by_name["another function"]]
-    found = score(get("sharded"), bugs, tmp_path / "program", first_divergent.localise)
+    found = score(get("sharded"), bugs, tmp_path / "program", first_difference)
     assert found.edited == (1, 2)
 
 
@@ -83,8 +84,7 @@ def test_more_than_five_are_counted(get: Get, tmp_path: Path) -> None:
     prepared, task = bench.broken(tmp_path / "program", edits)
     culprits = find_culprits(task, prepared.graph, prepared.program, 60.0)
     assert [c.line.text.split(" = ")[0] for c in culprits if c.line] == [f"{name}_v1" for name in names]
-    first = localise(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
-    assert first is not None
+    first, *_ = localise_all(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
     assert first.counter_example["places"] == "6 lines are wrong by themselves, the first 5 are shown"
 
 
@@ -102,7 +102,6 @@ def test_program_that_cannot_be_taught(get: Get, tmp_path: Path) -> None:
         Edit("aten.gelu(linear_6)", "aten.gelu(linear_6.reshape(7, 7))"),
     ]
     prepared, task = bench.broken(tmp_path / "program", edits)
-    found = localise(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
-    assert found is not None
+    (found,) = localise_all(task, prepared.graph, prepared.program, SourceMap(prepared.graph), 60.0)
     assert found.code.startswith("tensor_")
     assert "first tensor that differs" in found.message or "last that differs" in found.message

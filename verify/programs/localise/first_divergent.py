@@ -48,7 +48,9 @@ class LogicalValues:
     gradients: Mapping[str, Tensor]
 
 
-def localise(task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float) -> Finding | None:
+def first_difference(
+    task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
+) -> Finding | None:
     """Return the finding on the first tensor that differs in the first step; None if all that is observed agrees."""
     observed = _observe(task, program, timeout)
     logical = _interpret(task, graph)

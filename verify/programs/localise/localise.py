@@ -14,9 +14,9 @@ from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import MICRO
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.execution.rank_program import Task
-from verify.programs.localise import first_divergent
 from verify.programs.localise.culprit import SHOWN, Culprit, RoleLine, findings_of, line_of
 from verify.programs.localise.declarations import Key, declarations
+from verify.programs.localise.first_divergent import first_difference
 from verify.programs.localise.forced_run import TaughtRun, prepare_run
 from verify.programs.localise.judge import Wrong, judge, operation_of
 from verify.programs.localise.numeric import explain
@@ -145,15 +145,10 @@ STEPS = 2  # the second shows what is left over from the first
 REPAIR_SECONDS = 3.0  # of processor time, for the changes that are tried on one line
 
 
-def localise(task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float) -> Finding | None:
-    """Return the first of `localise_all`; None if all that is observed agrees."""
-    return next(iter(localise_all(task, graph, program, places, timeout)), None)
-
-
 def localise_all(
     task: Task, graph: Graph, program: ProgramDirectory, places: SourceMap, timeout: float
 ) -> tuple[Finding, ...]:
-    """Return a finding for each wrong line, five at most, in the order of the program."""
+    """Return a finding for each wrong line, five at most, in the order of the program; none if all agrees."""
     try:
         culprits = find_culprits(task, graph, program, timeout)
     except Exception:  # noqa: BLE001 - a wrong program may raise anything; a plain run still says where it differs
@@ -161,7 +156,7 @@ def localise_all(
     if culprits:
         tensors = {fqn: t.name for t in graph.with_role("parameter", "buffer", "constant") for fqn in t.fqns}
         return findings_of(culprits, places, tensors)
-    found = first_divergent.localise(task, graph, program, places, timeout)
+    found = first_difference(task, graph, program, places, timeout)
     return () if found is None else (found,)
 
 
