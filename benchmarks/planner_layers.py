@@ -110,10 +110,9 @@ def apart(question: Question, chained: bool) -> Answer:
     return found
 
 
-def compare(question: Question, room: float | None) -> None:
+def compare(question: Question, limit: str) -> None:
     chain, whole = apart(question, True), apart(question, False)
     bound = max(chain.bound, whole.bound)
-    limit = "-" if room is None else f"{room:g}"
     slower = "-" if chain.step == float("inf") else f"{whole.step / chain.step:.3f}"
     print(
         f"{question.name:<16} {question.ranks:>5} {question.space:<4} {limit:>5} |{chain.told(bound)} |"
@@ -143,18 +142,19 @@ def main() -> None:
     columns = f"{'s':>8} {'step':>9} {'gap':>8} {'short':>8}"
     print(f"{'':<16} {'':>5} {'':<4} {'':>5} |{'chain':^36} |{'whole':^36} | whole / chain")
     print(f"{'model':<16} {'ranks':>5} {'':<4} {'limit':>5} |{columns} |{columns} |{'s':>7} {'step':>7} |")
-    rows = [("8b", layers, ranks) for layers in options.layers for ranks in options.ranks]
-    rows += [] if options.small else [("405b", 126, 1024)]
-    graphs: dict[tuple[str, int], Any] = {}
-    for size, layers, ranks in rows:
-        if (size, layers) not in graphs:
-            graphs = {(size, layers): traced(size, layers, BATCH if size == "8b" else 2 * ranks)}
-        graph = graphs[size, layers]
+    rows = [(layers, ranks) for layers in options.layers for ranks in options.ranks]
+    graphs: dict[int, Any] = {}
+    for layers, ranks in rows:
+        if layers not in graphs:
+            graphs = {layers: traced("8b", layers, BATCH)}
+        graph = graphs[layers]
         at_rest = STATE * sum(tensor.elements for tensor in graph.with_role("parameter")) / ranks
         spaces = ("tp", "all") if ranks <= MACHINE else ("all",)
         for space, room in product(spaces, ROOM):
             memory = 1e15 if room is None else room * at_rest
-            compare(Question(f"{size}, {layers} layers", graph, ranks, space, memory), room)
+            compare(Question(f"8b, {layers} layers", graph, ranks, space, memory), "-" if room is None else f"{room:g}")
+    if not options.small:
+        compare(Question("405b, 126 layers", traced("405b", 126, 2048), 1024, "all", 80e9), "80 GB")
 
 
 if __name__ == "__main__":

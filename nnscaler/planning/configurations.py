@@ -1,5 +1,5 @@
 """The configurations that are compared: how ranks are divided among data, tensor and pipeline parallelism, in how many
-micro-batches a batch goes through, whether layers are recomputed, and whether parameters rest in shards."""
+micro-batches a batch goes through, whether layers are recomputed, and how parameters rest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from nnscaler.planning.cost.model import AxisPlace
+from nnscaler.planning.sharding.parameter_placement import PLACEMENTS, WHOLE, AtRest, ParameterPlacement
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
 from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.transform.plan import DP, PP, TP
 
 SCHEDULES = (ONE_F_ONE_B,)  # that are searched
 
@@ -23,7 +25,7 @@ class Configuration:
     pp              pipeline devices, outermost in rank order; then come dp and tp
     micro_batches   parts into which the batch of a dp rank is cut in time
     recompute       whether all layers (True) or none (False) are recomputed in backward; None: those for which it pays
-    zero            whether parameters, gradients and optimizer states rest in shards over dp (ZeRO-3)
+    parameters      how parameters, gradients and optimizer states rest over dp
     schedule        of the pipeline
     """
 
@@ -32,12 +34,12 @@ class Configuration:
     pp: int = 1
     micro_batches: int = 1
     recompute: bool | None = False
-    zero: bool = False
+    parameters: ParameterPlacement = WHOLE
     schedule: ScheduleKind = ONE_F_ONE_B
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{n}={v}" for n, v in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if v > 1)
-        sizes += " zero=3" * self.zero
+        sizes = " ".join(f"{n}={v}" for n, v in ((DP, self.dp), (TP, self.tp), (PP, self.pp)) if v > 1)
+        sizes += f" zero={self.zero}" if self.zero else ""
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return (sizes or "1 rank") + batches + (", recompute" if self.recompute else "")
 
@@ -46,16 +48,21 @@ class Configuration:
         """Key by which configurations that are alike otherwise are sorted."""
         again = (None, False, True).index(self.recompute)
         schedule = SCHEDULES.index(self.schedule)
-        return self.dp, self.tp, self.pp, self.micro_batches, again, int(self.zero), schedule
+        return self.dp, self.tp, self.pp, self.micro_batches, again, self.zero, schedule
 
     @property
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp
 
     @property
-    def shards(self) -> int:
-        """Number of shards over dp in which parameters rest."""
-        return self.dp if self.zero else 1
+    def zero(self) -> int:
+        """The stage of ZeRO; 0 for none."""
+        return self.parameters.zero
+
+    @property
+    def rests(self) -> AtRest:
+        """How parameters rest, and over how many ranks of dp."""
+        return self.parameters.over(self.dp)
 
     @property
     def parts(self) -> int:
@@ -66,9 +73,9 @@ class Configuration:
     def places(self) -> dict[str, AxisPlace]:
         """By axis, where its groups lie among the ranks."""
         return {
-            "tp": AxisPlace(self.tp),
-            "dp": AxisPlace(self.dp, self.tp),
-            "pp": AxisPlace(self.pp, self.tp * self.dp),
+            TP: AxisPlace(self.tp),
+            DP: AxisPlace(self.dp, self.tp),
+            PP: AxisPlace(self.pp, self.tp * self.dp),
         }
 
     def live(self, device: int) -> int:
@@ -114,6 +121,6 @@ def configurations(ranks: int, batch: int, layers: int, each: bool = False) -> I
             if batch % dp or pp > max(layers, 1):
                 continue
             for micro_batches in divisors(batch // dp):
-                zeros, schedules = (False, True)[: min(dp, 2)], SCHEDULES[: None if pp > 1 else 1]
-                for recompute, zero, schedule in product(again, zeros, schedules):
-                    yield Configuration(dp, tp, pp, micro_batches, recompute, zero, schedule)
+                ways, schedules = PLACEMENTS[: None if dp > 1 else 1], SCHEDULES[: None if pp > 1 else 1]
+                for recompute, parameters, schedule in product(again, ways, schedules):
+                    yield Configuration(dp, tp, pp, micro_batches, recompute, parameters, schedule)

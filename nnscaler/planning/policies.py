@@ -10,10 +10,11 @@ from math import prod
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature
+from nnscaler.planning.sharding.parameter_placement import BY_ZERO
 from nnscaler.planning.tensor_parallel import tensor_parallel
 from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.plan import ZERO, AssignStep, Plan, RestStep, Step
+from nnscaler.transform.plan import DP, PP, TP, ZERO, AssignStep, Plan, Step
 from nnscaler.transform.select import select
 from nnscaler.transform.stages import partition_stages
 
@@ -44,9 +45,9 @@ def pipeline(graph: Graph, signatures: Mapping[str, Signature], devices: int, ch
 
 
 AXES = {
-    "dp": "data parallel: the batch is split, parameters are held whole",
-    "tp": "tensor parallel: operators are split as their annotations allow, by least communication",
-    "pp": "pipeline parallel: layers are split into stages",
+    DP: "data parallel: the batch is split, parameters are held whole",
+    TP: "tensor parallel: operators are split as their annotations allow, by least communication",
+    PP: "pipeline parallel: layers are split into stages",
     "zero": "of data parallel: with zero=3 parameters, gradients and optimizer states rest in shards (ZeRO-3, FSDP)",
 }
 
@@ -68,7 +69,7 @@ def parse_axes(text: str) -> dict[str, int]:
                 help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
             )
         sizes[name] = int(number)
-    if sizes.get("zero", ZERO) != ZERO or ("zero" in sizes and sizes.get("dp", 1) == 1):
+    if sizes.get("zero", ZERO) != ZERO or ("zero" in sizes and sizes.get(DP, 1) == 1):
         raise NnscalerError(
             "plan_illegal",
             f"--plan {text!r}: zero={sizes['zero']} with dp={sizes.get('dp', 1)}",
@@ -116,22 +117,21 @@ def make_plan(
     `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline. `replicate`:
     patterns of modules or operations that tensor parallelism leaves whole.
     """
-    dp, tp, pp = (sizes.get(n, 1) for n in ("dp", "tp", "pp"))
+    dp, tp, pp = (sizes.get(n, 1) for n in (DP, TP, PP))
     kind = get_schedule(schedule) if schedule else DEFAULT
     chunks = chunks or (kind.chunks if pp > 1 else 1)
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    mesh = tuple((n, sizes[n]) for n in ("dp", "tp", "pp") if n in sizes)
+    mesh = tuple((n, sizes[n]) for n in (DP, TP, PP) if n in sizes)
     plan = Plan(mesh, (), micro_batches, schedule or DEFAULT.name, chunks)
     steps: list[Step] = []
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
-        steps.extend(tensor_parallel(graph, signatures, "tp", tp, whole, made, axes))
+        steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
     if pp > 1:
         steps.extend(pipeline(graph, signatures, pp, chunks))
-    if sizes.get("zero"):
-        steps.append(RestStep(("*",)))
+    steps.extend(BY_ZERO[sizes.get("zero", 0)].steps)
     return replace(plan, steps=tuple(steps))
 
 
@@ -140,6 +140,6 @@ def _factorisations(ranks: int) -> list[dict[str, int]]:
     found: list[dict[str, int]] = []
     for dp, tp in product(divisors, divisors):
         if ranks % (dp * tp) == 0:
-            sizes = {"dp": dp, "tp": tp, "pp": ranks // dp // tp}
-            found.append({n: v for n, v in sizes.items() if v > 1} or {"dp": 1})
+            sizes = {DP: dp, TP: tp, PP: ranks // dp // tp}
+            found.append({n: v for n, v in sizes.items() if v > 1} or {DP: 1})
     return found

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
 
+DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
 ZERO = 3  # the stage of ZeRO that there is
 
 
@@ -90,7 +91,7 @@ class RestStep:
 
     kind: ClassVar[str] = "rest"
     parameters: tuple[str, ...]
-    axis: str = "dp"
+    axis: str = DP
 
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
@@ -122,7 +123,7 @@ class Plan:
     micro_batches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    data_axes: tuple[str, ...] = ("dp",)
+    data_axes: tuple[str, ...] = (DP,)
     notes: tuple[str, ...] = field(default=())
     stage_axes: tuple[Axes, ...] = ()
 
@@ -140,7 +141,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Pipeline devices: groups of ranks that run the same role."""
-        return dict(self.mesh).get("pp", 1)
+        return dict(self.mesh).get(PP, 1)
 
     @property
     def stages(self) -> int:
@@ -149,7 +150,7 @@ class Plan:
     @property
     def device_axes(self) -> tuple[Axes, ...]:
         """Per pipeline device, the mesh axes inside of it."""
-        alike = tuple((name, size) for name, size in self.mesh if name != "pp")
+        alike = tuple((name, size) for name, size in self.mesh if name != PP)
         given = self.stage_axes or (alike,) * self.devices
         return tuple(tuple((name, size) for name, size in axes if size > 1) for axes in given)
 

@@ -39,11 +39,11 @@ from nnscaler.planning.constraints.kinds import (
     together,
 )
 from nnscaler.planning.constraints.megatron import megatron, sequence_parallel
-from nnscaler.transform.plan import ZERO
+from nnscaler.transform.plan import DP, PP, TP, ZERO
 
 _ALONE = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
 _POLICIES = {"megatron": megatron, "sequence_parallel": sequence_parallel}
-_NUMBERS = ("dp", "tp", "pp", "micro_batches")
+_NUMBERS = (DP, TP, PP, "micro_batches")
 _FLAGS = ("recompute", "zero")
 _KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys((*_ALONE, *_POLICIES), frozenset({"kind"})),

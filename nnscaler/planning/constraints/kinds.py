@@ -9,6 +9,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.constraints.constraint import Constraint
+from nnscaler.transform.plan import ZERO
 from nnscaler.transform.select import select
 
 
@@ -16,7 +17,7 @@ def sizes(**wanted: int | bool) -> Constraint:
     """Fix numbers: of `dp`, `tp`, `pp`, `micro_batches`, whether to `recompute`, and whether parameters rest in shards
     over dp (`zero`)."""
     text = ", ".join(f"{name}={value}" for name, value in wanted.items())
-    exact = {name: bool(value) if name == "zero" else value for name, value in wanted.items()}
+    exact = {name: ZERO if name == "zero" and value is True else value for name, value in wanted.items()}
     return Constraint(text, lambda c: all(getattr(c, name) == value for name, value in exact.items()))
 
 

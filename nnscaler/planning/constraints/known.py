@@ -12,7 +12,7 @@ from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import sizes
 from nnscaler.transform.complete_plan import choose
-from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, RestStep
+from nnscaler.transform.plan import DP, PP, TP, AssignStep, OrderStep, Plan, RecomputeStep, RestStep
 from nnscaler.transform.select import layers_of, select
 
 
@@ -33,7 +33,7 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     again = any(isinstance(step, RecomputeStep) for step in plan.steps)
     zero = any(isinstance(step, RestStep) for step in plan.steps)
     sized = sizes(
-        **{name: wanted.get(name, 1) for name in ("dp", "tp", "pp")},
+        **{name: wanted.get(name, 1) for name in (DP, TP, PP)},
         micro_batches=plan.micro_batches,
         recompute=again,
         zero=zero,
@@ -45,10 +45,10 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
     ]
     at = tuple((op.name, placed[op.name][0]) for op in trained if op.name in placed)
     devices = Constraint("the stages of a plan", at=at)
-    if wanted.get("tp", 1) == 1:
+    if wanted.get(TP, 1) == 1:
         return all_of((sized, devices))
     made, axes = choose(graph, signatures, plan, plan.device_axes[0], frozenset(graph.by_name))
-    axis = [name for name, _ in axes].index("tp")
+    axis = [name for name, _ in axes].index(TP)
     chosen = {name: choices[axis] for name, choices in made.items()}
 
     def allows(op: Operation, choice: Choice) -> bool:
@@ -59,8 +59,8 @@ def constraints_of(plan: Plan, graph: Graph, signatures: Mapping[str, Signature]
 
 def _outside(plan: Plan, graph: Graph) -> str | None:
     """Name a feature of the plan that the planner does not search; None where there is none."""
-    unknown = [name for name, size in plan.mesh if name not in ("dp", "tp", "pp") and size > 1]
-    if unknown or plan.data_axes != ("dp",):
+    unknown = [name for name, size in plan.mesh if name not in (DP, TP, PP) and size > 1]
+    if unknown or plan.data_axes != (DP,):
         return f"the axes {', '.join(name for name, _ in plan.mesh)}, of which {plan.data_axes} have the batch"
     if plan.stage_axes:
         return "stages of unlike meshes"
@@ -68,7 +68,7 @@ def _outside(plan: Plan, graph: Graph) -> str | None:
         return f"the schedule {plan.schedule} and {plan.chunks} stages per device"
     if any(isinstance(step, OrderStep) for step in plan.steps):
         return "an order of operations"
-    if any(isinstance(step, RestStep) and (step.axis != "dp" or "*" not in step.parameters) for step in plan.steps):
+    if any(isinstance(step, RestStep) and (step.axis != DP or "*" not in step.parameters) for step in plan.steps):
         return "some parameters at rest in shards, or in those of another axis than dp"
     steps = [step for step in plan.steps if isinstance(step, RecomputeStep)]
     again = {op.name for step in steps for op in select(graph, step.operations)}

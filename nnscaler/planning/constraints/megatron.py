@@ -14,6 +14,7 @@ from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.constraints.roles import Names, Roles, roles_of
 from nnscaler.transform.candidates import reach
 from nnscaler.transform.complete_plan import batch_of, batch_states
+from nnscaler.transform.plan import DP
 
 TWO = 2  # parts, for which identifiers are looked for: which they are does not depend on it
 
@@ -57,7 +58,7 @@ def _sequence(graph: Graph, signatures: Mapping[str, Signature], roles: Roles) -
     The sequence is the first dim of what columns read that is neither contracted nor the batch, with all that follows
     from it.
     """
-    batch = reach(graph, signatures, TWO, batch_states(graph, "dp", TWO, 1)) if batch_of(graph) >= TWO else {}
+    batch = reach(graph, signatures, TWO, batch_states(graph, DP, TWO, 1)) if batch_of(graph) >= TWO else {}
     states: dict[str, State] = {}
     for op in graph.operations:
         bound = signatures[op.name].bound

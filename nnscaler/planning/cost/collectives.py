@@ -103,9 +103,9 @@ def _exchange(size: float, members: int, levels: Spanned) -> float:
 BUCKET_BYTES = 25 * 2**20
 
 
-def seconds_per_byte(cost: CostModel, ranks: AxisPlace) -> float:
+def seconds_per_byte(cost: CostModel, ranks: AxisPlace, kind: Collective = "all_reduce") -> float:
     """Return the seconds per byte of gradients that are added up over an axis, in full buckets."""
-    return cost.collective("all_reduce", BUCKET_BYTES, ranks) / BUCKET_BYTES
+    return cost.collective(kind, BUCKET_BYTES, ranks) / BUCKET_BYTES
 
 
 def summed_seconds(cost: CostModel, ranks: AxisPlace, size: float) -> float:

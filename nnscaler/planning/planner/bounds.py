@@ -24,10 +24,10 @@ from nnscaler.planning.planner.layer_chain import Numbers
 from nnscaler.planning.planner.pipeline_bound import Layered
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import pose
-from nnscaler.planning.sharding.parameter_placement import gathering_rate
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING
 from nnscaler.planning.solver.problem import ChoiceProblem, Edge, Node, Table, TooWide, memory_floor
+from nnscaler.transform.plan import DP
 
 # The Lagrangian bound under a budget at many prices of memory at once.
 # The price is one more node, with an edge to every other one, and the bound follows from the best value with it
@@ -63,7 +63,7 @@ def bound_by_prices(problem: ChoiceProblem, budget: float) -> float:
 
 def layered_of(subject: PlanningCache, c: Configuration, memory: float) -> Layered | None:
     """Return the chain in this configuration; None where the graph is none."""
-    chain = subject.chain(c.tp, c.parts, c.shards)
+    chain = subject.chain(c.tp, c.parts, c.rests)
     if chain is None:
         return None
     if (c, memory) not in subject.layered:
@@ -87,23 +87,28 @@ def rough_bound(subject: PlanningCache, c: Configuration, memory: float, parts: 
     if rough is None:
         return 0.0
     sent = _sent(subject, c, [size * parts / c.parts for size in rough.chain.handed])
-    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
-    each = gathering(subject, c, subject.gathered(c, len(subject.layers) // 2)) if c.zero else 0.0
-    return rough.bound(c, memory, rate, each, sent)
+    each = gathering(subject, c, len(subject.layers) // 2)
+    return rough.bound(c, memory, summing_rate(subject, c), each, sent)
 
 
-def gathering(subject: PlanningCache, c: Configuration, size: float) -> float:
-    """Return a lower bound of the seconds in which a micro-batch gathers `size` bytes of parameters and scatters their
-    gradients."""
-    place = c.places["dp"]
-    if place not in subject.gathering:
-        subject.gathering[place] = gathering_rate(subject.cost, place)
-    return subject.gathering[place] * size
+def summing_rate(subject: PlanningCache, c: Configuration) -> float:
+    """Return the seconds per byte of gradients that are added up over dp once a step; 0 where none need be."""
+    if c.dp == 1 or c.parameters.once is None:
+        return 0.0
+    return seconds_per_byte(subject.cost, c.places[DP], c.parameters.once)
 
 
-def gathering_all(subject: PlanningCache, c: Configuration) -> float:
-    """Return that bound for all parameters; 0 where they rest whole on dp."""
-    return gathering(subject, c, subject.gathered(c)) if c.zero else 0.0
+def gathering(subject: PlanningCache, c: Configuration, layer: int | None = None) -> float:
+    """Return a lower bound of the seconds in which a micro-batch gathers parameters and scatters their gradients.
+
+    `layer` restricts it to the parameters of that layer. 0 where they rest as they are read.
+    """
+    if not c.parameters.each:
+        return 0.0
+    key = c.parameters, c.places[DP]
+    if key not in subject.gathering:
+        subject.gathering[key] = c.parameters.seconds_per_byte(subject.cost, key[1])
+    return subject.gathering[key] * subject.gathered(c, layer)
 
 
 def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float:
@@ -112,7 +117,7 @@ def near_bound(subject: PlanningCache, c: Configuration, memory: float) -> float
     Where the graph is no chain, the bound holds whatever the memory is.
     """
     if subject.chain(c.tp, c.parts) is None:
-        return c.each * (subject.fastest(c.tp, c.parts) + gathering_all(subject, c))
+        return c.each * (subject.fastest(c.tp, c.parts) + gathering(subject, c))
     return rough_bound(subject, c, memory, c.parts)
 
 
@@ -127,7 +132,7 @@ def bound_within(subject: PlanningCache, c: Configuration, memory: float) -> flo
     alike = subject.repeated_on(c.tp) is not None or c.pp == 1
     live = c.pp / sum(1 / c.live(s) for s in range(c.pp)) if alike else 1.0
     weights = replace(weights_of(subject, c), live=live)
-    tables = subject.tables(c.tp, c.parts, c.shards, short=True)
+    tables = subject.tables(c.tp, c.parts, c.rests, short=True)
     problem = pose(tables, weights, subject.window(c.tp), layers_only=c.pp > 1)
     try:
         return bound_by_prices(problem, memory * c.pp)

@@ -18,8 +18,7 @@ from itertools import accumulate
 
 from nnscaler.errors import NnscalerError
 from nnscaler.planning.configurations import Configuration, configurations
-from nnscaler.planning.cost.collectives import seconds_per_byte
-from nnscaler.planning.planner.bounds import bound_within, gathering_all, layered_of, near_bound, rough_bound
+from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of, near_bound, rough_bound, summing_rate
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import stages_of
 from nnscaler.planning.planner.layer_chain import Chain
@@ -64,7 +63,7 @@ def evaluate_chain(subject: PlanningCache, c: Configuration, memory: float) -> E
 def _placed(subject: PlanningCache, layered: Layered, stages: Sequence[StageFill]) -> Evaluated:
     """Evaluate a fill on the tables of the whole graph."""
     c = layered.configuration
-    tables = subject.tables(c.tp, c.parts, c.shards)
+    tables = subject.tables(c.tp, c.parts, c.rests)
     places = _places(tables, layered.chain, layered.layers)
     choices = [0] * len(tables.names)
     again: set[int] = set()
@@ -206,7 +205,7 @@ def _queued(
             if subject.chain(c.tp, 1) is None:
                 continue
             contained.update((replace(c, recompute=False), replace(c, recompute=True)))
-        resting = min(resting, least.resting / c.pp / c.shards)
+        resting = min(resting, least.resting / c.pp / c.rests.shrinks)
         if may_fit(least, c, memory):
             queue.append((_bound(subject, least, c), 0, c.order, c))
         else:
@@ -231,11 +230,10 @@ def may_fit(least: Least, c: Configuration, memory: float) -> bool:
     together.
     """
     kept = (least.kept if c.recompute is False else least.handed) / c.parts
-    return least.resting / c.shards + kept <= memory * c.pp
+    return least.resting / c.rests.shrinks + kept <= memory * c.pp
 
 
 def _bound(subject: PlanningCache, least: Least, c: Configuration) -> float:
     """Return the first lower bound of a configuration, in seconds of a step."""
-    rate = seconds_per_byte(subject.cost, c.places["dp"]) if c.dp > 1 and not c.zero else 0.0
     once = least.seconds + (least.again if c.recompute else 0.0)
-    return c.each * (once / c.parts + gathering_all(subject, c)) + rate * least.summed / c.pp
+    return c.each * (once / c.parts + gathering(subject, c)) + summing_rate(subject, c) * least.summed / c.pp

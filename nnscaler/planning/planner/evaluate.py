@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.constraint import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
-from nnscaler.planning.cost.model import CostModel
+from nnscaler.planning.cost.model import Collective, CostModel
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables
@@ -19,6 +19,7 @@ from nnscaler.planning.solver.pareto_frontier import bound_at, hull
 from nnscaler.planning.solver.problem import Infeasible, Solution, TooWide, memory_floor, memory_of
 from nnscaler.planning.solver.solve import solve, solve_within
 from nnscaler.transform.balance import balanced_cuts, cut_limits
+from nnscaler.transform.plan import DP, PP, TP
 
 # Cut a pipeline between layers, as evenly as their times allow and where the constraints leave it.
 
@@ -108,8 +109,10 @@ class Evaluated:
 
 def weights_of(subject: PlanningCache, c: Configuration) -> Weights:
     """Return how often the parts of a step count in a configuration."""
+    kinds: dict[str, Collective] = {DP: c.parameters.once or "all_reduce", TP: "all_reduce"}
+    sizes = {DP: c.dp, TP: c.tp}
     rates = {
-        axis: seconds_per_byte(subject.cost, c.places[axis]) for axis, size in (("dp", c.dp), ("tp", c.tp)) if size > 1
+        axis: seconds_per_byte(subject.cost, c.places[axis], kind) for axis, kind in kinds.items() if sizes[axis] > 1
     }
     return Weights(c.each, 1 / c.pp, rates, c.live(0), c.recompute is True)
 
@@ -120,7 +123,7 @@ def evaluate(subject: PlanningCache, c: Configuration, memory: float) -> Evaluat
     None where it is proved that nothing fits. All layers are recomputed, or none. The budget of the problem is that of
     a rank that runs the whole graph; it is lowered until the largest stage fits.
     """
-    tables = subject.tables(c.tp, c.parts, c.shards)
+    tables = subject.tables(c.tp, c.parts, c.rests)
     weights = weights_of(subject, c)
     problem = pose(tables, weights)
     solution = solve(problem)
@@ -239,4 +242,4 @@ def _stage(
 
 def send_seconds(cost: CostModel, c: Configuration, size: float) -> float:
     """Return the seconds in which one micro-batch, or its gradient, goes from a stage to its neighbour."""
-    return cost.collective("send", size, c.places["pp"])
+    return cost.collective("send", size, c.places[PP])

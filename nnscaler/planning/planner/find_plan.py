@@ -88,7 +88,7 @@ from nnscaler.planning.planner.planning_cache import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch
-from nnscaler.transform.plan import Plan
+from nnscaler.transform.plan import DP, Plan
 
 # Find the constraint that cannot hold, and what would.
 
@@ -239,7 +239,7 @@ def _find_plan(
 def _refused(subject: PlanningCache, c: Configuration) -> str | None:
     """Return why the batch cannot be cut into so many micro-batches: operations that couple them show only when asked
     for."""
-    mesh = (("dp", c.dp),) if c.dp > 1 else ()
+    mesh = ((DP, c.dp),) if c.dp > 1 else ()
     try:
         follow_batch(subject.graph, subject.signatures, Plan(mesh, (), c.micro_batches), mesh)
     except NnscalerError as error:

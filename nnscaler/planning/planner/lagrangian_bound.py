@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.layer_chain import Chain, Numbers, Piece, Priced, price
 from nnscaler.planning.sharding.tables import Column, Columns
+from nnscaler.transform.plan import DP
 
 Pieces = tuple[Priced, Priced, Priced]  # head, layer, tail
 ANY = -1  # number of layers of a stage that are run again
@@ -100,7 +101,7 @@ def floors_of(chain: Chain) -> Floors:
             sum(float(c.kept.min()) for c in outside),
             sum(float(c.kept.min()) for c in inside),
             sum(float(c.handed.min()) for c in inside),
-            sum(float(c.summed["dp"].min()) for c in every if "dp" in c.summed),
+            sum(float(c.summed[DP].min()) for c in every if DP in c.summed),
         )
 
     return Floors(floor(chain.head), floor(chain.layer), floor(chain.tail))
@@ -205,13 +206,13 @@ def limited(
     floors: Floors,
     memory: float,
     prices: Prices,
-    shards: int = 1,
+    shrinks: float = 1.0,
 ) -> tuple[Numbers, NDArray[np.int64]]:
     """Return lower bounds of the seconds of a stage, and the number of the price that proves each.
 
     Both results are [layers, states, states]; a bound is infinite where the stage cannot fit. It is the best over
     prices, for the number of recomputed layers with which this is least. `live` is the number of live micro-batches;
-    Prices and floors count what rests `shards` times as large as it is on a rank.
+    Prices and floors count what rests `shrinks` times as large as it is on a rank.
     """
     head, layer, tail = floors.head, floors.layer, floors.tail
     kinds = {
@@ -235,11 +236,11 @@ def limited(
         room = memory - received - once
         kept = outside + (handed if number == ANY else np.maximum(whole - number * saved, handed))
         # the dearest bytes that fit: all but the least that rests, or all but the least that is kept
-        most_kept = ((room - resting / shards) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
-        most_resting = shards * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
+        most_kept = ((room - resting / shrinks) / live)[:, None] * prices.kept + resting[:, None] * prices.resting
+        most_resting = shrinks * (room - live * kept)[:, None] * prices.resting + kept[:, None] * prices.kept
         # [layers, states, states, prices]: the Lagrangian bound at each price
         value = table - np.maximum(most_kept, most_resting)[:, None, None, :]
-        value[resting / shards + live * kept > room] = np.inf
+        value[resting / shrinks + live * kept > room] = np.inf
         # [layers, states, states]: the best bound over prices; below, the least over how many layers are recomputed
         bound, by = value.max(axis=-1), value.argmax(axis=-1)
         if best is None:

@@ -36,6 +36,7 @@ from nnscaler.planning.planner.lagrangian_bound import (
 from nnscaler.planning.planner.layer_chain import Chain, Numbers
 from nnscaler.planning.planner.stage_partition_dp import StagePartition, best_cut
 from nnscaler.planning.sharding.build_problem import Weights, once_of
+from nnscaler.transform.plan import DP
 
 LOW, HIGH = 1 / 512, 64  # of the prices, in prices at which running a layer again pays
 COARSE, FINE = 12, 8  # prices of the first grid, and between the neighbours of one that binds in the second
@@ -83,7 +84,7 @@ class Layered:
     def once(self) -> float:
         """Lower bound of the seconds that are spent once per step, where these are not shared among micro-batches."""
         most = max(self.floors.head.summed, self.floors.tail.summed)
-        return 0.0 if self._even else self.weights.rates.get("dp", 0.0) * most
+        return 0.0 if self._even else self.weights.rates.get(DP, 0.0) * most
 
     @cached_property
     def floors(self) -> Floors:
@@ -249,7 +250,7 @@ class Rough:
         cut = {kind: found[: most + 1] for kind, found in values.items()}
         made = {}
         for stage in set(stages):
-            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.shards)
+            bounds, _ = limited(cut, stage, stage.live * part, floors, memory, prices, c.rests.shrinks)
             middle = counts - stage.first - stage.last
             # [layers]: bytes of gradients, and with them the seconds of a micro-batch that do not depend on states
             summed = middle * floors.layer.summed

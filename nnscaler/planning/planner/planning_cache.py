@@ -17,11 +17,13 @@ from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough
 from nnscaler.planning.sharding.build_problem import LayerWindow, Weights, pose
 from nnscaler.planning.sharding.memory import Kept, kept_by
+from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, ParameterPlacement
 from nnscaler.planning.sharding.problem_config import Setting, make_setting
 from nnscaler.planning.sharding.strategies import Strategies, axis_options
 from nnscaler.planning.sharding.tables import TableBuilder, Tables
 from nnscaler.planning.solver.solve import solve
 from nnscaler.transform.complete_plan import batch_of
+from nnscaler.transform.plan import DP, TP
 from nnscaler.transform.select import Layer, layers_of
 
 MANY = 8  # layers, from which on some stand for all
@@ -49,7 +51,7 @@ class PlanningCache:
 
     constraint   what a plan keeps to
     layered      the chain in a configuration and within a limit of memory (bytes)
-    gathering    by place of a dp axis, seconds per byte to gather a parameter and to scatter its gradient
+    gathering    by how parameters rest and the place of a dp axis, seconds per byte to gather and to scatter them
     """
 
     graph: Graph
@@ -57,14 +59,14 @@ class PlanningCache:
     cost: CostModel
     constraint: Constraint = FREE
     layered: dict[tuple[Configuration, float], Layered] = field(default_factory=dict)
-    gathering: dict[AxisPlace, float] = field(default_factory=dict)  # seconds per byte over the ranks of a dp axis
+    gathering: dict[tuple[ParameterPlacement, AxisPlace], float] = field(default_factory=dict)
     _options: dict[int, Mapping[str, tuple[Choice, ...]]] = field(default_factory=dict)
     _settings: dict[int, Setting] = field(default_factory=dict)
-    _builders: dict[tuple[int, int, int], TableBuilder] = field(default_factory=dict)
-    _tables: dict[tuple[int, int, int, bool], Tables] = field(default_factory=dict)
+    _builders: dict[tuple[int, int, AtRest], TableBuilder] = field(default_factory=dict)
+    _tables: dict[tuple[int, int, AtRest, bool], Tables] = field(default_factory=dict)
     _least: dict[int, Least] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], float] = field(default_factory=dict)
-    _chains: dict[tuple[int, int, int], Chain | None] = field(default_factory=dict)
+    _chains: dict[tuple[int, int, AtRest], Chain | None] = field(default_factory=dict)
     _repeated: dict[int, Repeated | None] = field(default_factory=dict)
     _rough: dict[tuple[int, int], Rough] = field(default_factory=dict)
     _gathered: dict[tuple[int, int | None], float] = field(default_factory=dict)
@@ -163,47 +165,45 @@ class PlanningCache:
         self._options[parts] = {n: same.setdefault(made, made) for n, made in left.items()}
         return self._options[parts]
 
-    def _builder(self, tp: int, parts: int, shards: int = 1) -> TableBuilder:
-        key = (tp, parts, shards)
+    def _builder(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE) -> TableBuilder:
+        key = (tp, parts, rests)
         if key not in self._builders:
-            places = {"tp": AxisPlace(tp), "dp": AxisPlace(parts, tp)}
+            places = {TP: AxisPlace(tp), DP: AxisPlace(parts, tp)}
             if parts not in self._settings:
-                mesh = (("dp", parts),) if parts > 1 else ()
+                mesh = ((DP, parts),) if parts > 1 else ()
                 self._settings[parts] = make_setting(self.graph, self.signatures, mesh, (), 1, places)
-            searched = (("tp", tp),) if tp > 1 else ()
+            searched = ((TP, tp),) if tp > 1 else ()
             setting = replace(self._settings[parts], searched=searched, places=places)
             options = [self.options(tp)] if tp > 1 else []
             strategies = Strategies(self.graph, self.signatures, setting, options)
             pairs = tuple(pair for group in self.constraint.together for pair in pairwise(group))
-            rests = AxisPlace(shards, tp) if shards > 1 else None
             self._builders[key] = TableBuilder(
                 self.graph, self.signatures, setting, self.cost, strategies, self.kept, self.groups, pairs, rests
             )
         return self._builders[key]
 
-    def tables(self, tp: int, parts: int, shards: int = 1, short: bool = False) -> Tables:
+    def tables(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE, short: bool = False) -> Tables:
         """Return the cost tables for operators split over `tp`, with one of `parts` of the batch.
 
-        Data-parallel parts and micro-batches are alike here: a rank sees the same shapes. `shards` is the number of
-        shards of the parameters over dp (1: whole). `short` leaves out the layers that the window stands for, where
-        there is one.
+        Data-parallel parts and micro-batches are alike here: a rank sees the same shapes. `rests` says how
+        parameters rest over dp. `short` leaves out the layers that the window stands for, where there is one.
         """
         repeated = self.repeated_on(tp) if short else None
-        key = (tp, parts, shards, repeated is not None)
+        key = (tp, parts, rests, repeated is not None)
         if key not in self._tables:
             only = None if repeated is None else self._short(repeated.window)
-            self._tables[key] = self._builder(tp, parts, shards).build(only)
+            self._tables[key] = self._builder(tp, parts, rests).build(only)
         return self._tables[key]
 
-    def chain(self, tp: int, parts: int, shards: int = 1) -> Chain | None:
+    def chain(self, tp: int, parts: int, rests: AtRest = AT_REST_WHOLE) -> Chain | None:
         """Return the tables as a chain of three pieces where all layers but the first and the last are alike, else
         None."""
-        key = (tp, parts, shards)
+        key = (tp, parts, rests)
         if self.repeated_on(tp) is None:
             return None
         if key not in self._chains:
             count = len(self.layers)
-            tables = self._builder(tp, parts, shards).build(shown(self.graph, self.groups, count))
+            tables = self._builder(tp, parts, rests).build(shown(self.graph, self.groups, count))
             self._chains[key] = find_chain(tables, self.items_of(tables), count)
         return self._chains[key]
 
@@ -227,7 +227,7 @@ class PlanningCache:
         return found
 
     def gathered(self, c: Configuration, layer: int | None = None) -> float:
-        """Return a lower bound of the bytes of parameters that a rank of tp gathers under ZeRO-3.
+        """Return a lower bound of the bytes of parameters that a rank of tp gathers where they rest in shards.
 
         `layer` restricts it to parameters that only this layer reads (None: all parameters). Counted are only those
         that can be sharded over dp whichever dim tp splits.
@@ -263,7 +263,7 @@ class PlanningCache:
             sum(often * float(c.resting.min()) for c, _, often in nodes),
             sum(often * float(c.kept.min()) for c, inside, often in nodes if inside),
             sum(often * float(c.handed.min()) for c, inside, often in nodes if inside),
-            sum(often * float(c.summed["dp"].min()) for c, _, often in nodes if "dp" in c.summed),
+            sum(often * float(c.summed[DP].min()) for c, _, often in nodes if DP in c.summed),
         )
         return self._least[tp]
 

@@ -14,7 +14,7 @@ from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.tensor_parallel import steps_of
-from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, RestStep, Step
+from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
 from nnscaler.transform.stages import StagePartition, partition_stages
 
 SEARCHED = (
@@ -115,7 +115,7 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
     c, graph = found.configuration, subject.graph
     steps: list[Step] = []
     if c.tp > 1:
-        steps.extend(steps_of(graph, "tp", choices_of(subject, found)))
+        steps.extend(steps_of(graph, TP, choices_of(subject, found)))
     if c.pp > 1:
         cut = partition_of(subject, found)
         groups: dict[tuple[int, ...], list[str]] = {}
@@ -123,10 +123,9 @@ def plan_of(subject: PlanningCache, found: Evaluated) -> Plan:
             groups.setdefault(tuple(cut.stage_of[op.name]), []).append(op.name)
         steps.extend(AssignStep(tuple(names), where) for where, names in sorted(groups.items()))
     steps.extend(RecomputeStep(subject.layers[number].operations) for number in sorted(found.again))
-    if c.zero:
-        steps.append(RestStep(("*",)))
-    mesh = tuple((name, size) for name, size in (("dp", c.dp), ("tp", c.tp), ("pp", c.pp)) if size > 1)
-    return Plan(mesh or (("dp", 1),), tuple(steps), c.micro_batches, c.schedule.name)
+    steps.extend(c.parameters.steps)
+    mesh = tuple((name, size) for name, size in ((DP, c.dp), (TP, c.tp), (PP, c.pp)) if size > 1)
+    return Plan(mesh or ((DP, 1),), tuple(steps), c.micro_batches, c.schedule.name)
 
 
 def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:

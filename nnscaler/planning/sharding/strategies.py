@@ -15,6 +15,7 @@ from nnscaler.ir.signature import Signature
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import batch_of, batch_states
+from nnscaler.transform.plan import DP
 
 SMALL = 1024  # elements of a tensor whose partial sums are always considered
 
@@ -72,7 +73,7 @@ def _is_plain(choice: Split) -> bool:
 
 def _reached(graph: Graph, signatures: Mapping[str, Signature], parts: int) -> Mapping[str, frozenset[Split]]:
     """Return the splits that follow from one of the batch."""
-    states = batch_states(graph, "dp", parts, 1) if parts <= batch_of(graph) else {}
+    states = batch_states(graph, DP, parts, 1) if parts <= batch_of(graph) else {}
     return {name: frozenset(splits) for name, splits in reach(graph, signatures, parts, states).items()}
 
 

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes, gradient_dtype
-from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Replicated, Sharded, without_gradient
+from nnscaler.ir.graph import Graph, LogicalTensor, Operation, element_bytes
+from nnscaler.ir.layout import INVARIANT, REPLICATED, Layout, Sharded
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.cost.model import AxisPlace, CostModel
+from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.planning.sharding.conversions import Conversions
 from nnscaler.planning.sharding.memory import Kept, parameter_memory
-from nnscaler.planning.sharding.parameter_placement import Resting, resting_of
+from nnscaler.planning.sharding.parameter_placement import AT_REST_WHOLE, AtRest, PlacedParameter, leaf_of, placed
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.planning.sharding.strategies import Strategies, Strategy, alike
 from nnscaler.transform.saved_tensors import kept_slots
@@ -81,7 +81,7 @@ class TableBuilder:
     kept       what `memory.kept_by` found
     groups     by operation, the number of its layer
     together   pairs of operations whose choices on the first axis are to be the same
-    shards     the ranks of dp over which parameters rest in shards; None where they rest whole there
+    rests      how parameters rest over dp
     """
 
     graph: Graph
@@ -92,7 +92,7 @@ class TableBuilder:
     kept: Mapping[str, tuple[Kept, ...]]
     groups: Mapping[str, int]
     together: tuple[tuple[str, str], ...] = ()
-    shards: AxisPlace | None = None
+    rests: AtRest = AT_REST_WHOLE
     _columns: dict[Any, Columns] = field(default_factory=dict)
     _edges: dict[Any, Column] = field(default_factory=dict)
     _layouts: dict[Any, tuple[Layout, ...]] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class TableBuilder:
         inputs: Sequence[tuple[LogicalTensor, bool]],
         outputs: Sequence[LogicalTensor | None],
         leaving: tuple[bool, ...],
-    ) -> tuple[tuple[float, ...], list[dict[str, float]]]:
+    ) -> tuple[tuple[float, ...], list[Mapping[str, float]]]:
         """Return the figures of `Columns` for one strategy, and the bytes summed of each parameter that is read here
         alone."""
         setting = self.setting
@@ -207,18 +207,17 @@ class TableBuilder:
         if not any(t.needs_grad for t in made):
             backward = 0.0
         resting = gathered = 0.0
-        read_back = self._kept_slots(op) if self.shards is not None else ()
-        sums: list[dict[str, float]] = []
+        read_back = self._kept_slots(op) if self.rests.placement.forward is not None else ()
+        sums: list[Mapping[str, float]] = []
         for slot, ((tensor, alone), need) in enumerate(zip(inputs, strategy.needs, strict=True)):
             if tensor.role == "parameter" and alone:
-                leaf = _leaf_of(tensor, need)
+                leaf = leaf_of(tensor, need)
                 backward += self.conversions.seconds(tensor, leaf, need)
-                apart = self._apart(tensor, leaf)
-                sums.append(self._summed(tensor, leaf, apart))
-                resting += self._rests(tensor, leaf) if apart is None else apart.bytes
-                if apart is not None:
-                    forward, backward = forward + apart.forward, backward + apart.backward
-                    gathered += apart.gathered if slot in read_back else 0.0
+                found = self._placed(tensor, leaf)
+                sums.append(found.summed)
+                resting += found.resting
+                forward, backward = forward + found.forward, backward + found.backward
+                gathered += found.gathered if slot in read_back else 0.0
             elif tensor.role in ("buffer", "constant", "input"):
                 fed = tuple(s if isinstance(s, Sharded) and tensor.role == "input" else INVARIANT for s in need)
                 forward += self.conversions.seconds(tensor, fed, need)
@@ -254,15 +253,12 @@ class TableBuilder:
                 each = element_bytes(tensor.dtype)
                 handed = np.array([float(prod(self.setting.local(x, tensor.shape)) * each) for x in layouts])
             if tensor.role == "parameter":
-                apart = [self._apart(tensor, leaf) for leaf in layouts]
-                pairs = list(zip(layouts, apart, strict=True))
-                rests = np.array([self._rests(tensor, leaf) if a is None else a.bytes for leaf, a in pairs])
-                forward, backward, kept = np.array(
-                    [(0.0, 0.0, 0.0) if a is None else (a.forward, a.backward, a.gathered) for a in apart]
+                found = [self._placed(tensor, leaf) for leaf in layouts]
+                forward, backward, rests, kept = np.array(
+                    [(one.forward, one.backward, one.resting, one.gathered) for one in found]
                 ).T.copy()
-                found = [self._summed(tensor, leaf, a) for leaf, a in pairs]
-                names = {name for sums in found for name in sums}
-                summed = {name: np.array([sums.get(name, 0.0) for sums in found]) for name in sorted(names)}
+                names = {name for one in found for name in one.summed}
+                summed = {name: np.array([one.summed.get(name, 0.0) for one in found]) for name in sorted(names)}
             self._columns[key] = Columns(forward, backward, rests, kept, handed, summed)
         return self._columns[key]
 
@@ -287,7 +283,7 @@ class TableBuilder:
         whole = (INVARIANT, REPLICATED) if tensor.needs_grad else (INVARIANT,)
         for op, slot in self.graph.consumers[tensor.name]:
             for need in self._layouts_of(self.strategies.of(op), True, slot):
-                options = [tuple(dict.fromkeys((state, *whole))) for state in _leaf_of(tensor, need)]
+                options = [tuple(dict.fromkeys((state, *whole))) for state in leaf_of(tensor, need)]
                 found.update(dict.fromkeys(product(*options)))
         return self._shared(tuple(found))
 
@@ -344,28 +340,5 @@ class TableBuilder:
         elements = prod(self.setting.local(layout, tensor.shape))
         return float(parameter_memory(elements, tensor.dtype, trainable=tensor.needs_grad).total)
 
-    def _apart(self, tensor: LogicalTensor, leaf: Layout) -> Resting | None:
-        """Return the shards that a parameter rests in; None where it rests whole on dp."""
-        if self.shards is None:
-            return None
-        return resting_of(tensor, leaf, self.setting, self.shards, self.cost)
-
-    def _summed(self, tensor: LogicalTensor, leaf: Layout, apart: Resting | None) -> dict[str, float]:
-        """Return, by axis, the bytes of this gradient that are added up over it at the end of a step."""
-        if not tensor.needs_grad:
-            return {}
-        elements = prod(self.setting.local(leaf, tensor.shape)) if apart is None else apart.elements
-        size = float(element_bytes(gradient_dtype(tensor.dtype)) * elements)
-        pairs = zip(self.setting.axes[:-1], leaf[:-1], strict=True)
-        over = (name for (name, _), state in pairs if isinstance(state, Replicated))
-        return {name: size for name in over if apart is None or name != "dp"}
-
-
-def _leaf_of(tensor: LogicalTensor, need: Layout) -> Layout:
-    """Return the leaf of a parameter that one place alone reads with layout `need`.
-
-    Shards rest as shards, and sums of gradients wait for the end of the step.
-    """
-    leaf = tuple(s if isinstance(s, Sharded | Replicated) else INVARIANT for s in need[:-1])
-    last = REPLICATED if isinstance(need[-1], Replicated) else INVARIANT
-    return (*leaf, last) if tensor.needs_grad else without_gradient((*leaf, last))
+    def _placed(self, tensor: LogicalTensor, leaf: Layout) -> PlacedParameter:
+        return placed(tensor, leaf, self.setting, self.rests, self.cost)

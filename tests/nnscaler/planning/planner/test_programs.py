@@ -10,6 +10,7 @@ from nnscaler.performance.predict import Prediction, predict
 from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate
 from nnscaler.planning.planner.result import plan_of
+from nnscaler.planning.sharding.parameter_placement import ZERO_3
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import subject_of
@@ -37,8 +38,8 @@ def programmed(name: str, c: Configuration) -> tuple[Evaluated, Prediction, tupl
         Configuration(dp=4),
         Configuration(dp=2, tp=2),
         Configuration(tp=4),
-        Configuration(dp=3, zero=True),
-        Configuration(dp=2, tp=2, zero=True),
+        Configuration(dp=3, parameters=ZERO_3),
+        Configuration(dp=2, tp=2, parameters=ZERO_3),
     ],
     ids=str,
 )
@@ -57,8 +58,8 @@ def test_one_stage_costs_what_was_planned(name: str, c: Configuration) -> None:
         Configuration(pp=4, micro_batches=4),
         Configuration(dp=2, tp=2, micro_batches=3),
         Configuration(dp=2, pp=2, micro_batches=2, recompute=True),
-        Configuration(dp=4, micro_batches=2, recompute=True, zero=True),
-        Configuration(dp=2, pp=2, micro_batches=2, zero=True),
+        Configuration(dp=4, micro_batches=2, recompute=True, parameters=ZERO_3),
+        Configuration(dp=2, pp=2, micro_batches=2, parameters=ZERO_3),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from nnscaler.planning.constraints import all_of, constraints_of, data_parallel,
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.evaluate import evaluate
 from nnscaler.planning.planner.find_plan import find_plan
+from nnscaler.planning.sharding.parameter_placement import WHOLE, ZERO_3
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RestStep
 from tests.nnscaler.planning.planner.planned import deep, graph_of, subject_of
@@ -73,7 +74,7 @@ def test_the_stage_of_zero_may_be_written_in_a_file(tmp_path: Path) -> None:
     for value in ("true", "3"):
         file.write_text(f'[[constraint]]\nkind = "sizes"\nzero = {value}\n', encoding="utf-8")
         kept = read_constraints(file, graph_of("gpt"))
-        assert [kept.permits(Configuration(dp=2, zero=zero)) for zero in (False, True)] == [False, True]
+        assert [kept.permits(Configuration(dp=2, parameters=p)) for p in (WHOLE, ZERO_3)] == [False, True]
     file.write_text('[[constraint]]\nkind = "sizes"\nzero = 1\n', encoding="utf-8")
     with pytest.raises(NnscalerError, match="zero is 1"):
         read_constraints(file, graph_of("gpt"))
@@ -84,6 +85,6 @@ def test_gathering_is_never_free() -> None:
     subject = subject_of("gpt", 4)
     for c in (Configuration(dp=4), Configuration(dp=2, tp=2, micro_batches=3), Configuration(dp=2, pp=2)):
         whole = evaluate(subject, c, PLENTY)
-        cut = evaluate(subject, Configuration(c.dp, c.tp, c.pp, c.micro_batches, zero=True), PLENTY)
+        cut = evaluate(subject, Configuration(c.dp, c.tp, c.pp, c.micro_batches, parameters=ZERO_3), PLENTY)
         assert whole is not None and cut is not None
         assert cut.seconds > whole.seconds and cut.stages[0].resting < whole.stages[0].resting
