@@ -21,7 +21,7 @@ from multiprocessing import get_context
 
 import torch
 
-from nnscaler.compile import compile_traced, parallelize
+from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.loader import load_user_module
@@ -118,7 +118,7 @@ def made_at_random(model: torch.nn.Module, sample: object, seed: int) -> Plan:
     meshes = (*MESHES, *PIPELINES)
     mesh = meshes[seed % len(meshes)]
     plan = random_plan(traced.graph, signatures(traced.graph), mesh.axes, seed, micro_batches=mesh.micro_batches)
-    compile_traced(traced, ranks=plan.ranks, plan=plan, model={"name": "random"})
+    compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": "random"})
     return plan
 
 

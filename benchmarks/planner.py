@@ -120,7 +120,7 @@ def to_code() -> None:
     import torch
     import transformers as hf
 
-    from nnscaler.compile import compile_traced
+    from nnscaler.compile import WantedPlan, compile_traced
     from nnscaler.ir.signature import signatures
     from nnscaler.planning.cluster.read import load_cluster
     from nnscaler.planning.planner.find_plan import find_plan
@@ -134,7 +134,7 @@ def to_code() -> None:
     traced = trace(model, {"input_ids": ids, "labels": ids}, self_check=False)
     found = find_plan(traced.graph, signatures(traced.graph), load_cluster("h100x8").scaled(4))
     planned = time.perf_counter()
-    compile_traced(traced, ranks=4, plan=found.plan, micro_batches=None, model={"name": "gpt"})
+    compile_traced(traced, WantedPlan(4, found.plan, micro_batches=None), model={"name": "gpt"})
     taken = time.perf_counter() - start
     print(
         f"GPT, 12 layers, 4 devices, trace + plan + materialise + code: {taken:.2f} s (8.0: x{8.0 / taken:.1f}), "
@@ -208,7 +208,7 @@ def order(repeats: int) -> None:
     import numpy as np
 
     from nnscaler.cli.main import main as command
-    from nnscaler.compile import compile_traced
+    from nnscaler.compile import WantedPlan, compile_traced
     from nnscaler.ir.signature import signatures
     from nnscaler.performance.replay import replay
     from nnscaler.planning.cluster.found import found_cluster
@@ -235,7 +235,7 @@ def order(repeats: int) -> None:
             plan = found.plan
             names.append(str(found.best.configuration))
             predicted.append(replay(traced.graph, known, plan, cost).seconds)
-            program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=None, model={"name": "gpt"})
+            program = compile_traced(traced, WantedPlan(ranks, plan, micro_batches=None), model={"name": "gpt"})
             programs.append(str(program.save(Path(folder) / str(number))))
         timed = f"{Path(__file__).with_name('step_times.py')}:time_steps"
         outcome = launch(

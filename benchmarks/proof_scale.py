@@ -27,7 +27,7 @@ from types import ModuleType
 import torch
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.tracing import Traced, trace
 from verify.programs.proof import ProofOptions, prove_program
 from verify.results.verdict import Verdict
@@ -92,10 +92,7 @@ def compiled(found: Traced, dp: int, tp: int, pp: int, micro: int, verbose: bool
     sizes = ",".join(f"{name}={size}" for name, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size > 1) or "dp=1"
     program = compile_traced(
         found,
-        ranks=dp * tp * pp,
-        plan=sizes,
-        micro_batches=micro,
-        replicate=WHOLE if tp > 1 else (),
+        WantedPlan(dp * tp * pp, sizes, micro_batches=micro, replicate=WHOLE if tp > 1 else ()),
         model={"name": "llama"},
         progress=note,
     )

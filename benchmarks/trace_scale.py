@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.tracing import Traced, trace
 
 WHOLE = ("*layernorm", "model.norm")  # Megatron's pattern: the residual stream is whole on every rank of tp
@@ -57,7 +57,7 @@ def measure(factory: str, layers: int, repeat_layers: str) -> dict[str, object]:
     found = trace(model, example.sample_inputs(batch=batch), repeat_layers=repeat_layers)
     clocks.append((time.perf_counter(), time.process_time()))
     program = compile_traced(
-        found, ranks=ranks, plan=plan, micro_batches=micro_batches, replicate=WHOLE, model={"name": "llama"}
+        found, WantedPlan(ranks, plan, micro_batches=micro_batches, replicate=WHOLE), model={"name": "llama"}
     )
     clocks.append((time.perf_counter(), time.process_time()))
     spent = [after - before for i in (0, 1) for before, after in zip(clocks[i], clocks[i + 1], strict=True)]

@@ -74,6 +74,24 @@ Progress = Callable[[str, float, str], None]  # phase, seconds, what came out
 
 
 @dataclass(frozen=True)
+class WantedPlan:
+    """The plan that a caller wants.
+
+    ranks          that run the program
+    plan           itself, or how it is made
+    schedule       its name; None: the plan's
+    micro_batches  None: what the pipeline needs, or the planner finds
+    replicate      patterns of modules that tensor parallelism leaves whole
+    """
+
+    ranks: int
+    plan: PlanSource = None
+    schedule: str | None = None
+    micro_batches: int | None = 1
+    replicate: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan and why it was taken: for a plan that was searched, by what and in what time."""
 
@@ -125,33 +143,21 @@ def parallelize(
     described = {"name": type(module).__name__} if model is None else dict(model)
     if loss_fn is not None:
         described["loss"] = origin_of_loss(loss_fn)
-    return compile_traced(
-        traced,
-        ranks=ranks,
-        plan=plan,
-        schedule=schedule,
-        micro_batches=micro_batches,
-        replicate=replicate,
-        model=described,
-        progress=progress,
-    )
+    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate)
+    return compile_traced(traced, wanted, model=described, progress=progress)
 
 
 def compile_traced(
     traced: Traced,
+    wanted: WantedPlan,
     *,
-    ranks: int,
-    plan: PlanSource = None,
-    schedule: str | None = None,
-    micro_batches: int | None = 1,
-    replicate: Sequence[str] = (),
     model: Mapping[str, str],
     progress: Progress | None = None,
 ) -> Program:
     """Compile as `parallelize`, from a traced model on."""
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
-    planned = make(traced.graph, ranks, plan, schedule, micro_batches, replicate)
+    planned = make(traced.graph, wanted)
     chosen = planned.plan
     report("plan", time.perf_counter() - start, f"{chosen.describe()}: {planned.why}")
     start = time.perf_counter()
@@ -193,16 +199,10 @@ def step_timeline(
     )
 
 
-def make(
-    graph: Graph,
-    ranks: int,
-    plan: PlanSource,
-    schedule: str | None,
-    micro_batches: int | None,
-    replicate: Sequence[str],
-) -> Planned:
-    """Make the plan that the caller wants, checked against `ranks`."""
+def make(graph: Graph, wanted: WantedPlan) -> Planned:
+    """Make the plan that the caller wants, checked against its number of ranks."""
     known = dict(signatures(graph, default_registry()))
+    plan, ranks = wanted.plan, wanted.ranks
     if isinstance(plan, Plan):
         return Planned(plan.for_ranks(ranks), known, "as given")
     if callable(plan):
@@ -211,13 +211,20 @@ def make(
             raise NnscalerError("plan_illegal", f"the policy returned {type(made).__name__}, not an nnscaler.Plan")
         made = with_checkpoints(made.for_ranks(ranks), graph)
         return Planned(made, known, f"made by {getattr(plan, '__name__', 'the policy')}")
-    wanted = searched(plan)
-    if wanted is not None:
-        return _search(graph, known, ranks, wanted, schedule, micro_batches, replicate)
+    search = searched(plan)
+    if search is not None:
+        return _search(graph, known, search, wanted)
     assert plan is not None and not isinstance(plan, AutoPlan), "it is searched"
     spec = plan if isinstance(plan, str) else ",".join(f"{n}={v}" for n, v in plan.items())
     sizes = parse_spec(spec, ranks)
-    made = make_plan(graph, known, sizes, schedule=schedule, micro_batches=micro_batches, replicate=replicate)
+    made = make_plan(
+        graph,
+        known,
+        sizes,
+        schedule=wanted.schedule,
+        micro_batches=wanted.micro_batches,
+        replicate=wanted.replicate,
+    )
     return Planned(with_checkpoints(made, graph), known, "as asked")
 
 
@@ -230,18 +237,12 @@ def searched(plan: PlanSource) -> AutoPlan | None:
     return plan if isinstance(plan, AutoPlan) else None
 
 
-def _search(
-    graph: Graph,
-    known: dict[str, Signature],
-    ranks: int,
-    wanted: AutoPlan,
-    schedule: str | None,
-    micro_batches: int | None,
-    replicate: Sequence[str],
-) -> Planned:
+def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted: WantedPlan) -> Planned:
     """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
-    check_schedule(schedule, searched=True)
+    check_schedule(wanted.schedule, searched=True)
     start = time.perf_counter()
-    found = search_plan(graph, known, ranks, wanted, micro_batches=micro_batches, replicate=replicate)
-    plan = found.plan if schedule is None else replace(found.plan, schedule=schedule)
+    found = search_plan(
+        graph, known, wanted.ranks, search, micro_batches=wanted.micro_batches, replicate=wanted.replicate
+    )
+    plan = found.plan if wanted.schedule is None else replace(found.plan, schedule=wanted.schedule)
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

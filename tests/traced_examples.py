@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.model_file import ModelFile, load_model_file
 from nnscaler.tracing import Traced, trace
 
@@ -30,4 +30,4 @@ def traced(name: str) -> Traced:
 def compiled(name: str, plan: str, micro_batches: int | None = 1) -> Program:
     """The program of an example for a plan whose axes make up its ranks: `dp=2,tp=2`."""
     ranks = prod(int(part.partition("=")[2]) for part in plan.split(","))
-    return compile_traced(traced(name), ranks=ranks, plan=plan, micro_batches=micro_batches, model={"name": name})
+    return compile_traced(traced(name), WantedPlan(ranks, plan, micro_batches=micro_batches), model={"name": name})

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from nnscaler.communication.communicated_graph import Compute
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
 from nnscaler.performance.replay import Programmed, programmed
@@ -183,5 +183,5 @@ def _programs(traced: Traced, micro_batches: int, folder: Path, listener: Listen
 
 def _program(traced: Traced, micro_batches: int, steps: tuple[RecomputeStep, ...], folder: Path) -> OneRank:
     plan = Plan((("dp", 1),), steps, micro_batches)
-    compile_traced(traced, ranks=1, plan=plan, micro_batches=None, model={"name": "one rank"}).save(folder)
+    compile_traced(traced, WantedPlan(1, plan, micro_batches=None), model={"name": "one rank"}).save(folder)
     return OneRank(folder, programmed(traced.graph, signatures(traced.graph), plan))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nnscaler.cli.main import main
-from nnscaler.compile import compile_traced, parallelize
+from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import trace
 
@@ -52,10 +52,7 @@ def test_real_shapes_on_thousands_of_ranks(example: ModuleType) -> None:
     for dp in (2, 64):
         program = compile_traced(
             traced,
-            ranks=dp * 32,
-            plan=f"dp={dp},pp=4,tp=8",
-            micro_batches=8,
-            replicate=("*layernorm", "model.norm"),
+            WantedPlan(dp * 32, f"dp={dp},pp=4,tp=8", micro_batches=8, replicate=("*layernorm", "model.norm")),
             model={"name": "llama"},
         )
         lines = [line for text in program.sources.values() for line in text.splitlines()]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.manifest import MANIFEST, Manifest, ManifestError, NoManifest, read_manifest
 from nnscaler.records import RecordError, decode, encode
 from nnscaler.runtime.communication.communicator import ProgramError
@@ -31,7 +31,7 @@ def compiled(name: str, plan: str, micro_batches: int) -> Program:
         axis, size = part.split("=")
         ranks *= 1 if axis == "zero" else int(size)
     traced = traced_examples.traced(name)
-    return compile_traced(traced, ranks=ranks, plan=plan, micro_batches=micro_batches, model={"name": name})
+    return compile_traced(traced, WantedPlan(ranks, plan, micro_batches=micro_batches), model={"name": name})
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 
 from op_registry.registry import default_registry
 
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph
@@ -56,7 +56,7 @@ class PlanTrial:
         Raises NnscalerError for a plan that is not legal.
         """
         with tempfile.TemporaryDirectory(prefix="nnscaler-minimise-") as folder:
-            compiled = compile_traced(self.traced, ranks=plan.ranks, plan=plan, model={"name": "model"})
+            compiled = compile_traced(self.traced, WantedPlan(plan.ranks, plan), model={"name": "model"})
             program = open_program(compiled.save(Path(folder) / "program"))
             constants = {n: t for n, t in self.traced.state.items() if n.startswith("_constants.")}
             state = {**torch.load(self.task.state, weights_only=True), **constants}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nnscaler
-from nnscaler.compile import PlanSource, compile_traced, make, searched
+from nnscaler.compile import PlanSource, WantedPlan, compile_traced, make, searched
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import Traced, trace
@@ -142,11 +142,7 @@ def _compile(
         plan = found
     compiled = compile_traced(
         traced,
-        ranks=request.rank_count,
-        plan=plan,
-        schedule=request.schedule,
-        micro_batches=request.micro_batches,
-        replicate=request.replicate,
+        _wanted(request, plan),
         model=subject.description or {"name": type(model).__name__},
         progress=context.progress,
     )
@@ -154,12 +150,16 @@ def _compile(
 
 
 def _search(
-    request: PlanRequest, wanted: PlanSource, traced: Traced, context: RunContext
+    request: PlanRequest, source: PlanSource, traced: Traced, context: RunContext
 ) -> tuple[Plan, tuple[str, ...]]:
     started = time.perf_counter()
-    planned = make(traced.graph, request.rank_count, wanted, request.schedule, request.micro_batches, request.replicate)
+    planned = make(traced.graph, _wanted(request, source))
     context.progress("search", time.perf_counter() - started, f"{planned.plan.describe()}: {planned.why}")
     return planned.plan, (f"the plan was {planned.why}",)
+
+
+def _wanted(request: PlanRequest, source: PlanSource) -> WantedPlan:
+    return WantedPlan(request.rank_count, source, request.schedule, request.micro_batches, request.replicate)
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:

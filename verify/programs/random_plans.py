@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
@@ -156,7 +156,7 @@ def random_plans(
             traced.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
         )
         try:
-            program = compile_traced(traced, ranks=plan.ranks, plan=plan, model={"name": type(model).__name__})
+            program = compile_traced(traced, WantedPlan(plan.ranks, plan), model={"name": type(model).__name__})
         except NnscalerError as error:
             yield RandomPlanResult(mesh, seed, None, str(error), {})
             continue

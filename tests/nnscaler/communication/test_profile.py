@@ -19,7 +19,7 @@ from nnscaler.communication import profile_gradients
 from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.signature import signatures
 from nnscaler.records import encode
@@ -106,7 +106,7 @@ def phase_of(call: CommunicationCall) -> str:
 
 
 def check(traced: Traced, plan: Plan | str, ranks: int, folder: Path, **options: Any) -> Counter[Made]:
-    program = compile_traced(traced, ranks=ranks, plan=plan, model={"name": "model"}, **options)
+    program = compile_traced(traced, WantedPlan(ranks, plan, **options), model={"name": "model"})
     profile = profile_of(traced, program.plan)
     assert program.manifest.communication_profile == profile.record
     jsonschema.validate(json.loads(json.dumps(encode(profile.record))), schema())
@@ -212,7 +212,7 @@ def test_random_plans_of_llama(llama: Traced, seed: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_recomputed_layers_repeat_their_communication(gpt: Traced, tp: int, tmp_path: Path) -> None:
-    plan = compile_traced(gpt, ranks=2 * tp, plan=f"dp=2,tp={tp}", model={"name": "m"}).plan
+    plan = compile_traced(gpt, WantedPlan(2 * tp, f"dp=2,tp={tp}"), model={"name": "m"}).plan
     steps = (*plan.steps, *(RecomputeStep((f"blocks.{i}",)) for i in (1, 2)))
     made = check(gpt, Plan(plan.mesh, steps, 2, data_axes=plan.data_axes), 2 * tp, tmp_path)
     plain = said(profile_of(gpt, Plan(plan.mesh, plan.steps, 2, data_axes=plan.data_axes)))
@@ -271,13 +271,13 @@ def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypat
 def test_the_manifest_of_a_large_mesh_stays_small(gpt: Traced) -> None:
     sizes = []
     for dp in (2, 12):
-        program = compile_traced(gpt, ranks=2 * dp * 2, plan=f"dp={dp},tp=2,pp=2", model={"name": "m"})
+        program = compile_traced(gpt, WantedPlan(2 * dp * 2, f"dp={dp},tp=2,pp=2"), model={"name": "m"})
         sizes.append(len(json.dumps(encode(program.manifest.communication_profile))))
     assert sizes[1] < 1.1 * sizes[0]
 
 
 def test_when_calls_are_made(gpt: Traced) -> None:
-    plan = compile_traced(gpt, ranks=4, plan="pp=2,dp=2", micro_batches=3, model={"name": "m"}).plan
+    plan = compile_traced(gpt, WantedPlan(4, "pp=2,dp=2", micro_batches=3), model={"name": "m"}).plan
     found = {(c.call.phase, c.call.stage): c.when for c in profile_of(gpt, plan).classes}
     # stage 0 runs F F B F B B, stage 1 runs F B F B F B
     assert (found["F", 0].first, found["F", 0].last, found["F", 0].of) == (0, 3, 6)
@@ -286,7 +286,7 @@ def test_when_calls_are_made(gpt: Traced) -> None:
 
 
 def test_the_cause_is_the_module_that_makes_the_partial_sum(llama: Traced) -> None:
-    plan = compile_traced(llama, ranks=2, plan="tp=2", model={"name": "m"}).plan
+    plan = compile_traced(llama, WantedPlan(2, "tp=2"), model={"name": "m"}).plan
     sums = {c.call.module for c in profile_of(llama, plan).classes if c.call.kind in ("all_reduce", "reduce_scatter")}
     assert {"model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"} & sums
 

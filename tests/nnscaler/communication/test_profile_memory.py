@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
@@ -68,7 +68,7 @@ def held(program: Program, folder: Path) -> dict[int, tuple[int, int, int]]:
 def test_memory(traced: Traced, plan: str, tmp_path: Path) -> None:
     ranks = 4 if "pp" in plan else 2
     micro_batches = 4 if "pp" in plan else 1
-    program = compile_traced(traced, ranks=ranks, plan=plan, micro_batches=micro_batches, model={"name": "m"})
+    program = compile_traced(traced, WantedPlan(ranks, plan, micro_batches=micro_batches), model={"name": "m"})
     entries = program.manifest.memory
     assert [e.role for e in entries] == list(range(len(entries)))
     for rank, (parameters, gradients, activations) in held(program, tmp_path).items():
@@ -79,7 +79,7 @@ def test_memory(traced: Traced, plan: str, tmp_path: Path) -> None:
 
 
 def test_the_timeline_is_the_schedule(traced: Traced) -> None:
-    program = compile_traced(traced, ranks=4, plan="dp=2,pp=2", micro_batches=3, model={"name": "m"})
+    program = compile_traced(traced, WantedPlan(4, "dp=2,pp=2", micro_batches=3), model={"name": "m"})
     timeline = program.manifest.timeline
     assert timeline is not None
     assert set(encode(timeline.rows[0])) == {"role", "ranks", "bars"}

@@ -12,7 +12,7 @@ from op_registry.call import Call, TensorArgument
 from op_registry.registry import default_registry
 from op_registry.spec import OperatorSpec, SourceLocation
 
-from nnscaler.compile import make
+from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
@@ -70,6 +70,6 @@ def proved(*obligations: Obligation) -> LemmaResult:
 def planned(name: str, plan: str, ranks: int = 8, micro_batches: int = 2) -> tuple[Graph, tuple[Stated, ...]]:
     """The graph of an example and the obligations of a plan for it."""
     graph = traced(name).graph
-    made = make(graph, ranks, plan, None, micro_batches, ())
+    made = make(graph, WantedPlan(ranks, plan, micro_batches=micro_batches))
     known = dict(made.signatures)  # `apply_plan` adds operations that the plan repeats
     return graph, obligations_of(apply_plan(graph, known, made.plan), known)

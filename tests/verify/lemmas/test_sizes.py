@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnscaler.compile import compile_traced, make
+from nnscaler.compile import WantedPlan, compile_traced, make
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
@@ -54,7 +54,7 @@ class Table(Small):
 
 def sizes_of(module: nn.Module, sample: tuple[Any, ...], plan: str, ranks: int, micro_batches: int = 1) -> SizesResult:
     traced = trace(module, sample)
-    planned = make(traced.graph, ranks, plan, None, micro_batches, ())
+    planned = make(traced.graph, WantedPlan(ranks, plan, micro_batches=micro_batches))
     known = dict(planned.signatures)
     return sizes_result(traced.graph, obligations_of(apply_plan(traced.graph, known, planned.plan), known))
 
@@ -154,7 +154,7 @@ def test_the_plan_holds_where_it_is_said_to_and_is_refused_elsewhere(batch: int,
         return
     traced = trace(Batched(), (torch.randn(batch, length, 6),))
     with pytest.raises(NnscalerError, match=r"divi|split"):
-        compile_traced(traced, ranks=4, plan="dp=2,tp=2", micro_batches=2, model={"name": "batched"})
+        compile_traced(traced, WantedPlan(4, "dp=2,tp=2", micro_batches=2), model={"name": "batched"})
 
 
 def test_a_plan_that_does_not_split_them_asks_for_nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan, RecomputeStep
 from verify.programs.typing import check_program
@@ -87,12 +87,12 @@ class Users(nn.Module):
 def _tied() -> Program:
     ids = torch.arange(12) % 24
     traced = trace(Tied(), {"ids": ids, "labels": ids.flip(0)})
-    return compile_traced(traced, ranks=4, plan="tp=2,pp=2", micro_batches=2, model={"name": "tied"})
+    return compile_traced(traced, WantedPlan(4, "tp=2,pp=2", micro_batches=2), model={"name": "tied"})
 
 
 def _users(plan: Plan | str, ranks: int = 2) -> Program:
     traced = trace(Users(), {"x": torch.rand(12, 6), "y": torch.rand(12, 6)})
-    return compile_traced(traced, ranks=ranks, plan=plan, micro_batches=1, model={"name": "users"})
+    return compile_traced(traced, WantedPlan(ranks, plan, micro_batches=1), model={"name": "users"})
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {

@@ -19,7 +19,7 @@ from op_registry.registry import default_registry
 from op_registry.samples import SAMPLES
 from op_registry.schema import schema_of
 
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.tracing import trace
 from verify.evidence.inputs.concrete_call import function_of, outputs_of, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
@@ -358,7 +358,7 @@ class _Largest(nn.Module):
 def test_a_result_that_the_model_does_not_use_stands_for_nothing() -> None:
     """Nothing is known of it, and nothing wrong was said before."""
     traced = trace(_Largest(), {"x": torch.rand(8, 4)})
-    program = compile_traced(traced, ranks=2, plan="dp=2", model={"name": "largest"})
+    program = compile_traced(traced, WantedPlan(2, "dp=2"), model={"name": "largest"})
     text = program.sources["role_0.py"]
     assert check_program({"role_0.py": text}, program.graph).proved
     changed, times = re.subn(r"(\w+), _ = aten\.topk", r"\1, other = aten.topk", text)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import Layout, State, parse_state
 from nnscaler.ir.signature import signatures
@@ -85,7 +85,7 @@ def test_random_plans_are_proved(name: str) -> None:
             plan = random_plan(
                 example.graph, known, mesh.axes, seed, micro_batches=mesh.micro_batches, stage_axes=mesh.stage_axes
             )
-            program = compile_traced(example, ranks=plan.ranks, plan=plan, model={"name": name})
+            program = compile_traced(example, WantedPlan(plan.ranks, plan), model={"name": name})
         except NnscalerError:
             continue
         result = check_program(program.sources, program.graph)

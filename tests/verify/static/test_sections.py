@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.derive import output_states, resolve
 from nnscaler.ir.layout import Sharded, State
 from nnscaler.ir.signature import signatures
@@ -60,7 +60,7 @@ def program_of(model: nn.Module, inputs: dict[str, Tensor], parts: int) -> Progr
     traced = trace(model, inputs)
     every = tuple(op.name for op in traced.graph.operations)
     plan = Plan((("tp", parts),), (ReplicateStep(every, "tp"),))
-    return compile_traced(traced, ranks=parts, plan=plan, model={"name": "scaled"})
+    return compile_traced(traced, WantedPlan(parts, plan), model={"name": "scaled"})
 
 
 def sectioned(text: str, dim: int, parts: int) -> str:
@@ -129,7 +129,7 @@ def test_sections_of_whole_dims_are_proved() -> None:
             steps.append(SplitStep((op.name,), "tp", split.identifier, 1, sections))
             (state,) = output_states(known[op.name], split, 1)
         program = compile_traced(
-            traced, ranks=parts, plan=Plan((("tp", parts),), tuple(steps)), model={"name": "gated"}
+            traced, WantedPlan(parts, Plan((("tp", parts),), tuple(steps))), model={"name": "gated"}
         )
         assert f"Sharded(1, sections={sections})" in program.sources["role_0.py"]
         assert check_program(program.sources, program.graph).proved

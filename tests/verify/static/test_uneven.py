@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.signature import signatures
 from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import Traced, trace
@@ -33,7 +33,7 @@ def odd(examples: Any) -> Traced:
 
 
 def compiled(traced: Traced, plan: Any, ranks: int) -> Program:
-    return compile_traced(traced, ranks=ranks, plan=plan, model={"name": "odd"})
+    return compile_traced(traced, WantedPlan(ranks, plan), model={"name": "odd"})
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("tp=2", 2), ("dp=3,tp=2", 6), ("dp=3,pp=2", 6)])

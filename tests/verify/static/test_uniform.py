@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import INVARIANT, PARTIAL, Layout, Sharded, explain_illegal
 from nnscaler.ir.signature import signatures
@@ -146,7 +146,7 @@ def strided(value: Value, made: str) -> tuple[Program, StaticResult]:
     one shard in place of those of the whole value."""
     traced = trace(Plus(value), {"x": torch.randn(12, 6)})
     plan = Plan((("tp", 2),), (ReplicateStep(tuple(op.name for op in traced.graph.operations), "tp"),))
-    program = compile_traced(traced, ranks=2, plan=plan, model={"name": "plus"})
+    program = compile_traced(traced, WantedPlan(2, plan), model={"name": "plus"})
     lines = program.sources["role_0.py"].splitlines()
     first = next(i for i, line in enumerate(lines) if "aten.ones" in line or "aten.arange" in line)
     lines[first] = f"        {made}"

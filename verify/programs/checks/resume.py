@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nnscaler.compile import compile_traced
+from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.files import save_tensors
 from nnscaler.runtime.program.loader import load_role
 from nnscaler.runtime.shards import same_bits
@@ -80,7 +80,7 @@ def check_other_plan(
     """Make the last step on one rank, from the checkpoint, and compare as after the last step of all ranks."""
     if prepared.traced is None or task.checkpoint is None:
         return CheckOutcome(Check(NAME, Verdict.INCONCLUSIVE, 0))
-    compiled = compile_traced(prepared.traced, ranks=1, plan="dp=1", model={"name": type(prepared.model).__name__})
+    compiled = compile_traced(prepared.traced, WantedPlan(1, "dp=1"), model={"name": type(prepared.model).__name__})
     program = open_program(compiled.save(folder))
     checkpoint = load_checkpoint(task.checkpoint)
     # names of constants are those of the trace, which both programs come from

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from nnscaler.compile import PlanSource, compile_traced
+from nnscaler.compile import PlanSource, WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.program.loader import load_user_module
 from nnscaler.tracing import Traced
@@ -97,7 +97,7 @@ def build_from(spec: Spec, model: nn.Module, sample: Mapping[str, Any], plan: Pl
     prepared = prepare(request, PlanSubject(model, sample, plan, described), folder / "right")
     assert prepared.traced is not None, "it was traced just now"
     program = compile_traced(
-        prepared.traced, ranks=spec.ranks, plan=plan, micro_batches=spec.micro_batches, model=described
+        prepared.traced, WantedPlan(spec.ranks, plan, micro_batches=spec.micro_batches), model=described
     )
     return Base(spec, request, prepared, prepared.traced, take_apart(spec.model, spec.name, program))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from nnscaler.compile import make
+from nnscaler.compile import WantedPlan, make
 from nnscaler.ir.graph import Graph
 from nnscaler.transform.plan import Plan, RecomputeStep, SplitStep, Step
 from verify.self_test.programs import models
@@ -34,7 +34,7 @@ class TableBase:
         return build_from(spec, model, self.sample(), self.whole or self._plan, folder)
 
     def _plan(self, graph: Graph, ranks: int) -> Plan:
-        made = make(graph, ranks, self.plan, None, self.micro_batches, ()).plan
+        made = make(graph, WantedPlan(ranks, self.plan, micro_batches=self.micro_batches)).plan
         return replace(made, steps=(*made.steps, *self.steps))
 
 
