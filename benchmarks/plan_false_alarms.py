@@ -32,8 +32,8 @@ from verify.programs.random_plan import random_plan
 from verify.programs.random_plans import MESHES, PIPELINES
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
+from verify.self_test.programs.corpus import EXAMPLES, MODELS, shorten
 from verify.self_test.programs.judge import read_statically
-from verify.self_test.programs.subjects import EXAMPLES, MODELS, shorten
 
 # plan, ranks, micro-batches and schedule
 ASKED = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verify.self_test.programs.judge import Execution, read_statically
-from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.programs.tiny_models import TINY
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from verify.self_test.programs.known_bugs import ROWS, PlantedBug
+from verify.self_test.programs.known_bugs_run import RowResult, TableBench
 from verify.self_test.programs.table_t.bases import BASES
-from verify.self_test.programs.table_t.rows import ROWS, PlantedBug
-from verify.self_test.programs.table_t.run import RowResult, TableBench
 
 # Bugs of the runtime, whose programs have the right text, and the fault that raises nothing of the kind in it.
 RUNTIME = {9, 15, 16, 17, 18, 29, 30}

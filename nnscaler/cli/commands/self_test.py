@@ -132,7 +132,7 @@ def run_plans(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> bool:
-    from verify.self_test.programs.table_t.run import run_table
+    from verify.self_test.programs.known_bugs_run import run_table
     from verify.self_test.programs.text import table_lines
 
     console: Console = options.console
@@ -167,7 +167,7 @@ def run_soundness_plans(options: argparse.Namespace) -> int:
     """Edits programs at random, and returns 1 where one is proved and wrong. Raises NnscalerError for senseless
     options."""
     from verify.self_test.programs.soundness.run import COUNT, run_soundness, soundness_lines
-    from verify.self_test.programs.soundness.tiny_models import TINY
+    from verify.self_test.programs.tiny_models import TINY
 
     console: Console = options.console
     names = tuple(options.model or TINY)

@@ -18,7 +18,7 @@ from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-from verify.self_test.programs.subjects import Base
+from verify.self_test.programs.corpus import Base
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from verify.self_test.programs.corpus import MODELS, Spec, specs
 from verify.self_test.programs.run import LEVELS, judge_all
-from verify.self_test.programs.soundness.tiny_models import TINY
-from verify.self_test.programs.subjects import MODELS, Spec, specs
 from verify.self_test.programs.tally import PlansSelfTest, gather
+from verify.self_test.programs.tiny_models import TINY
 
 PROCESSES = 2
 # small programs with sections, outer sizes, unequal sizes, copies, buffers and constants

@@ -18,12 +18,12 @@ import torch
 from nnscaler.runtime.jobs.rank_process import leave_stopping_to_parent
 from verify.processes.pool import Died
 from verify.processes.subprocess_isolation import run_apart
+from verify.self_test.programs.corpus import TIMEOUT, Spec, build
 from verify.self_test.programs.judge import Answer, Executed, Execution, read_folder, read_statically
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
-from verify.self_test.programs.soundness.tiny_models import TINY
-from verify.self_test.programs.subjects import TIMEOUT, Spec, build
 from verify.self_test.programs.third_oracle import RUNS, Told, compare_programs
+from verify.self_test.programs.tiny_models import TINY
 
 LEVELS = ("L0", "L2")
 PROVABLE = 4  # times as many mutants of each kind in the smallest programs, which have few kinds

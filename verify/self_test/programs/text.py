@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verify.results.line import Style, StyledLine, plain
+from verify.self_test.programs.known_bugs_run import RowResult, TableT
 from verify.self_test.programs.run import JudgedMutant
-from verify.self_test.programs.table_t.run import RowResult, TableT
 from verify.self_test.programs.tally import Count, PlansSelfTest
 
 SHOWN = 12  # equivalent mutants of which the reason is shown

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verify.self_test.programs.corpus import Spec, build
 from verify.self_test.programs.judge import Execution, read_folder, read_statically
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
 from verify.self_test.programs.mutants.graph import GRAPH
@@ -16,9 +17,8 @@ from verify.self_test.programs.mutants.layout import COPIES, FAMILIES, LAYOUT, S
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.mutants.role_source import RightProgram
-from verify.self_test.programs.soundness.tiny_models import TINY
-from verify.self_test.programs.subjects import Spec, build
 from verify.self_test.programs.third_oracle import compare_programs
+from verify.self_test.programs.tiny_models import TINY
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
 SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted")  # cuts, copies, buffers, constants

@@ -34,7 +34,7 @@ from verify.self_test.programs.soundness.run import (
     save,
     soundness_lines,
 )
-from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.programs.tiny_models import TINY
 
 Get = Callable[[str], Execution]
 KINDS = {**DECLARED, **LINES}

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from verify.self_test.programs.compile_in_steps import generation_of
+from verify.self_test.programs.corpus import Base
 from verify.self_test.programs.mutants import arguments as mutants_arguments
 from verify.self_test.programs.mutants import communication as mutants_communication
 from verify.self_test.programs.mutants import declared as mutants_declared
@@ -17,7 +18,6 @@ from verify.self_test.programs.mutants.graph import graph_changes
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.mutants.role_source import RightProgram
-from verify.self_test.programs.subjects import Base
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
     *mutants_communication.OPERATORS,

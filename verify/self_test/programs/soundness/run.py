@@ -28,7 +28,7 @@ from verify.self_test.programs.soundness.fuzz import (
     Fuzz,
     Violation,
 )
-from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.programs.tiny_models import TINY
 
 COUNT = 20_000
 PATIENCE = 900.0  # seconds for a task, which takes a few
@@ -44,7 +44,7 @@ The edits are those of the role files here against the compiler's. The text is p
 _MODEL = '''"""The model of a program whose proof is wrong."""
 
 from verify.self_test.programs.models import made
-from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.programs.tiny_models import TINY
 
 
 def build_model():

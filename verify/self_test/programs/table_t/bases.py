@@ -12,7 +12,7 @@ from nnscaler.compile import make
 from nnscaler.ir.graph import Graph
 from nnscaler.transform.plan import Plan, RecomputeStep, SplitStep, Step
 from verify.self_test.programs import models
-from verify.self_test.programs.subjects import Base, Spec, build_from
+from verify.self_test.programs.corpus import Base, Spec, build_from
 
 
 @dataclass(frozen=True, slots=True)

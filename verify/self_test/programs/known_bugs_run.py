@@ -16,9 +16,9 @@ from verify.programs.rank_task import Beside
 from verify.programs.run import run_and_compare
 from verify.results.finding import Finding
 from verify.self_test.programs.judge import Answer, Execution, answer_of, read_statically
+from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.mutants.mutant import Mutant
 from verify.self_test.programs.table_t.bases import BASES
-from verify.self_test.programs.table_t.rows import ROWS, PlantedBug
 
 
 @dataclass(frozen=True, slots=True)
