@@ -142,16 +142,16 @@ def _table(options: argparse.Namespace) -> bool:
 
 
 def _mutants(options: argparse.Namespace) -> bool:
-    from verify.self_test.programs.plans import NAMES, run_plans_self_test
-    from verify.self_test.programs.run import LEVELS
+    from verify.self_test.programs.corpus import NAMES
+    from verify.self_test.programs.run import LEVELS, Wanted
+    from verify.self_test.programs.tally import run_plans_self_test
     from verify.self_test.programs.text import plans_lines
 
     console: Console = options.console
     models = tuple(options.model or NAMES)
     if unknown := [name for name in models if name not in NAMES]:
         raise NnscalerError("usage", f"no mutants are made of {unknown[0]!r}", help=f"models: {', '.join(NAMES)}")
-    found = run_plans_self_test(
-        console.progress,
+    wanted = Wanted(
         quick=options.quick or models != NAMES,
         seed=options.seed,
         levels=tuple(level for level in LEVELS if not options.level or level in options.level),
@@ -159,6 +159,7 @@ def _mutants(options: argparse.Namespace) -> bool:
         each=options.each,
         processes=options.processes,
     )
+    found = run_plans_self_test(console.progress, wanted)
     console.lines(plans_lines(found, verbose=bool(options.verbose)))
     return found.good
 
@@ -166,8 +167,8 @@ def _mutants(options: argparse.Namespace) -> bool:
 def run_soundness_plans(options: argparse.Namespace) -> int:
     """Edits programs at random, and returns 1 where one is proved and wrong. Raises NnscalerError for senseless
     options."""
+    from verify.self_test.programs.corpus import TINY
     from verify.self_test.programs.soundness.run import COUNT, run_soundness, soundness_lines
-    from verify.self_test.programs.tiny_models import TINY
 
     console: Console = options.console
     names = tuple(options.model or TINY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,38 +14,20 @@ from verify.programs.checks.context import CheckOutcome
 from verify.programs.program_directory import open_program
 from verify.programs.rank_task import Beside
 from verify.programs.run import run_and_compare
-from verify.results.finding import Finding
-from verify.self_test.programs.judge import Answer, Execution, answer_of, read_statically
+from verify.self_test.programs.corpus import BASES, build
+from verify.self_test.programs.judge import Executed, Execution, answer_of, read_statically
 from verify.self_test.programs.known_bugs import ROWS, PlantedBug
-from verify.self_test.programs.mutants.mutant import Mutant
-from verify.self_test.programs.table_t.bases import BASES
+from verify.self_test.programs.run import JudgedMutant, complaint
+from verify.self_test.runner import Progress, run_rows
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """The result of one row.
-
-    first_loss  comparing the first step's loss shows the bug
-    losses      comparing every step's loss shows it
-    said        the text of all findings of both levels
-    """
+    """A row, what the levels say of it, and the text of all their findings."""
 
     row: PlantedBug
-    mutant: Mutant
-    static: Answer
-    executed: Answer
-    first_loss: bool
-    losses: bool
+    judged: JudgedMutant
     said: str
-
-    @property
-    def refuted(self) -> bool:
-        return self.static.refuted or self.executed.refuted
-
-    @property
-    def first(self) -> str:
-        """The level that catches it first."""
-        return "L0" if self.static.refuted else "L2" if self.executed.refuted else ""
 
     @property
     def unsaid(self) -> tuple[str, ...]:
@@ -53,8 +35,18 @@ class RowResult:
         return tuple(word for word in self.row.says if word not in self.said)
 
     @property
+    def first_loss(self) -> bool:
+        """Return whether comparing the first step's loss shows the bug."""
+        return self.judged.executed is not None and self.judged.executed.first_loss
+
+    @property
+    def losses(self) -> bool:
+        """Return whether comparing every step's loss shows it."""
+        return self.judged.executed is not None and self.judged.executed.losses
+
+    @property
     def good(self) -> bool:
-        return self.refuted and not self.unsaid
+        return self.judged.killed and not self.unsaid
 
 
 @dataclass(frozen=True)
@@ -89,16 +81,13 @@ class TableBench:
         if name not in self.executions:
             folder = self.folder / str(len(self.executions))
             folder.mkdir()
-            self.executions[name] = Execution(BASES[name].build(folder), folder)
+            self.executions[name] = Execution(build(BASES[name], folder), folder)
         return self.executions[name]
 
     def problem(self, name: str) -> str:
         """Return the complaint about the right program; empty if there is none, as there should be."""
-        execution = self.execution(name)
-        program = execution.base.subject.program
-        static, executed = read_statically(program.sources, program.graph), execution.judge(program.sources).answer
-        bad = [a for a in (static, executed) if a.refuted or a.undecided]
-        return f"{name}: {bad[0].said}" if bad else ""
+        said = complaint(self.execution(name))
+        return f"{name}: {said}" if said else ""
 
     def judge(self, row: PlantedBug) -> RowResult:
         """Plant one row and verify it as a user's program is verified."""
@@ -117,11 +106,11 @@ class TableBench:
                 )
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        executed = answer_of(outcomes, time.perf_counter() - started)
+        answer = answer_of(outcomes, time.perf_counter() - started)
         findings = [f for o in outcomes for f in o.findings]
-        said = " ".join((static.said, *map(_text, findings)))
+        said = " ".join((static.said, *(f"{f.message} {f.cause or ''}" for f in findings)))
         steps = _wrong_losses(outcomes)
-        return RowResult(row, mutant, static, executed, 0 in steps, bool(steps), said)
+        return RowResult(row, JudgedMutant(mutant, static, Executed(answer, 0 in steps, bool(steps))), said)
 
 
 def _wrong_losses(outcomes: Sequence[CheckOutcome]) -> set[int]:
@@ -132,21 +121,12 @@ def _wrong_losses(outcomes: Sequence[CheckOutcome]) -> set[int]:
     return {int(f.counter_example.get("step", "0")) for f in found["loss"].findings}
 
 
-def _text(finding: Finding) -> str:
-    return f"{finding.message} {finding.cause or ''}"
-
-
-def run_table(progress: Callable[[str], None], rows: Sequence[PlantedBug] = ROWS) -> TableT:
+def run_table(progress: Progress, rows: Sequence[PlantedBug] = ROWS) -> TableT:
     """Run all rows, one after the other."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-table-") as folder:
         bench = TableBench(Path(folder))
-        results = tuple(_rows(bench, rows, progress))
+        judged = run_rows(rows, bench.judge, lambda row: progress(f"table T, row {row.number}: {row.bug}"))
+        results = tuple(result for _, result in judged)
         broken = tuple(text for name in bench.executions if (text := bench.problem(name)))
     return TableT(results, broken, time.perf_counter() - started)
-
-
-def _rows(bench: TableBench, rows: Sequence[PlantedBug], progress: Callable[[str], None]) -> Iterator[RowResult]:
-    for row in rows:
-        progress(f"table T, row {row.number}: {row.bug}")
-        yield bench.judge(row)

@@ -1,32 +1,59 @@
-"""Judge every mutant: by the text alone, then by execution, then, for what nothing refutes, by the third oracle."""
+"""`nnscaler self-test plans`: does verify-plan find what is wrong with a program?
+
+Every mutant is judged by the text alone, then by execution, then, where nothing refutes it, by the third oracle.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from nnscaler.runtime.jobs.rank_process import leave_stopping_to_parent
 from verify.processes.pool import Died
 from verify.processes.subprocess_isolation import run_apart
-from verify.self_test.programs.corpus import TIMEOUT, Spec, build
+from verify.self_test.programs.corpus import NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs
 from verify.self_test.programs.judge import Answer, Executed, Execution, read_folder, read_statically
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
 from verify.self_test.programs.third_oracle import RUNS, Told, compare_programs
-from verify.self_test.programs.tiny_models import TINY
+from verify.self_test.runner import Progress, run_rows, run_rows_apart
 
 LEVELS = ("L0", "L2")
 PROVABLE = 4  # times as many mutants of each kind in the smallest programs, which have few kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The mutants that are wanted.
+
+    quick      one plan a model, and every third mutant instead of every second; of the small programs every third
+    seed       chooses where mutants are planted
+    levels     that are asked
+    models     names of the models
+    each       mutants of each kind in each program
+    processes  1: in this process
+    """
+
+    quick: bool = False
+    seed: int = 0
+    levels: tuple[str, ...] = LEVELS
+    models: tuple[str, ...] = NAMES
+    each: int = 1
+    processes: int = 2
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The programs. Building one raises NnscalerError for a model that there is not."""
+        small = tuple(TINY[name] for name in SMALL if name in self.models)
+        if self.quick and len(small) == len(SMALL):
+            small = small[::3]
+        return (*specs(tuple(n for n in self.models if n not in TINY), self.quick), *small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +94,6 @@ class Original:
 
     spec: Spec
     broken: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -79,24 +105,27 @@ class Batch:
     seconds: float
 
 
-def judge_spec(spec: Spec, seed: int, each: int, levels: Sequence[str] = LEVELS, every: int = 1) -> Batch:
-    """Make the program and its mutants, and judge them, or (of a small program all) every so many of them."""
+def judge_spec(spec: Spec, wanted: Wanted) -> Batch:
+    """Make the program and its mutants, and judge every so many of them; of a small program all."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-mutants-") as folder:
-        tiny = TINY.get(spec.model)
-        base = build(spec, Path(folder)) if tiny is None else tiny.build(Path(folder), spec.model)
+        base = build(spec, Path(folder))
         execution = Execution(base, Path(folder))
-        original = _original(execution, levels)
-        chosen = islice(mutants_of(base, seed, each), sum(map(ord, spec.model)) % every, None, every)
-        mutants = chosen if tiny is None else provable_mutants(base, seed, PROVABLE * each)
-        judged = tuple(_judge(execution, mutant, levels) for mutant in mutants)
+        original = Original(spec, complaint(execution, wanted.levels))
+        if spec.small is not None:
+            mutants = provable_mutants(base, wanted.seed, PROVABLE * wanted.each)
+        else:
+            every = 3 if wanted.quick else 2
+            first = sum(map(ord, spec.model)) % every
+            mutants = islice(mutants_of(base, wanted.seed, wanted.each), first, None, every)
+        judged = tuple(_judge(execution, mutant, wanted.levels) for mutant in mutants)
     return Batch(original, judged, time.perf_counter() - started)
 
 
-def _original(execution: Execution, levels: Sequence[str]) -> Original:
-    started = time.perf_counter()
-    base, program = execution.base, execution.base.subject.program
+def complaint(execution: Execution, levels: Sequence[str] = LEVELS) -> str:
+    """Return what the levels say against a right program; empty if nothing, as it should be."""
+    program = execution.base.subject.program
     said: list[str] = []
     if "L0" in levels:
         answer = read_statically(program.sources, program.graph)
@@ -104,7 +133,7 @@ def _original(execution: Execution, levels: Sequence[str]) -> Original:
     if "L2" in levels:
         executed = execution.judge(program.sources).answer
         said += [f"L2: {executed.said}"] if executed.refuted or executed.undecided else []
-    return Original(base.spec, "; ".join(said), time.perf_counter() - started)
+    return "; ".join(said)
 
 
 def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> JudgedMutant:
@@ -121,46 +150,17 @@ def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judge
     return JudgedMutant(mutant, static, executed, told)
 
 
-def judge_all(
-    specs: Sequence[Spec],
-    seed: int,
-    each: int,
-    levels: Sequence[str],
-    progress: Callable[[str], None],
-    processes: int = 2,
-    every: int = 1,
-) -> Iterator[Batch]:
-    """Judge every program; yield them in the order in which they are done. `processes` 1: in this process."""
-    if processes < 2:
-        for number, spec in enumerate(specs, 1):
-            progress(f"{number} of {len(specs)}: {spec.model} {spec.name}")
-            yield judge_spec(spec, seed, each, levels, every)
+def judge_all(wanted: Wanted, progress: Progress) -> Iterator[Batch]:
+    """Judge every program; yield them in the order in which they are done."""
+    chosen = wanted.specs
+    numbers = iter(range(1, len(chosen) + 1))
+
+    def tell(spec: Spec, made: str = "") -> None:
+        progress(f"{next(numbers)} of {len(chosen)}: {spec.model} {spec.name}{made}")
+
+    if wanted.processes < 2:
+        yield from (batch for _, batch in run_rows(chosen, lambda spec: judge_spec(spec, wanted), tell))
         return
-    with _workers(processes) as pool:
-        waiting = {pool.submit(judge_spec, spec, seed, each, levels, every): spec for spec in specs}
-        for number, done in enumerate(as_completed(waiting), 1):
-            spec = waiting[done]
-            batch = done.result()
-            made = f"{len(batch.judged)} mutants, {batch.seconds:.0f} s"
-            progress(f"{number} of {len(specs)}: {spec.model} {spec.name}: {made}")
-            yield batch
-
-
-@contextmanager
-def _workers(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end at once when this one is stopped, and leave no temporary folder behind."""
-    with tempfile.TemporaryDirectory(prefix="nnscaler-self-test-", ignore_cleanup_errors=True) as folder:
-        pool = ProcessPoolExecutor(processes, get_context("spawn"), _settle, (folder,))
-        try:
-            yield pool
-        except BaseException:
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _settle(folder: str) -> None:
-    leave_stopping_to_parent()
-    tempfile.tempdir = folder
+    for spec, batch in run_rows_apart(chosen, lambda spec, _: judge_spec(spec, wanted), wanted.processes):
+        tell(spec, f": {len(batch.judged)} mutants, {batch.seconds:.0f} s")
+        yield batch

@@ -1,12 +1,14 @@
-"""Counts over all mutants."""
+"""The self-test of plans as a whole: counts over all mutants, and the rates that are required."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verify.self_test.programs.mutants.layout import CONSTANTS, COPIES, LAYOUT, STATE
-from verify.self_test.programs.run import Batch, JudgedMutant, Original
+from verify.self_test.programs.run import JudgedMutant, Original, Wanted, judge_all
+from verify.self_test.runner import Progress
 
 REQUIRED = 0.97  # of the mutants that are not equivalent must be refuted
 REQUIRED_STATIC = 0.80  # by the text alone
@@ -150,8 +152,10 @@ def count(name: str, judged: Sequence[JudgedMutant]) -> Count:
     )
 
 
-def gather(batches: Iterable[Batch], levels: Sequence[str], quick: bool, seconds: float) -> PlansSelfTest:
-    """Everything together, in an order that does not depend on which process was faster."""
-    ordered = sorted(batches, key=lambda b: (b.original.spec.model, b.original.spec.name))
+def run_plans_self_test(progress: Progress, wanted: Wanted) -> PlansSelfTest:
+    """Judge all that is wanted; the result's order does not depend on which process was faster."""
+    started = time.perf_counter()
+    ordered = sorted(judge_all(wanted, progress), key=lambda b: (b.original.spec.model, b.original.spec.name))
     judged = tuple(j for b in ordered for j in b.judged)
-    return PlansSelfTest(tuple(b.original for b in ordered), judged, tuple(levels), quick, seconds)
+    originals = tuple(b.original for b in ordered)
+    return PlansSelfTest(originals, judged, wanted.levels, wanted.quick, time.perf_counter() - started)

@@ -99,7 +99,7 @@ def table_lines(found: TableT) -> list[StyledLine]:
         lines += list(_row(result))
     lines += [f"a right program is not verified: {text}" for text in found.broken]
     count = len(found.rows)
-    refuted, named = sum(r.refuted for r in found.rows), sum(r.good for r in found.rows)
+    refuted, named = sum(r.judged.killed for r in found.rows), sum(r.good for r in found.rows)
     lines.append(f"comparing the loss of the first step misses {found.missed_by_loss} of {count}")
     rest = f"{refuted} of {count} bugs refuted, {named} by a finding that names the mechanism"
     return [*map(plain, lines), _last(found.good, rest, found.seconds)]
@@ -107,9 +107,9 @@ def table_lines(found: TableT) -> list[StyledLine]:
 
 def _row(result: RowResult) -> Iterator[str]:
     row = result.row
-    marks = ["x" if answer.refuted else "-" for answer in (result.static, result.executed)]
+    marks = ["x" if refuted else "-" for refuted in (result.judged.by_text, result.judged.by_running)]
     seen = ["sees" if s else "misses" for s in (result.first_loss, result.losses)]
-    first = result.first or "-"
+    first = result.judged.first or "-"
     yield f"{row.number:3}  {row.bug[:78]:78} {first:5} {marks[0]:>3} {marks[1]:>3} {seen[0]:>7} {seen[1]:>7}"
     if row.instead:
         yield f"     {row.instead}"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from dataclasses import dataclass, replace
 
-import torch
-
-from nnscaler.runtime.jobs.rank_process import leave_stopping_to_parent
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
+from verify.processes.pool import Died, Note, TimedOut
 from verify.self_test.rules.calls import DrawnCall, drawn_calls
 from verify.self_test.rules.direct import direct_calls
 from verify.self_test.rules.planted import PLANTED, Planted
@@ -25,6 +21,7 @@ from verify.self_test.rules.rule_fuzz import (
     fuzz_rule,
     replaced,
 )
+from verify.self_test.runner import run_rows_apart
 
 ENOUGH = 50  # claims of a rule that must have been compared
 
@@ -121,47 +118,26 @@ def fuzz_in_children(
 
     An overload whose process dies is unsound: a kernel was given what it cannot take.
     """
-    names = list(calls)
-    queues = [names[start::workers] for start in range(workers)]
-    results: dict[str, RuleResult] = {}
 
-    def work(queue: Sequence[str], pipe: Connection) -> None:
-        leave_stopping_to_parent()
-        torch.set_num_threads(1)
-        for name in queue:
-            pipe.send(fuzz_rule(calls[name], conclude, seed, effort))
-        pipe.close()
+    def work(row: _Row, _: Note) -> RuleResult:
+        return row.died or fuzz_rule(calls[row.name], conclude, seed, effort)
 
-    running = dict(_start(work, queue) for queue in queues if queue)
-    while running:
-        for ready in wait(list(running)):
-            assert isinstance(ready, Connection)
-            process, queue = running[ready]
-            try:
-                result: RuleResult = ready.recv()
-                results[result.overload] = result
-                queue.remove(result.overload)
-            except EOFError:
-                del running[ready]
-                process.join()
-                if queue:
-                    name = queue.pop(0)
-                    results[name] = _died(name, process.exitcode)
-                    running.update([_start(work, queue)] if queue else [])
-    return {name: results[name] for name in names}
+    rows = [_Row(name) for name in calls]
+    results = {row.name: result for row, result in run_rows_apart(rows, work, workers, ended=_died)}
+    return {name: results[name] for name in calls}
 
 
-def _start(work: Any, queue: list[str]) -> tuple[Any, tuple[Any, list[str]]]:
-    """Start a child that works through the queue; return it, and the end of the pipe at which its results arrive."""
-    context = multiprocessing.get_context("fork")  # calls hold operators and symbols, which do not pickle
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(list(queue), sender), daemon=True)
-    process.start()
-    sender.close()
-    return receiver, (process, queue)
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One overload. `died`: what its rule came to where that ended the process."""
+
+    name: str
+    died: RuleResult | None = None
 
 
-def _died(name: str, code: int | None) -> RuleResult:
-    result = RuleResult(name, asked=1)
-    result.unsound.append(Unsound(name, "?", "?", f"the process ended with {code} while a claim was compared", "?"))
-    return result
+def _died(row: _Row, event: Died | TimedOut) -> _Row:
+    code = os.waitstatus_to_exitcode(event.status) if isinstance(event, Died) else None
+    result = RuleResult(row.name, asked=1)
+    problem = f"the process ended with {code} while a claim was compared"
+    result.unsound.append(Unsound(row.name, "?", "?", problem, "?"))
+    return replace(row, died=result)

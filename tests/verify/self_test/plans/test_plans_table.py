@@ -22,7 +22,7 @@ BOTH = JudgedMutant(MUTANT, YES, Executed(YES, True, True))
 RUNNING = JudgedMutant(replace(MUTANT, kind="scaled"), NO, Executed(YES, False, True))
 ALIVE = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(False, "seed 11: differs by 0.2"))
 EQUAL = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(True, "bitwise the same"))
-RIGHT = Original(Spec("gpt", "tp=2", 2), "", 0.1)
+RIGHT = Original(Spec("gpt", "tp=2", 2), "")
 
 
 def _found(*judged: JudgedMutant, originals: tuple[Original, ...] = (RIGHT,), quick: bool = True) -> PlansSelfTest:
