@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from verify.results.line import Style, StyledLine, plain
 from verify.self_test.operators.ablation import ANNOTATIONS, AblationTable
-from verify.self_test.operators.annotation_run import STAGES, SURVIVORS, AnnotationTable
+from verify.self_test.operators.claims import STAGES, SURVIVORS, AnnotationTable
 from verify.self_test.operators.operator_run import REQUIRED, OperatorTable
 from verify.self_test.operators.ops import OpsSelfTest
 from verify.self_test.rules.run import RulesReport

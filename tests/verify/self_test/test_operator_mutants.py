@@ -10,11 +10,9 @@ from verify.evidence.options import Safeguards
 from verify.results.catalogue import CODES
 from verify.results.verdict import Verdict
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
-from verify.self_test.operators.mutants.custom_backward import raw
-from verify.self_test.operators.mutants.hosts import HOSTS
+from verify.self_test.operators.mutants.hosts import HOSTS, raw
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
-from verify.self_test.operators.operator_run import Judgement, judge, run_operators
-from verify.self_test.operators.ops import operator_mutants
+from verify.self_test.operators.operator_run import Judgement, judge, operator_mutants, run_operators
 
 MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it
@@ -47,7 +45,7 @@ def test_a_mutant_differs_from_its_twin_in_what_it_does_only() -> None:
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: h.name)
 def test_the_hosts_backwards_are_right(host: object) -> None:
     """Against torch's own derivative of the forward."""
-    from verify.self_test.operators.mutants.custom_backward import Host
+    from verify.self_test.operators.mutants.hosts import Host
 
     assert isinstance(host, Host)
     sizes = {"silu": [(5, 4)], "sigmoid": [(5, 4)], "tanh": [(5, 4)], "softmax": [(5, 4)], "matmul": [(5, 4), (4, 3)]}

@@ -7,38 +7,18 @@ the transfer rules of proofs, asked about arbitrary states.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from verify.evidence.options import OpOptions
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, AblationTable, run_ablation
-from verify.self_test.operators.annotation_run import AnnotationTable, AskedClaim, run_annotations
-from verify.self_test.operators.mutants import backward as mutants_backward
-from verify.self_test.operators.mutants import index as mutants_index
-from verify.self_test.operators.mutants import layout as mutants_layout
-from verify.self_test.operators.mutants import rank as mutants_rank
-from verify.self_test.operators.mutants import reduction as mutants_reduction
-from verify.self_test.operators.mutants import state as mutants_state
+from verify.self_test.operators.claims import AnnotationTable, AskedClaim, run_annotations
+from verify.self_test.operators.corpus import builtin_subjects, composed_subjects
 from verify.self_test.operators.mutants.mutant import OperatorMutant
-from verify.self_test.operators.operator_run import OperatorTable, run_operators
-from verify.self_test.operators.subjects import builtin_subjects, composed_subjects
+from verify.self_test.operators.operator_run import OperatorTable, operator_mutants, run_operators
 from verify.self_test.rules.run import RulesReport, fuzz_rules
-
-# Operator mutants: pairs of a right annotation and a wrong operator, beside the operator without the bug.
-
-
-def operator_mutants() -> tuple[OperatorMutant, ...]:
-    """Return every mutant, by family. Made anew on each call: some of them keep state."""
-    return (
-        *mutants_backward.mutants(),
-        *mutants_rank.mutants(),
-        *mutants_layout.mutants(),
-        *mutants_reduction.mutants(),
-        *mutants_index.mutants(),
-        *mutants_state.mutants(),
-    )
-
+from verify.self_test.runner import Progress
 
 QUICK_SAMPLES = 50  # every so many of the built-in operators' sample calls
 QUICK_COMPOSED = 3
@@ -65,7 +45,7 @@ class OpsSelfTest:
         return tables and (self.rules is None or self.rules.passed)
 
 
-def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSelfTest:
+def run_self_test(progress: Progress, quick: bool = False) -> OpsSelfTest:
     """Run the self-test. `quick`: a part of everything, and only the safeguards that must earn their place."""
     started = time.perf_counter()
     distinct = _annotations(progress, quick, equal=False)
@@ -87,7 +67,7 @@ def run_self_test(progress: Callable[[str], None], quick: bool = False) -> OpsSe
     return OpsSelfTest(distinct, equal, operators, ablation, rules, time.perf_counter() - started)
 
 
-def _annotations(progress: Callable[[str], None], quick: bool, equal: bool) -> AnnotationTable:
+def _annotations(progress: Progress, quick: bool, equal: bool) -> AnnotationTable:
     options = OpOptions(prove=False)
     built_in = builtin_subjects(options, equal, QUICK_SAMPLES if quick else 1)
     composed = composed_subjects(options, equal, QUICK_COMPOSED if quick else 1)
