@@ -6,7 +6,7 @@ import pytest
 
 from verify.self_test.programs.corpus import BASES
 from verify.self_test.programs.known_bugs import ROWS, PlantedBug
-from verify.self_test.programs.known_bugs_run import RowResult, TableBench
+from verify.self_test.programs.run import RowResult, TableBench
 
 # Bugs of the runtime, whose programs have the right text, and the fault that raises nothing of the kind in it.
 RUNTIME = {9, 15, 16, 17, 18, 29, 30}

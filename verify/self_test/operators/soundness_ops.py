@@ -35,7 +35,7 @@ from verify.results.report import Report
 from verify.self_test.operators.annotation_mutants import edited
 from verify.self_test.operators.claims import claims_of
 from verify.self_test.operators.second_opinion import holds
-from verify.self_test.runner import Progress
+from verify.self_test.runner import Progress, closing_line
 
 COUNT = 5000
 OPERATORS = 200
@@ -367,6 +367,4 @@ def soundness_lines(table: SoundnessTable) -> list[StyledLine]:
         said = f"`{v.text}` {v.verdict} and is false: {v.how} on {v.shapes}"
         lines.append(plain(f"  VIOLATION: {v.operator} (true: `{v.true}`): {said}", "bad"))
     lines += [plain(f"  not passed although true: {text}", "bad") for text in table.true_not_passed]
-    result = f"{len(table.violations)} violations, {table.seconds:.1f} s"
-    good = table.good
-    return [*lines, StyledLine(((("PASSED" if good else "FAILED"), "good" if good else "bad"), (f"  {result}", "")))]
+    return [*lines, closing_line(table.good, f"{len(table.violations)} violations", table.seconds)]

@@ -11,8 +11,7 @@ from verify.self_test.programs.corpus import MODELS, PLANS, Spec, specs
 from verify.self_test.programs.judge import Answer, Executed
 from verify.self_test.programs.mutants.mutant import Edit, Mutant
 from verify.self_test.programs.run import JudgedMutant, Original
-from verify.self_test.programs.tally import PROVABLE, PlansSelfTest
-from verify.self_test.programs.text import plans_lines
+from verify.self_test.programs.tally import PROVABLE, PlansSelfTest, plans_lines
 from verify.self_test.programs.third_oracle import Told
 
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -27,7 +27,7 @@ from verify.self_test.programs.soundness.fuzz import (
     Fuzz,
     Violation,
 )
-from verify.self_test.runner import died_unexpectedly, run_rows_apart
+from verify.self_test.runner import Progress, closing_line, died_unexpectedly, run_rows_apart
 
 COUNT = 20_000
 PATIENCE = 900.0  # seconds for a task, which takes a few
@@ -84,7 +84,7 @@ class Soundness:
 
 
 def run_soundness(
-    progress: Callable[[str], None],
+    progress: Progress,
     *,
     count: int = COUNT,
     seed: int = 0,
@@ -115,7 +115,7 @@ def run_soundness(
     return found
 
 
-def _executions(names: Sequence[str], folder: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, Execution]]:
+def _executions(names: Sequence[str], folder: Path, progress: Progress) -> Iterator[tuple[str, Execution]]:
     for number, name in enumerate(names):
         progress(f"compiling {name}")
         own = folder / str(number)
@@ -175,7 +175,4 @@ def soundness_lines(found: Soundness) -> list[StyledLine]:
     rest = f"{tally.tried} edited programs, {proved} PROVED, all of which agree with their models"
     if tally.violations:
         rest = f"{tally.tried} edited programs, {proved} PROVED that agree, {len(tally.violations)} that do not"
-    end = StyledLine(
-        ((("PASSED", "good") if found.good else ("FAILED", "bad")), (f"  {rest}, {found.seconds:.1f} s", ""))
-    )
-    return [*map(plain, lines), end]
+    return [*map(plain, lines), closing_line(found.good, rest, found.seconds)]
