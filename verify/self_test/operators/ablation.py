@@ -129,7 +129,7 @@ def run_ablation(
     chosen = ablations()
     if only is not None:
         chosen = {name: chosen[name] for name in only}
-    noticed = {m.name for m in make_mutants() if not before[m.name].judgement.verdict.passes}
+    noticed = [m.name for m in make_mutants() if not before[m.name].judgement.verdict.passes]
     totals = Counter(before[name].family for name in noticed)
     totals[ANNOTATIONS] = len(claims)
     rows: list[AblationRow] = []
