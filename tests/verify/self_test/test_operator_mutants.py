@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from verify.evidence.options import Safeguards
 from verify.results.catalogue import CODES
 from verify.results.verdict import Verdict
+from verify.self_test.operators import operator_run
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
 from verify.self_test.operators.mutants.hosts import HOSTS, raw
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
@@ -87,6 +89,19 @@ def test_a_survivor_is_counted() -> None:
     table = run_operators([_one(wrong=False)], _SILENT)
     assert [m.name for m in table.survivors] == ["example/halves"]
     assert not table.good
+
+
+@pytest.mark.apart
+def test_a_wrong_call_that_ends_its_process_is_refuted_and_the_table_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = MUTANTS["index/hook dropped: aten.ctc_loss.Tensor"]
+    verify_spec = operator_run.verify_spec
+    monkeypatch.setattr(
+        operator_run, "verify_spec", lambda s, o: os._exit(3) if s is dying.wrong else verify_spec(s, o)
+    )
+    table = run_operators([dying, _one(wrong=True)], _SILENT)
+    assert [m.judgement.codes for m in table.mutants] == [("operator_died",), ("annotation_wrong",)]
+    assert table.killed == table.twins == 2 and not table.mutants[0].named
+    assert "exited with code 3" in table.mutants[0].judgement.message
 
 
 def test_a_twin_that_fails_makes_the_kill_worthless() -> None:
