@@ -31,8 +31,8 @@ from verify.programs.entry_point import verify_request
 from verify.programs.random_plans import MESHES, PIPELINES, random_plan
 from verify.programs.request import DTYPES, PlanRequest
 from verify.programs.subject import PlanSubject
+from verify.self_test.programs.corpus import EXAMPLES, MODELS, shorten
 from verify.self_test.programs.judge import read_statically
-from verify.self_test.programs.subjects import EXAMPLES, MODELS, shorten
 
 # plan, ranks, micro-batches and schedule
 ASKED = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from verify.self_test.programs.corpus import TINY, build
 from verify.self_test.programs.judge import Execution, read_statically
-from verify.self_test.programs.soundness.tiny_models import TINY
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("wrong", PROGRAMS, ids=[w.name for w in PROGRAMS])
 def test_it_is_not_proved(tmp_path: Path, wrong: Wrong) -> None:
-    right = Execution(TINY[wrong.program].build(tmp_path, wrong.program), tmp_path)
+    right = Execution(build(TINY[wrong.program], tmp_path), tmp_path)
     sources = dict(right.base.subject.program.sources)
     for old, new in wrong.changed:
         assert sources["role_0.py"].count(old) == 1, sources["role_0.py"]

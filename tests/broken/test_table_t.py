@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from verify.self_test.programs.table_t.bases import BASES
-from verify.self_test.programs.table_t.rows import ROWS, PlantedBug
-from verify.self_test.programs.table_t.run import RowResult, TableBench
+from verify.self_test.programs.corpus import BASES
+from verify.self_test.programs.known_bugs import ROWS, PlantedBug
+from verify.self_test.programs.run import RowResult, TableBench
 
 # Bugs of the runtime, whose programs have the right text, and the fault that raises nothing of the kind in it.
 RUNTIME = {9, 15, 16, 17, 18, 29, 30}
@@ -37,8 +37,8 @@ def test_right_program_is_verified(bench: TableBench, name: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.number}-{row.bug}")
 def test_row(row: PlantedBug, bench: TableBench, judged: dict[int, RowResult]) -> None:
     found = _judged(row, bench, judged)
-    assert found.executed.refuted, found.executed
-    assert found.static.refuted == (row.number not in RUNTIME), found.static
+    assert found.judged.by_running, found.judged.executed
+    assert found.judged.by_text == (row.number not in RUNTIME), found.judged.static
     assert not found.unsaid, f"no finding says {found.unsaid}: {found.said}"
 
 

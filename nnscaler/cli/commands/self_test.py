@@ -12,6 +12,7 @@ from nnscaler.files import check_folder, check_temporary
 
 if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
+    from verify.results.line import StyledLine
 
 EPILOG = """examples:
   nnscaler self-test ops             verify-op against wrong annotations and wrong operators
@@ -59,43 +60,36 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     parser.set_defaults(command=run)
 
 
+Found = tuple[bool, "list[StyledLine]"]  # whether it passes, and its tables
+
+
 def run(options: argparse.Namespace) -> int:
-    """Run the self-test, print its tables, and return 0 or 1."""
+    """Run the self-test, print its tables, and return 0 or 1. Raises NnscalerError for senseless options."""
+    import torch
+
     check_temporary()
-    if options.what == "ops":
-        return _run_ops(options)
-    if options.what == "soundness-ops":
-        return _run_soundness_ops(options)
-    return run_plans(options) if options.what == "plans" else run_soundness_plans(options)
-
-
-def _run_ops(options: argparse.Namespace) -> int:
-    import torch
-
-    from verify.self_test.operators.ops import run_self_test
-    from verify.self_test.text import self_test_lines
-
-    console: Console = options.console
     torch.set_num_threads(1)
-    found = run_self_test(_EveryTwoSeconds(console), options.quick)
-    console.lines(self_test_lines(found))
-    return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
+    tests = {"ops": _ops, "soundness-ops": _soundness_ops, "plans": _plans, "soundness-plans": _soundness_plans}
+    good, lines = tests[options.what](options)
+    options.console.lines(lines)
+    return int(ExitCode.VERIFIED if good else ExitCode.REFUTED)
 
 
-def _run_soundness_ops(options: argparse.Namespace) -> int:
-    import torch
+def _ops(options: argparse.Namespace) -> Found:
+    from verify.self_test.operators.ops import run_self_test, self_test_lines
 
-    from nnscaler.errors import NnscalerError
+    found = run_self_test(_EveryTwoSeconds(options.console), options.quick)
+    return found.good, self_test_lines(found)
+
+
+def _soundness_ops(options: argparse.Namespace) -> Found:
     from verify.self_test.operators.soundness_ops import COUNT, run_soundness, soundness_lines
 
-    console: Console = options.console
     count = COUNT if options.count is None else options.count
     if count < 1:
         raise NnscalerError("usage", "--count is at least 1")
-    torch.set_num_threads(1)
-    found = run_soundness(_EveryTwoSeconds(console), count, options.seed)
-    console.lines(soundness_lines(found))
-    return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
+    found = run_soundness(_EveryTwoSeconds(options.console), count, options.seed)
+    return found.good, soundness_lines(found)
 
 
 class _EveryTwoSeconds:
@@ -114,44 +108,18 @@ class _EveryTwoSeconds:
             self.console.progress(what)
 
 
-# `nnscaler self-test plans` and `nnscaler self-test soundness-plans`.
+def _plans(options: argparse.Namespace) -> Found:
+    from verify.self_test.programs.corpus import NAMES
+    from verify.self_test.programs.run import LEVELS, Wanted, run_table
+    from verify.self_test.programs.tally import plans_lines, run_plans_self_test, table_lines
 
-if TYPE_CHECKING:
-    from nnscaler.cli.output.console import Console
-
-
-def run_plans(options: argparse.Namespace) -> int:
-    """Plant errors in programs, or print Table T, and return 0 or 1. Raises NnscalerError for senseless options."""
-    import torch
-
-    torch.set_num_threads(1)
     if options.each < 1 or options.processes < 1:
         raise NnscalerError("usage", "--each and --processes are at least 1")
-    good = _table(options) if options.table_t else _mutants(options)
-    return int(ExitCode.VERIFIED if good else ExitCode.REFUTED)
-
-
-def _table(options: argparse.Namespace) -> bool:
-    from verify.self_test.programs.table_t.run import run_table
-    from verify.self_test.programs.text import table_lines
-
-    console: Console = options.console
-    found = run_table(console.progress)
-    console.lines(table_lines(found))
-    return found.good
-
-
-def _mutants(options: argparse.Namespace) -> bool:
-    from verify.self_test.programs.plans import NAMES, run_plans_self_test
-    from verify.self_test.programs.run import LEVELS
-    from verify.self_test.programs.text import plans_lines
-
-    console: Console = options.console
-    models = tuple(options.model or NAMES)
-    if unknown := [name for name in models if name not in NAMES]:
-        raise NnscalerError("usage", f"no mutants are made of {unknown[0]!r}", help=f"models: {', '.join(NAMES)}")
-    found = run_plans_self_test(
-        console.progress,
+    if options.table_t:
+        table = run_table(options.console.progress)
+        return table.good, table_lines(table)
+    models = _known(options.model, NAMES, "no mutants are made of")
+    wanted = Wanted(
         quick=options.quick or models != NAMES,
         seed=options.seed,
         levels=tuple(level for level in LEVELS if not options.level or level in options.level),
@@ -159,26 +127,33 @@ def _mutants(options: argparse.Namespace) -> bool:
         each=options.each,
         processes=options.processes,
     )
-    console.lines(plans_lines(found, verbose=bool(options.verbose)))
-    return found.good
+    found = run_plans_self_test(options.console.progress, wanted)
+    return found.good, plans_lines(found, verbose=bool(options.verbose))
 
 
-def run_soundness_plans(options: argparse.Namespace) -> int:
-    """Edits programs at random, and returns 1 where one is proved and wrong. Raises NnscalerError for senseless
-    options."""
+def _soundness_plans(options: argparse.Namespace) -> Found:
+    from verify.self_test.programs.corpus import TINY
     from verify.self_test.programs.soundness.run import COUNT, run_soundness, soundness_lines
-    from verify.self_test.programs.soundness.tiny_models import TINY
 
-    console: Console = options.console
-    names = tuple(options.model or TINY)
+    names = _known(options.model, tuple(TINY), "no programs are made of")
     count = COUNT if options.count is None else options.count
-    if unknown := [name for name in names if name not in TINY]:
-        raise NnscalerError("usage", f"no programs are made of {unknown[0]!r}", help=f"models: {', '.join(TINY)}")
     if count < 1 or options.processes < 1:
         raise NnscalerError("usage", "--count and --processes are at least 1")
     check_folder(options.out)
     found = run_soundness(
-        console.progress, count=count, seed=options.seed, names=names, processes=options.processes, out=options.out
+        options.console.progress,
+        count=count,
+        seed=options.seed,
+        names=names,
+        processes=options.processes,
+        out=options.out,
     )
-    console.lines(soundness_lines(found))
-    return int(ExitCode.VERIFIED if found.good else ExitCode.REFUTED)
+    return found.good, soundness_lines(found)
+
+
+def _known(wanted: list[str] | None, names: tuple[str, ...], problem: str) -> tuple[str, ...]:
+    """Return the models that are wanted. Raises NnscalerError for one that there is not."""
+    for name in wanted or ():
+        if name not in names:
+            raise NnscalerError("usage", f"{problem} {name!r}", help=f"models: {', '.join(names)}")
+    return tuple(wanted or names)

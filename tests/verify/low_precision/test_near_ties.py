@@ -19,7 +19,7 @@ from verify.programs.low_precision.measures import Statistics
 from verify.programs.low_precision.noise import NearTies, Noise, NoisyModel, Target, draw_noise
 from verify.results.tolerance import Key
 from verify.results.verdict import Verdict, merge
-from verify.self_test.programs.subjects import BATCH, shorten
+from verify.self_test.programs.corpus import BATCH, shorten
 
 ONE = 1.0
 NEXT = 1 + torch.finfo(torch.bfloat16).eps  # the least number above 1

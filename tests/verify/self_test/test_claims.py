@@ -11,11 +11,20 @@ from nnscaler.ir.placement import Split
 from verify.evidence.cases import Inputs
 from verify.evidence.options import OpOptions, Safeguards
 from verify.evidence.oracle.runner import Runner
-from verify.self_test.operators.annotation_run import AnnotationTable, run_annotations
-from verify.self_test.operators.claim_oracle import Answer, Claim, ask, bind_mutant, claims_of, confirmed, truly_holds
+from verify.self_test.operators.claims import (
+    AnnotationTable,
+    Answer,
+    Claim,
+    ask,
+    bind_mutant,
+    claims_of,
+    confirmed,
+    run_annotations,
+    truly_holds,
+)
+from verify.self_test.operators.corpus import SampledCall, composed_subjects
 from verify.self_test.operators.mutants.mutant import spec_of
 from verify.self_test.operators.second_opinion import holds
-from verify.self_test.operators.subjects import SampledCall, composed_subjects
 
 ALL = Safeguards()
 
@@ -116,14 +125,14 @@ def test_what_an_annotation_freezes_without_need_is_listed() -> None:
 
 
 def test_a_miss_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("passes"))
+    monkeypatch.setattr("verify.self_test.operators.claims.ask", lambda *_: Answer("passes"))
     table = _table(_matmul())
     assert table.missed
     assert not table.good
 
 
 def test_an_oracle_that_refutes_what_is_true_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.self_test.operators.annotation_run.ask", lambda *_: Answer("values", 2))
+    monkeypatch.setattr("verify.self_test.operators.claims.ask", lambda *_: Answer("values", 2))
     table = _table(_subject("a b^ -> a", lambda x: x.sum(1), a=6, b=12))
     assert table.disputed
     assert not table.good

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -9,12 +10,11 @@ import torch
 from verify.evidence.options import Safeguards
 from verify.results.catalogue import CODES
 from verify.results.verdict import Verdict
+from verify.self_test.operators import operator_run
 from verify.self_test.operators.ablation import EARNERS, WITNESSES, ablations, run_ablation
-from verify.self_test.operators.mutants.custom_backward import raw
-from verify.self_test.operators.mutants.hosts import HOSTS
+from verify.self_test.operators.mutants.hosts import HOSTS, raw
 from verify.self_test.operators.mutants.mutant import Family, OperatorMutant
-from verify.self_test.operators.operator_run import Judgement, judge, run_operators
-from verify.self_test.operators.ops import operator_mutants
+from verify.self_test.operators.operator_run import Judgement, judge, operator_mutants, run_operators
 
 MUTANTS = {m.name: m for m in operator_mutants()}
 _SILENT = lambda _: None  # noqa: E731 - the shortest way to say it
@@ -47,7 +47,7 @@ def test_a_mutant_differs_from_its_twin_in_what_it_does_only() -> None:
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: h.name)
 def test_the_hosts_backwards_are_right(host: object) -> None:
     """Against torch's own derivative of the forward."""
-    from verify.self_test.operators.mutants.custom_backward import Host
+    from verify.self_test.operators.mutants.hosts import Host
 
     assert isinstance(host, Host)
     sizes = {"silu": [(5, 4)], "sigmoid": [(5, 4)], "tanh": [(5, 4)], "softmax": [(5, 4)], "matmul": [(5, 4), (4, 3)]}
@@ -89,6 +89,19 @@ def test_a_survivor_is_counted() -> None:
     table = run_operators([_one(wrong=False)], _SILENT)
     assert [m.name for m in table.survivors] == ["example/halves"]
     assert not table.good
+
+
+@pytest.mark.apart
+def test_a_wrong_call_that_ends_its_process_is_refuted_and_the_table_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = MUTANTS["index/hook dropped: aten.ctc_loss.Tensor"]
+    verify_spec = operator_run.verify_spec
+    monkeypatch.setattr(
+        operator_run, "verify_spec", lambda s, o: os._exit(3) if s is dying.wrong else verify_spec(s, o)
+    )
+    table = run_operators([dying, _one(wrong=True)], _SILENT)
+    assert [m.judgement.codes for m in table.mutants] == [("operator_died",), ("annotation_wrong",)]
+    assert table.killed == table.twins == 2 and not table.mutants[0].named
+    assert "exited with code 3" in table.mutants[0].judgement.message
 
 
 def test_a_twin_that_fails_makes_the_kill_worthless() -> None:

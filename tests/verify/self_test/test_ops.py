@@ -9,10 +9,9 @@ from nnscaler.cli.main import main
 from verify.results.verdict import Verdict
 from verify.self_test.operators import ops
 from verify.self_test.operators.ablation import ANNOTATIONS, EARNERS, AblationRow, AblationTable
-from verify.self_test.operators.annotation_run import AnnotationTable
+from verify.self_test.operators.claims import AnnotationTable
 from verify.self_test.operators.operator_run import Judged, Judgement, OperatorTable
-from verify.self_test.operators.ops import OpsSelfTest
-from verify.self_test.text import self_test_lines
+from verify.self_test.operators.ops import OpsSelfTest, self_test_lines
 
 KILL = Judged("reduction/mean", "reduction", Judgement(Verdict.REFUTED, ("annotation_wrong",)), frozenset())
 PASS = replace(KILL, name="index/shift", family="index", judgement=Judgement(Verdict.TESTED_EXACT))

@@ -20,7 +20,7 @@ from verify.evidence.options import OpOptions
 from verify.results.report import Check, Report
 from verify.results.verdict import Verdict
 from verify.self_test.operators import soundness_ops
-from verify.self_test.operators.annotation_edits import edited
+from verify.self_test.operators.annotation_mutants import edited
 from verify.self_test.operators.soundness_ops import SoundnessTable, Violation, run_soundness, soundness_lines
 
 

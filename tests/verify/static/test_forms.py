@@ -27,9 +27,9 @@ from verify.programs.proof import ProofOptions, prove_program
 from verify.programs.typing import check_program
 from verify.programs.typing.lines.forms import _BINARY, _SYMMETRIC, dim_arguments, python_operator, wrapped
 from verify.programs.typing.roles.text import Variable
+from verify.self_test.programs.corpus import BASES, build
 from verify.self_test.programs.mutants.role_source import RightProgram
 from verify.self_test.programs.soundness.harmless import FORMS, Rewriting
-from verify.self_test.programs.table_t.bases import BASES
 
 Get = Callable[[str], RightProgram]
 EVERYWHERE = ("sharded stages", "experts", "rotary", "recomputed")  # tp and pp, dp and tp; hooks, regions, sequences
@@ -42,7 +42,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Get:
 
     def get(name: str) -> RightProgram:
         if name not in known:
-            known[name] = BASES[name].build(tmp_path_factory.mktemp("forms")).subject
+            known[name] = build(BASES[name], tmp_path_factory.mktemp("forms")).subject
         return known[name]
 
     return get
@@ -78,7 +78,7 @@ def test_forms_are_harmless_when_they_run(subject: Get, tmp_path: Path) -> None:
     """All of them are what they are said to be: the ranks compute what they computed, bit for bit."""
     from verify.self_test.programs.judge import Execution
 
-    base = BASES["sharded stages"].build(tmp_path)
+    base = build(BASES["sharded stages"], tmp_path)
     execution = Execution(base, tmp_path)
     for form in FORMS:
         answer = execution.judge({**base.subject.program.sources, **form.sources(base.subject)}).answer

@@ -14,11 +14,11 @@ from typing import Any
 
 from verify.evidence.options import KINDS, OpOptions, Safeguards
 from verify.evidence.oracle.runner import Runner
-from verify.self_test.operators.annotation_run import AskedClaim
-from verify.self_test.operators.claim_oracle import ask
+from verify.self_test.operators.claims import AskedClaim, ask
+from verify.self_test.operators.corpus import SampledCall
 from verify.self_test.operators.mutants.mutant import OperatorMutant
 from verify.self_test.operators.operator_run import Judged, killed_by
-from verify.self_test.operators.subjects import SampledCall
+from verify.self_test.runner import Progress
 
 EARNERS = ("random cotangents", "parts 3 and 4", "finite differences", "outputs compared", "gradients compared")
 ANNOTATIONS = "annotations"
@@ -121,7 +121,7 @@ def run_ablation(
     make_mutants: Callable[[], Sequence[OperatorMutant]],
     before: Mapping[str, Judged],
     claims: Sequence[AskedClaim],
-    progress: Callable[[str], None],
+    progress: Progress,
     only: Iterable[str] | None = None,
 ) -> AblationTable:
     """`make_mutants` makes them anew for every row, since some keep state; `before`: what is said of each by name with
@@ -129,7 +129,7 @@ def run_ablation(
     chosen = ablations()
     if only is not None:
         chosen = {name: chosen[name] for name in only}
-    noticed = {m.name for m in make_mutants() if not before[m.name].judgement.verdict.passes}
+    noticed = [m.name for m in make_mutants() if not before[m.name].judgement.verdict.passes]
     totals = Counter(before[name].family for name in noticed)
     totals[ANNOTATIONS] = len(claims)
     rows: list[AblationRow] = []

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from op_registry.spec import OperatorSpec
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.options import OpOptions, Safeguards
 from verify.operators.verify_spec import verify_spec
+from verify.processes.pool import Died
+from verify.processes.subprocess_isolation import run_apart
 from verify.results.verdict import Verdict
+from verify.self_test.operators.mutants import backward, index, layout, rank, reduction, state
 from verify.self_test.operators.mutants.mutant import OperatorMutant
+from verify.self_test.runner import Progress, run_rows
 
-# Run verify-op on an operator, and keep the part of the report that the self-test counts.
+
+def operator_mutants() -> tuple[OperatorMutant, ...]:
+    """Return every mutant, by family. Made anew on each call: some of them keep state."""
+    return tuple(m for family in (backward, rank, layout, reduction, index, state) for m in family.mutants())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,22 @@ def judge(spec: OperatorSpec, safeguards: Safeguards | None = None, seed: int = 
     return Judgement(report.verdict, codes, report.findings[0].message if report.findings else "")
 
 
+def judge_wrong(mutant: OperatorMutant, safeguards: Safeguards | None = None) -> Judgement:
+    """Verify the wrong operator: in a process of its own where a kernel of torch may be given what it does not check.
+
+    The whole runs, as the twin does: what ends such a process is a shard.
+    """
+    if mutant.wrong.target is not None:
+        return judge(mutant.wrong, safeguards)
+    found = run_apart(partial(judge, mutant.wrong, safeguards), PATIENCE)
+    if isinstance(found, Judgement):
+        return found
+    how = found.how if isinstance(found, Died) else "its time was up"
+    verdict = Verdict.REFUTED if isinstance(found, Died) else Verdict.INCONCLUSIVE
+    return Judgement(verdict, ("operator_died",), f"the process that ran `{mutant.name}` was ended: {how}")
+
+
+PATIENCE = 600.0  # seconds for one operator, which takes a few
 REQUIRED = 0.99  # of the mutants must be refuted
 
 
@@ -94,28 +118,27 @@ class OperatorTable:
         return bool(self.mutants) and enough and not self.failing_twins
 
 
-def run_operators(mutants: Iterable[OperatorMutant], progress: Callable[[str], None]) -> OperatorTable:
+def run_operators(mutants: Iterable[OperatorMutant], progress: Progress) -> OperatorTable:
     """Verify every mutant, and every twin once."""
     started = time.perf_counter()
     judged: list[Judged] = []
     twins: dict[object, OperatorMutant] = {}
-    for mutant in mutants:
-        progress(mutant.name)
-        judged.append(_judged(mutant, judge(mutant.wrong)))
+    for mutant, judgement in run_rows(mutants, judge_wrong, lambda m: progress(m.name)):
+        judged.append(_judged(mutant, judgement))
         right = mutant.right
         twins.setdefault((right.target or right.name, right.annotation, right.localize), mutant)
-    failing: list[Judged] = []
-    for mutant in twins.values():
-        progress(mutant.right.name)
-        judgement = judge(mutant.right)
-        if not judgement.verdict.passes:
-            failing.append(Judged(mutant.right.name, mutant.family, judgement, frozenset()))
-    return OperatorTable(tuple(judged), len(twins), tuple(failing), time.perf_counter() - started)
+    verified = run_rows(twins.values(), lambda m: judge(m.right), lambda m: progress(m.right.name))
+    failing = tuple(
+        Judged(mutant.right.name, mutant.family, judgement, frozenset())
+        for mutant, judgement in verified
+        if not judgement.verdict.passes
+    )
+    return OperatorTable(tuple(judged), len(twins), failing, time.perf_counter() - started)
 
 
 def killed_by(mutants: Sequence[OperatorMutant], safeguards: Safeguards) -> tuple[Judged, ...]:
     """Judge the mutants again under other safeguards."""
-    return tuple(_judged(m, judge(m.wrong, safeguards)) for m in mutants)
+    return tuple(_judged(m, judge_wrong(m, safeguards)) for m in mutants)
 
 
 def _judged(mutant: OperatorMutant, judgement: Judgement) -> Judged:

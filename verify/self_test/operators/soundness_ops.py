@@ -32,9 +32,10 @@ from verify.evidence.oracle.runner import Prepared, Runner
 from verify.operators.verify_spec import verify_spec
 from verify.results.line import StyledLine, plain
 from verify.results.report import Report
-from verify.self_test.operators.annotation_edits import edited
-from verify.self_test.operators.claim_oracle import claims_of
+from verify.self_test.operators.annotation_mutants import edited
+from verify.self_test.operators.claims import claims_of
 from verify.self_test.operators.second_opinion import holds
+from verify.self_test.runner import Progress, closing_line
 
 COUNT = 5000
 OPERATORS = 200
@@ -117,7 +118,7 @@ class _Runner(Runner):
         return self.tried[self.spec.name]
 
 
-def run_soundness(progress: Callable[[str], None], count: int, seed: int) -> SoundnessTable:
+def run_soundness(progress: Progress, count: int, seed: int) -> SoundnessTable:
     """Verify `count` random annotations, and judge those that pass."""
     started = time.perf_counter()
     table = SoundnessTable(seed)
@@ -366,6 +367,4 @@ def soundness_lines(table: SoundnessTable) -> list[StyledLine]:
         said = f"`{v.text}` {v.verdict} and is false: {v.how} on {v.shapes}"
         lines.append(plain(f"  VIOLATION: {v.operator} (true: `{v.true}`): {said}", "bad"))
     lines += [plain(f"  not passed although true: {text}", "bad") for text in table.true_not_passed]
-    result = f"{len(table.violations)} violations, {table.seconds:.1f} s"
-    good = table.good
-    return [*lines, StyledLine(((("PASSED" if good else "FAILED"), "good" if good else "bad"), (f"  {result}", "")))]
+    return [*lines, closing_line(table.good, f"{len(table.violations)} violations", table.seconds)]

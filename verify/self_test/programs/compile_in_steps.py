@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from op_registry.registry import default_registry
 
@@ -12,13 +12,16 @@ from nnscaler.codegen.operators import Origin, operator_origins
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.placement import PartitionedGraph
+from nnscaler.ir.placement import Choice, PartitionedGraph
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
-from verify.self_test.programs.subjects import Base
+from verify.self_test.programs.corpus import Base
+
+Sources = dict[str, str]
+Text = Callable[[], Sources | None]  # the role programs of a mutant; None where the compiler refuses it
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,29 @@ class Generation:
     order: Schedule
     origins: Mapping[str, Origin]
 
-    def text(self, communicated: CommunicatedGraph) -> dict[str, str]:
+    def text(self, communicated: CommunicatedGraph) -> Sources:
         """Return the role programs of a communicated graph."""
         return generate(communicated, self.order, self.plan, self.title, self.origins)
 
-    def text_of_placements(
-        self, partitioned: PartitionedGraph, known: Mapping[str, Signature] | None = None
-    ) -> dict[str, str] | None:
+    def text_of_placements(self, partitioned: PartitionedGraph, known: Mapping[str, Signature]) -> Sources | None:
         """Return the role programs of a partitioned graph; None where the compiler refuses it."""
         try:
-            return self.text(materialise(partitioned, self.known if known is None else known))
+            return self.text(materialise(partitioned, known))
         except (NnscalerError, AssertionError, KeyError, IndexError, ValueError, StopIteration):
             return None
+
+    def placed(self, name: str, place: tuple[int, int], choice: Choice, wrong: Signature | None = None) -> Text:
+        """Return the role programs with another choice for an operation on (stage, axis), and another signature."""
+
+        def text() -> Sources | None:
+            old, (stage, axis) = self.partitioned.placements[name], place
+            here = (*old.choices[stage][:axis], choice, *old.choices[stage][axis + 1 :])
+            choices = tuple(here if s == stage else c for s, c in enumerate(old.choices))
+            placements = {**self.partitioned.placements, name: replace(old, choices=choices)}
+            known = self.known if wrong is None else {**self.known, name: wrong}
+            return self.text_of_placements(replace(self.partitioned, placements=placements), known)
+
+        return text
 
 
 def generation_of(base: Base) -> Generation:

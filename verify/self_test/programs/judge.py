@@ -30,8 +30,8 @@ from verify.programs.typing.roles.record import Stored, check_state
 from verify.results.report import Check
 from verify.results.tolerance import FLOAT64_BOUND, difference, family_scale
 from verify.results.verdict import Verdict
+from verify.self_test.programs.corpus import TIMEOUT, Base
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit
-from verify.self_test.programs.subjects import TIMEOUT, Base
 
 Fault = Callable[[], AbstractContextManager[None]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,13 +140,16 @@ class Adapted(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
+def labelled(words: int, lengths: Sequence[int], tokens: int) -> Sample:
+    """Return rows of words, each with labels up to its length."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(0, words, (len(lengths), tokens), generator=generator) for _ in range(2))
+    return {"ids": ids, "labels": labels.masked_fill(torch.arange(tokens) >= torch.tensor(lengths)[:, None], IGNORED)}
+
+
 def text() -> Sample:
     """Rows end at different lengths."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, WORDS, (BATCH, TOKENS), generator=generator)
-    labels = torch.randint(0, WORDS, (BATCH, TOKENS), generator=generator)
-    lengths = torch.tensor([6, 1, 2, 3, 4, 1, 2, 2])
-    return {"ids": ids, "labels": labels.masked_fill(torch.arange(TOKENS) >= lengths[:, None], IGNORED)}
+    return labelled(WORDS, (6, 1, 2, 3, 4, 1, 2, 2), TOKENS)
 
 
 def longer_text() -> Sample:
@@ -157,10 +160,10 @@ def longer_text() -> Sample:
     return {**found, "later": later}
 
 
-def made(kind: Callable[..., nn.Module], *given: Any) -> nn.Module:
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
     """Return a model with the same random parameters every time."""
     torch.manual_seed(0)
-    return kind(*given)
+    return kind()
 
 
 class Turn(torch.autograd.Function):

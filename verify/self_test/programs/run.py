@@ -1,29 +1,67 @@
-"""Judge every mutant: by the text alone, then by execution, then, for what nothing refutes, by the third oracle."""
+"""`nnscaler self-test plans`: does verify-plan find what is wrong with a program?
+
+Every mutant is judged by the text alone, then by execution, then, where nothing refutes it, by the third oracle. A
+known bug is judged as a user's program is, and its findings have to name the mechanism.
+"""
 
 from __future__ import annotations
 
-import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from verify.processes.pool import Died, Done, Event, Note, Raised, run_forked, run_here, why_not_fork
+from verify.processes.pool import Died
 from verify.processes.subprocess_isolation import run_apart
-from verify.self_test.programs.judge import Answer, Executed, Execution, read_folder, read_statically
+from verify.programs.checks.context import CheckOutcome
+from verify.programs.program_directory import open_program
+from verify.programs.run import run_and_compare
+from verify.programs.single_steps import Beside
+from verify.self_test.programs.corpus import BASES, NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs
+from verify.self_test.programs.judge import Answer, Executed, Execution, answer_of, read_folder, read_statically
+from verify.self_test.programs.known_bugs import ROWS, PlantedBug
 from verify.self_test.programs.mutants.catalogue import mutants_of, provable_mutants
 from verify.self_test.programs.mutants.mutant import Mutant
-from verify.self_test.programs.soundness.tiny_models import TINY
-from verify.self_test.programs.subjects import TIMEOUT, Spec, build
 from verify.self_test.programs.third_oracle import RUNS, Told, compare_programs
+from verify.self_test.runner import Progress, run_rows, run_rows_apart
 
 LEVELS = ("L0", "L2")
 PROVABLE = 4  # times as many mutants of each kind in the smallest programs, which have few kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The mutants that are wanted.
+
+    quick      one plan a model, and every third mutant instead of every second; of the small programs every third
+    seed       chooses where mutants are planted
+    levels     that are asked
+    models     names of the models
+    each       mutants of each kind in each program
+    processes  1: in this process
+    """
+
+    quick: bool = False
+    seed: int = 0
+    levels: tuple[str, ...] = LEVELS
+    models: tuple[str, ...] = NAMES
+    each: int = 1
+    processes: int = 2
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The programs. Building one raises NnscalerError for a model that there is not."""
+        small = tuple(TINY[name] for name in SMALL if name in self.models)
+        if self.quick and len(small) == len(SMALL):
+            small = small[::3]
+        return (*specs(tuple(n for n in self.models if n not in TINY), self.quick), *small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +102,6 @@ class Original:
 
     spec: Spec
     broken: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -76,24 +113,27 @@ class Batch:
     seconds: float
 
 
-def judge_spec(spec: Spec, seed: int, each: int, levels: Sequence[str] = LEVELS, every: int = 1) -> Batch:
-    """Make the program and its mutants, and judge them, or (of a small program all) every so many of them."""
+def judge_spec(spec: Spec, wanted: Wanted) -> Batch:
+    """Make the program and its mutants, and judge every so many of them; of a small program all."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="nnscaler-mutants-") as folder:
-        tiny = TINY.get(spec.model)
-        base = build(spec, Path(folder)) if tiny is None else tiny.build(Path(folder), spec.model)
+        base = build(spec, Path(folder))
         execution = Execution(base, Path(folder))
-        original = _original(execution, levels)
-        chosen = islice(mutants_of(base, seed, each), sum(map(ord, spec.model)) % every, None, every)
-        mutants = chosen if tiny is None else provable_mutants(base, seed, PROVABLE * each)
-        judged = tuple(_judge(execution, mutant, levels) for mutant in mutants)
+        original = Original(spec, complaint(execution, wanted.levels))
+        if spec.small is not None:
+            mutants = provable_mutants(base, wanted.seed, PROVABLE * wanted.each)
+        else:
+            every = 3 if wanted.quick else 2
+            first = sum(map(ord, spec.model)) % every
+            mutants = islice(mutants_of(base, wanted.seed, wanted.each), first, None, every)
+        judged = tuple(_judge(execution, mutant, wanted.levels) for mutant in mutants)
     return Batch(original, judged, time.perf_counter() - started)
 
 
-def _original(execution: Execution, levels: Sequence[str]) -> Original:
-    started = time.perf_counter()
-    base, program = execution.base, execution.base.subject.program
+def complaint(execution: Execution, levels: Sequence[str] = LEVELS) -> str:
+    """Return what the levels say against a right program; empty if nothing, as it should be."""
+    program = execution.base.subject.program
     said: list[str] = []
     if "L0" in levels:
         answer = read_statically(program.sources, program.graph)
@@ -101,7 +141,7 @@ def _original(execution: Execution, levels: Sequence[str]) -> Original:
     if "L2" in levels:
         executed = execution.judge(program.sources).answer
         said += [f"L2: {executed.said}"] if executed.refuted or executed.undecided else []
-    return Original(base.spec, "; ".join(said), time.perf_counter() - started)
+    return "; ".join(said)
 
 
 def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> JudgedMutant:
@@ -118,35 +158,131 @@ def _judge(execution: Execution, mutant: Mutant, levels: Sequence[str]) -> Judge
     return JudgedMutant(mutant, static, executed, told)
 
 
-def judge_all(
-    specs: Sequence[Spec],
-    seed: int,
-    each: int,
-    levels: Sequence[str],
-    progress: Callable[[str], None],
-    processes: int = 2,
-    every: int = 1,
-) -> Iterator[Batch]:
-    """Judge every program; yield them in the order in which they are done. `processes` 1: in this process."""
-    if processes < 2:
-        for number, spec in enumerate(specs, 1):
-            progress(f"{number} of {len(specs)}: {spec.model} {spec.name}")
-            yield judge_spec(spec, seed, each, levels, every)
+def judge_all(wanted: Wanted, progress: Progress) -> Iterator[Batch]:
+    """Judge every program; yield them in the order in which they are done."""
+    chosen = wanted.specs
+    numbers = iter(range(1, len(chosen) + 1))
+
+    def tell(spec: Spec, made: str = "") -> None:
+        progress(f"{next(numbers)} of {len(chosen)}: {spec.model} {spec.name}{made}")
+
+    if wanted.processes < 2:
+        yield from (batch for _, batch in run_rows(chosen, lambda spec: judge_spec(spec, wanted), tell))
         return
-    tasks = [partial(_in_child, spec, seed, each, levels, every) for spec in specs]
-    events: Iterator[Event[Batch]]
-    events = run_forked(tasks, processes, math.inf) if why_not_fork() is None else run_here(tasks)
-    for number, event in enumerate(events, 1):
-        spec = specs[event.index]
-        if isinstance(event, Raised):
-            event.error.add_note(event.text)
-            raise event.error
-        if not isinstance(event, Done):
-            raise RuntimeError(f"the process that judged {spec} ended: {event}")
-        made = f"{len(event.result.judged)} mutants, {event.result.seconds:.0f} s"
-        progress(f"{number} of {len(specs)}: {spec.model} {spec.name}: {made}")
-        yield event.result
+    for spec, batch in run_rows_apart(chosen, lambda spec, _: judge_spec(spec, wanted), wanted.processes):
+        tell(spec, f": {len(batch.judged)} mutants, {batch.seconds:.0f} s")
+        yield batch
 
 
-def _in_child(spec: Spec, seed: int, each: int, levels: Sequence[str], every: int, _: Note) -> Batch:
-    return judge_spec(spec, seed, each, levels, every)
+# -- known bugs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """A row, what the levels say of it, and the text of all their findings."""
+
+    row: PlantedBug
+    judged: JudgedMutant
+    said: str
+
+    @property
+    def unsaid(self) -> tuple[str, ...]:
+        """Words that name the mechanism, and that no finding has."""
+        return tuple(word for word in self.row.says if word not in self.said)
+
+    @property
+    def first_loss(self) -> bool:
+        """Return whether comparing the first step's loss shows the bug."""
+        return self.judged.executed is not None and self.judged.executed.first_loss
+
+    @property
+    def losses(self) -> bool:
+        """Return whether comparing every step's loss shows it."""
+        return self.judged.executed is not None and self.judged.executed.losses
+
+    @property
+    def good(self) -> bool:
+        return self.judged.killed and not self.unsaid
+
+
+@dataclass(frozen=True)
+class TableT:
+    """`broken`: what was said against programs that are right."""
+
+    rows: tuple[RowResult, ...]
+    broken: tuple[str, ...]
+    seconds: float
+
+    @property
+    def missed_by_loss(self) -> int:
+        """Rows whose first loss is right."""
+        return sum(not r.first_loss for r in self.rows)
+
+    @property
+    def good(self) -> bool:
+        """Every row refuted and named, no right program refuted, and the loss misses more than half."""
+        enough = 2 * self.missed_by_loss > len(self.rows)
+        return bool(self.rows) and all(r.good for r in self.rows) and not self.broken and enough
+
+
+class TableBench:
+    """The right programs, each built when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.executions: dict[str, Execution] = {}
+
+    def execution(self, name: str) -> Execution:
+        """Return the right program in which a row is planted."""
+        if name not in self.executions:
+            folder = self.folder / str(len(self.executions))
+            folder.mkdir()
+            self.executions[name] = Execution(build(BASES[name], folder), folder)
+        return self.executions[name]
+
+    def problem(self, name: str) -> str:
+        """Return the complaint about the right program; empty if there is none, as there should be."""
+        said = complaint(self.execution(name))
+        return f"{name}: {said}" if said else ""
+
+    def judge(self, row: PlantedBug) -> RowResult:
+        """Plant one row and verify it as a user's program is verified."""
+        execution = self.execution(row.base)
+        program = execution.base.subject.program
+        mutant = row.mutant(execution.base)
+        sources = mutant.sources(program.sources)
+        static = read_statically(sources, program.graph)
+        path = execution.write(sources)
+        started = time.perf_counter()
+        try:
+            with (row.fault or nullcontext)():
+                prepared = replace(execution.base.prepared, program=open_program(path))
+                outcomes = run_and_compare(
+                    execution.base.request, prepared, execution.reference, path, Beside(checkpoint=True)
+                )
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        answer = answer_of(outcomes, time.perf_counter() - started)
+        findings = [f for o in outcomes for f in o.findings]
+        said = " ".join((static.said, *(f"{f.message} {f.cause or ''}" for f in findings)))
+        steps = _wrong_losses(outcomes)
+        return RowResult(row, JudgedMutant(mutant, static, Executed(answer, 0 in steps, bool(steps))), said)
+
+
+def _wrong_losses(outcomes: Sequence[CheckOutcome]) -> set[int]:
+    """Return the steps at which a comparison of losses alone fails; a program that does not run fails at the first."""
+    found = {o.check.name: o for o in outcomes}
+    if "loss" not in found:
+        return {0}
+    return {int(f.counter_example.get("step", "0")) for f in found["loss"].findings}
+
+
+def run_table(progress: Progress, rows: Sequence[PlantedBug] = ROWS) -> TableT:
+    """Run all rows, one after the other."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="nnscaler-table-") as folder:
+        bench = TableBench(Path(folder))
+        judged = run_rows(rows, bench.judge, lambda row: progress(f"table T, row {row.number}: {row.bug}"))
+        results = tuple(result for _, result in judged)
+        broken = tuple(text for name in bench.executions if (text := bench.problem(name)))
+    return TableT(results, broken, time.perf_counter() - started)

@@ -88,18 +88,15 @@ def _outermost(state: Shard) -> Shard:
     return Shard(state.dim, 1)
 
 
-def _sums_over(call: RuleCall) -> tuple[State, ...]:
-    """A split of a dim that the operator runs over gives partial sums."""
-    x = call.tensor("self")
-    lost = split_dims(x.sizes, call.split) and not split_dims(call.output.sizes, call.split)
-    return everywhere(call, PARTIAL_SUM) if lost and isinstance(x.state, Shard) else conclude(call)
+def _where_split(claimed: State) -> Rule:
+    """Where a dim that the operator runs over is split, claims a state; else the right conclusion."""
 
+    def rule(call: RuleCall) -> tuple[State, ...]:
+        x = call.tensor("self")
+        lost = split_dims(x.sizes, call.split) and not split_dims(call.output.sizes, call.split)
+        return everywhere(call, claimed) if lost and isinstance(x.state, Shard) else conclude(call)
 
-def _same_where_split(call: RuleCall) -> tuple[State, ...]:
-    """Claim equal results on every rank although the reduced dims may be split (a planted mistake)."""
-    x = call.tensor("self")
-    lost = split_dims(x.sizes, call.split) and not split_dims(call.output.sizes, call.split)
-    return everywhere(call, SAME) if lost and isinstance(x.state, Shard) else conclude(call)
+    return rule
 
 
 def _selected_by_shards(call: RuleCall) -> tuple[State, ...]:
@@ -154,13 +151,13 @@ PLANTED: tuple[Planted, ...] = (
     Planted("aten.roll.default", "may be split along its dims", _keeps()),
     Planted("aten.tril.default", "may be split along its dims", _keeps()),
     Planted("aten.sort.default", "may be split along its dim", _free()),
-    Planted("aten.mean.dim", "is a sum", _sums_over),
-    Planted("aten.var.correction", "is a sum", _sums_over),
-    Planted("aten.logsumexp.default", "is a sum", _sums_over),
+    Planted("aten.mean.dim", "is a sum", _where_split(PARTIAL_SUM)),
+    Planted("aten.var.correction", "is a sum", _where_split(PARTIAL_SUM)),
+    Planted("aten.logsumexp.default", "is a sum", _where_split(PARTIAL_SUM)),
     Planted("aten.sum.dim_IntList", "has the whole sum on every rank", _instead(PartialSum, SAME)),
     Planted("aten.sum.dim_IntList", "of a constant is that of a shard", _sharded_numbers),
     Planted("aten.amax.default", "sums over ranks", _instead(PartialMax, PARTIAL_SUM)),
-    Planted("aten.argmax.default", "finds the place in the whole", _same_where_split),
+    Planted("aten.argmax.default", "finds the place in the whole", _where_split(SAME)),
     Planted("aten.view.default", "forgets what is ahead of the split", _outer(_outermost)),
     Planted("aten.repeat.default", "copies after the split", _outer(_outermost)),
     Planted("aten.cat.default", "joins shards as if they were the whole", _outer(_outermost)),

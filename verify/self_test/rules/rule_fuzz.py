@@ -22,8 +22,7 @@ from verify.evidence.dimension_types.rules.call import Operand, RuleCall
 from verify.evidence.dimension_types.sizes import Symbols
 from verify.evidence.dimension_types.states import PartialMax, PartialSum, Same, Shard, State, Unknown, checked
 from verify.evidence.dimension_types.trace import flat, written
-from verify.self_test.rules.calls import DrawnCall, Values, operands_of
-from verify.self_test.rules.states import draw_split, draw_states
+from verify.self_test.rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
 from verify.self_test.rules.values import (
     KINDS,
     Kind,

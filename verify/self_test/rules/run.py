@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 from verify.evidence.dimension_types.rules import RULES, conclude, rule_of
-from verify.processes.pool import Died, Done, Note, Raised, TimedOut, run_forked
+from verify.processes.pool import Died, Note, TimedOut
 from verify.self_test.rules.calls import DrawnCall, drawn_calls
 from verify.self_test.rules.direct import direct_calls
 from verify.self_test.rules.planted import PLANTED, Planted
@@ -22,6 +21,7 @@ from verify.self_test.rules.rule_fuzz import (
     fuzz_rule,
     replaced,
 )
+from verify.self_test.runner import run_rows_apart
 
 ENOUGH = 50  # claims of a rule that must have been compared
 
@@ -118,28 +118,26 @@ def fuzz_in_children(
 
     An overload whose process dies is unsound: a kernel was given what it cannot take.
     """
-    names = list(calls)
-    tasks = [partial(_fuzz, calls[name], conclude, seed, effort) for name in names]
-    results: dict[str, RuleResult] = {}
-    for event in run_forked(tasks, workers, math.inf):  # forked: calls hold operators and symbols, which do not pickle
-        name = names[event.index]
-        match event:
-            case Done(result=result):
-                results[name] = result
-            case Died():
-                results[name] = _died(name, f"the process ended ({event.how})")
-            case Raised():
-                results[name] = _died(name, f"{event.error} was raised")
-            case TimedOut():
-                raise AssertionError("no time was set")
-    return {name: results[name] for name in names}
+
+    def work(row: _Row, _: Note) -> RuleResult:
+        return row.died or fuzz_rule(calls[row.name], conclude, seed, effort)
+
+    rows = [_Row(name) for name in calls]
+    results = {row.name: result for row, result in run_rows_apart(rows, work, workers, ended=_died)}
+    return {name: results[name] for name in calls}
 
 
-def _fuzz(calls: Sequence[DrawnCall], conclude: Conclude, seed: int, effort: Effort, _: Note) -> RuleResult:
-    return fuzz_rule(calls, conclude, seed, effort)
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One overload. `died`: what its rule came to where that ended the process."""
+
+    name: str
+    died: RuleResult | None = None
 
 
-def _died(name: str, how: str) -> RuleResult:
-    result = RuleResult(name, asked=1)
-    result.unsound.append(Unsound(name, "?", "?", f"{how} while a claim was compared", "?"))
-    return result
+def _died(row: _Row, event: Died | TimedOut) -> _Row:
+    code = os.waitstatus_to_exitcode(event.status) if isinstance(event, Died) else None
+    result = RuleResult(row.name, asked=1)
+    problem = f"the process ended with {code} while a claim was compared"
+    result.unsound.append(Unsound(row.name, "?", "?", problem, "?"))
+    return replace(row, died=result)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from verify.self_test.programs.judge import Execution
-from verify.self_test.programs.table_t.run import TableBench
+from verify.self_test.programs.run import TableBench
 
 
 @pytest.fixture(scope="session")

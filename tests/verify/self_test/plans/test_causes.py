@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,9 @@ from nnscaler.runtime.role import Stage
 from nnscaler.runtime.training import clipping, executor
 from verify.programs.typing import check_program
 from verify.results.finding import Finding
-from verify.self_test.programs import models
+from verify.self_test.programs.corpus import BASES, build
 from verify.self_test.programs.judge import Execution
 from verify.self_test.programs.mutants.runtime_faults import _replaced, dummy_reduced, early_reducer
-from verify.self_test.programs.table_t.bases import TableBase
 
 Get = Callable[[str], Execution]
 Patch = Callable[[], AbstractContextManager[None]]
@@ -105,7 +105,7 @@ def test_a_name_that_nothing_makes_is_still_told(execution: Get) -> None:
 
 @pytest.mark.parametrize("role", [0, 1])
 def test_the_order_of_axes_is_named(role: int, tmp_path: Path) -> None:
-    base = TableBase(models.Transformer, models.text, "dp=2,tp=2,pp=2", 8, 2).build(tmp_path)
+    base = build(replace(BASES["sharded"], plan="dp=2,tp=2,pp=2", ranks=8, micro_batches=2), tmp_path)
     program = base.subject.program
     file, old, new = f"role_{role}.py", 'axes = {"dp": 2, "tp": 2}', 'axes = {"tp": 2, "dp": 2}'
     assert old in program.sources[file]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verify.self_test.programs.corpus import TINY, Spec, build
 from verify.self_test.programs.judge import Execution, read_folder, read_statically
 from verify.self_test.programs.mutants.catalogue import TEXT_OPERATORS, mutants_of, provable_mutants, text_mutants
 from verify.self_test.programs.mutants.graph import GRAPH
@@ -16,8 +17,6 @@ from verify.self_test.programs.mutants.layout import COPIES, FAMILIES, LAYOUT, S
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Mutant, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.mutants.role_source import RightProgram
-from verify.self_test.programs.soundness.tiny_models import TINY
-from verify.self_test.programs.subjects import Spec, build
 from verify.self_test.programs.third_oracle import compare_programs
 
 BASES = ("sharded", "staged", "sharded stages", "experts")
@@ -28,7 +27,7 @@ SMALL = ("packed", "strided", "uneven", "rested", "cube", "normed", "adapted")  
 def subjects(execution: Callable[[str], Execution], tmp_path_factory: pytest.TempPathFactory) -> list[RightProgram]:
     """Programs that have, together, something for every operator."""
     dropped = build(Spec("gpt", "dp=2,tp=2", 4, 1, 0.25), tmp_path_factory.mktemp("dropout"))
-    small = [TINY[name].build(tmp_path_factory.mktemp("small"), name).subject for name in SMALL]
+    small = [build(TINY[name], tmp_path_factory.mktemp("small")).subject for name in SMALL]
     return [*(execution(name).base.subject for name in BASES), dropped.subject, *small]
 
 
@@ -90,7 +89,7 @@ def test_reading_refutes_the_family(subjects: list[RightProgram], family: str) -
 @pytest.mark.parametrize("kind", STATE_EDITS)
 def test_other_tensors_in_the_folder(execution: Callable[[str], Execution], tmp_path: Path, kind: str) -> None:
     """They are found by reading, and training from them is not training the model."""
-    right = Execution(TINY["adapted"].build(tmp_path, "adapted"), tmp_path)
+    right = Execution(build(TINY["adapted"], tmp_path), tmp_path)
     base = right.base
     edit = next(e for e in state_edits(base.subject) if e.kind == kind)
     assert str(edit).startswith(f"state.pt: {kind}: `")
@@ -103,7 +102,7 @@ def test_other_tensors_in_the_folder(execution: Callable[[str], Execution], tmp_
 
 
 def test_provable_mutants(execution: Callable[[str], Execution], tmp_path: Path) -> None:
-    mutants = list(provable_mutants(TINY["cube"].build(tmp_path, "cube"), 0, 2))
+    mutants = list(provable_mutants(build(TINY["cube"], tmp_path), 0, 2))
     assert {m.family for m in mutants} == {LAYOUT, COPIES, STATE}
     assert all(m.model == "cube" and (m.edits or m.state) for m in mutants)
     assert {m.place for m in mutants if m.state} == {"state.pt"}

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from nnscaler.cli.main import main
+from verify.self_test.programs.corpus import MODELS, PLANS, Spec, specs
 from verify.self_test.programs.judge import Answer, Executed
 from verify.self_test.programs.mutants.mutant import Edit, Mutant
 from verify.self_test.programs.run import JudgedMutant, Original
-from verify.self_test.programs.subjects import MODELS, PLANS, Spec, specs
-from verify.self_test.programs.tally import PROVABLE, PlansSelfTest
-from verify.self_test.programs.text import plans_lines
+from verify.self_test.programs.tally import PROVABLE, PlansSelfTest, plans_lines
 from verify.self_test.programs.third_oracle import Told
 
 NO, YES = Answer(False), Answer(True, ("loss_differs",), "it differs")
@@ -22,7 +21,7 @@ BOTH = JudgedMutant(MUTANT, YES, Executed(YES, True, True))
 RUNNING = JudgedMutant(replace(MUTANT, kind="scaled"), NO, Executed(YES, False, True))
 ALIVE = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(False, "seed 11: differs by 0.2"))
 EQUAL = JudgedMutant(MUTANT, NO, Executed(NO, False, False), Told(True, "bitwise the same"))
-RIGHT = Original(Spec("gpt", "tp=2", 2), "", 0.1)
+RIGHT = Original(Spec("gpt", "tp=2", 2), "")
 
 
 def _found(*judged: JudgedMutant, originals: tuple[Original, ...] = (RIGHT,), quick: bool = True) -> PlansSelfTest:

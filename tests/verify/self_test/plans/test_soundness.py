@@ -12,6 +12,7 @@ import pytest
 from nnscaler.cli.main import main
 from nnscaler.ir import derive
 from verify.processes.pool import Died
+from verify.self_test.programs.corpus import TINY, build
 from verify.self_test.programs.judge import Execution, read_statically
 from verify.self_test.programs.soundness.declaration_edits import DECLARED
 from verify.self_test.programs.soundness.fuzz import (
@@ -34,7 +35,6 @@ from verify.self_test.programs.soundness.run import (
     save,
     soundness_lines,
 )
-from verify.self_test.programs.soundness.tiny_models import TINY
 
 Get = Callable[[str], Execution]
 KINDS = {**DECLARED, **LINES}
@@ -48,7 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Get:
     def get(name: str) -> Execution:
         if name not in known:
             folder = tmp_path_factory.mktemp("tiny")
-            known[name] = Execution(TINY[name].build(folder), folder, apart=False)
+            known[name] = Execution(build(TINY[name], folder), folder, apart=False)
         return known[name]
 
     return get

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from verify.self_test.operators.mutants.custom_backward import (
+from verify.self_test.operators.functions import EPS, rms_norm, softmax
+from verify.self_test.operators.mutants.hosts import (
+    HOSTS,
     Backward,
     Gradients,
     Host,
     from_cotangent,
     on_gradient,
     raw,
+    rms_norm_backward,
     swapped,
     with_backward,
 )
-from verify.self_test.operators.mutants.hosts import EPS, HOSTS, rms_norm, rms_norm_backward, softmax
 from verify.self_test.operators.mutants.mutant import (
     DERIVATIVE,
     EITHER,

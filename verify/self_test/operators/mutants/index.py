@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,18 +202,35 @@ def _grid_hook(only_first: bool) -> Hook:
     return localize
 
 
-def _hooked(
-    name: str,
-    annotation: str,
-    functions: tuple[Function, Function],
-    hooks: tuple[Hook | None, Hook],
-    inputs: Callable[[], Any] | None,
-    contiguous: frozenset[str] = frozenset(),
-) -> OperatorMutant:
-    """(wrong, right) functions and hooks."""
-    wrong = spec_of(f"index/{name}", annotation, functions[0], inputs, hooks[0], contiguous)
-    right = spec_of(f"index/twin of {name}", annotation, functions[1], inputs, hooks[1], contiguous)
-    return OperatorMutant(f"index/{name}", _FAMILY, wrong, right)
+@dataclass(frozen=True, slots=True)
+class HookedOperator:
+    """A right operator whose call is rewritten for a shard.
+
+    hook    rewrites it
+    inputs  its arguments, where the annotation alone cannot give them
+    blocks  identifiers of which a shard is one block
+    """
+
+    name: str
+    annotation: str
+    function: Function
+    hook: Hook
+    inputs: Callable[[], Any] | None = None
+    blocks: frozenset[str] = frozenset()
+
+    def with_hook(self, what: str, hook: Hook | None) -> OperatorMutant:
+        """Return the mutant whose call is rewritten otherwise, or not at all."""
+        return self._mutant(what, (self.function, self.function), hook)
+
+    def with_function(self, what: str, wrong: Function, right: Function | None = None) -> OperatorMutant:
+        """Return the mutant that computes something else, beside the host or another right function."""
+        return self._mutant(what, (wrong, right or self.function), self.hook)
+
+    def _mutant(self, what: str, functions: tuple[Function, Function], hook: Hook | None) -> OperatorMutant:
+        name = f"{self.name}: {what}"
+        wrong = spec_of(f"index/{name}", self.annotation, functions[0], self.inputs, hook, self.blocks)
+        right = spec_of(f"index/twin of {name}", self.annotation, functions[1], self.inputs, self.hook, self.blocks)
+        return OperatorMutant(f"index/{name}", _FAMILY, wrong, right)
 
 
 def _from_end(size: int, axes: Axes) -> Expression:
@@ -231,76 +248,61 @@ _STARTS: tuple[tuple[str, Start], ...] = (
 )
 
 
+def _scores() -> tuple[Tensor, ...]:
+    return (torch.randn(12, 14),)
+
+
+_LOOKUP = HookedOperator(
+    "lookup", "v+ d, t -> t d", lookup, _hook("v", 0, 0, (2, "start"), _start), _vocabulary, frozenset("v")
+)
+_PICK = HookedOperator("pick", "t c+, t -> t", pick, _hook("c", 0, 1, (2, "first"), _start), _labels, frozenset("c"))
+_POSITIONS = HookedOperator(
+    "positions", "a b -> a b", positions, _hook("a", 0, 0, (1, "start"), _start), None, frozenset("a")
+)
+_DEEP = HookedOperator("positions", "a b c d e f -> a b c d e f", deep_positions, _POSITIONS.hook, _deep)
+_CAUSAL = HookedOperator(
+    "causal", "q k^ -> q k^", causal, _hook("q", 0, 0, (1, "start"), _start), _scores, frozenset("q")
+)
+_GRID = HookedOperator("grid", "a b -> a b", grid, _grid_hook(False), None, frozenset("ab"))
+
+
 def _lookups() -> Iterator[OperatorMutant]:
-    annotation = "v+ d, t -> t d"
-    right = _hook("v", 0, 0, (2, "start"), _start)
-    kept = frozenset({"v"})
-    yield _hooked("lookup: offset dropped", annotation, (lookup, lookup), (None, right), _vocabulary, kept)
+    yield _LOOKUP.with_hook("offset dropped", None)
     for name, start in _STARTS:
-        hook = _hook("v", 0, 0, (2, "start"), start)
-        yield _hooked(f"lookup: offset {name}", annotation, (lookup, lookup), (hook, right), _vocabulary, kept)
-    for name, wrong in (
-        ("negative ids wrap around", _wraps),
-        ("ids clamped", _clamps),
-        ("ids modulo the block", _modulo),
-        ("first row of a block missed", _misses_first),
-        ("last row of a block missed", _misses_last),
-        ("rows outside not zeroed", _unmasked),
-        ("ones outside", _ones_outside),
-        ("no offset in the function", lambda weight, ids, start=0: lookup(weight, ids)),
-    ):
-        yield _hooked(f"lookup: {name}", annotation, (wrong, lookup), (right, right), _vocabulary, kept)
-    for name, wrong, twin in (
-        ("padding row counted in the block", _padding_is_local, padded),
-        ("padding row's gradient kept", _padding_frozen_locally, _padding_frozen),
-    ):
-        yield _hooked(f"lookup: {name}", annotation, (wrong, twin), (right, right), _vocabulary, kept)
-    careless = _hook("v", 0, 0, (2, "start"), _careless)
-    name = "lookup: strided shard taken for a block"
-    yield _hooked(name, annotation, (lookup, lookup), (careless, right), _vocabulary)
+        yield _LOOKUP.with_hook(f"offset {name}", _hook("v", 0, 0, (2, "start"), start))
+    yield _LOOKUP.with_function("negative ids wrap around", _wraps)
+    yield _LOOKUP.with_function("ids clamped", _clamps)
+    yield _LOOKUP.with_function("ids modulo the block", _modulo)
+    yield _LOOKUP.with_function("first row of a block missed", _misses_first)
+    yield _LOOKUP.with_function("last row of a block missed", _misses_last)
+    yield _LOOKUP.with_function("rows outside not zeroed", _unmasked)
+    yield _LOOKUP.with_function("ones outside", _ones_outside)
+    yield _LOOKUP.with_function("no offset in the function", lambda weight, ids, start=0: lookup(weight, ids))
+    yield _LOOKUP.with_function("padding row counted in the block", _padding_is_local, padded)
+    yield _LOOKUP.with_function("padding row's gradient kept", _padding_frozen_locally, _padding_frozen)
+    strided = replace(_LOOKUP, blocks=frozenset())
+    yield strided.with_hook("strided shard taken for a block", _hook("v", 0, 0, (2, "start"), _careless))
 
 
 def _picks() -> Iterator[OperatorMutant]:
-    annotation = "t c+, t -> t"
-    right = _hook("c", 0, 1, (2, "first"), _start)
-    kept = frozenset({"c"})
-    yield _hooked("pick: offset dropped", annotation, (pick, pick), (None, right), _labels, kept)
-    by_rows = _hook("t", 0, 0, (2, "first"), _start)
-    yield _hooked("pick: offset of the other dim", annotation, (pick, pick), (by_rows, right), _labels, kept)
-    for name, wrong in (
-        ("labels clamped", _picks_clamped),
-        ("negative labels wrap around", _picks_negative),
-        ("one-hot without the offset", _picks_one_hot),
-    ):
-        yield _hooked(f"pick: {name}", annotation, (wrong, pick), (right, right), _labels, kept)
+    yield _PICK.with_hook("offset dropped", None)
+    yield _PICK.with_hook("offset of the other dim", _hook("t", 0, 0, (2, "first"), _start))
+    yield _PICK.with_function("labels clamped", _picks_clamped)
+    yield _PICK.with_function("negative labels wrap around", _picks_negative)
+    yield _PICK.with_function("one-hot without the offset", _picks_one_hot)
 
 
 def _places() -> Iterator[OperatorMutant]:
-    rows = _hook("a", 0, 0, (1, "start"), _start)
-    kept = frozenset({"a"})
-    both = "a b -> a b"
-    yield _hooked("positions: offset dropped", both, (positions, positions), (None, rows), None, kept)
+    yield _POSITIONS.with_hook("offset dropped", None)
     careless = _hook("a", 0, 0, (1, "start"), _careless)
-    yield _hooked("positions: strided shard taken for a block", both, (positions, positions), (careless, rows), None)
-    name = "positions: strided shard of one of six dims taken for a block"
-    six = "a b c d e f -> a b c d e f"
-    yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
-    careless = _hook("a", 0, 0, (1, "start"), _careless_of_sections)
-    name = "positions: shard of each section of one of six dims taken for a block"
-    yield _hooked(name, six, (deep_positions, deep_positions), (careless, rows), _deep)
-    columns = _hook("b", 0, 1, (1, "start"), _start)
-    yield _hooked("positions: offset of the other dim", both, (positions, positions), (columns, rows), None, kept)
-    queries = _hook("q", 0, 0, (1, "start"), _start)
-    mask = frozenset({"q"})
-    yield _hooked("causal: offset dropped", "q k^ -> q k^", (causal, causal), (None, queries), _scores, mask)
-    yield _hooked("causal: one too far", "q k^ -> q k^", (_causal_strict, causal), (queries, queries), _scores, mask)
-    split = frozenset({"a", "b"})
-    hooks = (_grid_hook(True), _grid_hook(False))
-    yield _hooked("grid: second offset dropped", both, (grid, grid), hooks, None, split)
-
-
-def _scores() -> tuple[Tensor, ...]:
-    return (torch.randn(12, 14),)
+    yield replace(_POSITIONS, blocks=frozenset()).with_hook("strided shard taken for a block", careless)
+    yield _DEEP.with_hook("strided shard of one of six dims taken for a block", careless)
+    of_sections = _hook("a", 0, 0, (1, "start"), _careless_of_sections)
+    yield _DEEP.with_hook("shard of each section of one of six dims taken for a block", of_sections)
+    yield _POSITIONS.with_hook("offset of the other dim", _hook("b", 0, 1, (1, "start"), _start))
+    yield _CAUSAL.with_hook("offset dropped", None)
+    yield _CAUSAL.with_function("one too far", _causal_strict)
+    yield _GRID.with_hook("second offset dropped", _grid_hook(True))
 
 
 def _plain() -> Iterator[OperatorMutant]:

@@ -7,30 +7,29 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from verify.self_test.operators.functions import (
+    attend,
+    channel_shuffle,
+    glu,
+    grouped_linear,
+    pack,
+    packed_attention,
+    pixel_shuffle,
+)
 from verify.self_test.operators.mutants.mutant import EITHER, FIT, SHARDS, Family, OperatorMutant
 
 _FAMILY = Family("layout")
 _ANY = EITHER | FIT
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Heads first: (b, h, s, d)."""
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-
-
-def _three_first(x: Tensor, h: int) -> Tensor:
-    q, k, v = x.view(*x.shape[:2], 3, h, -1).permute(2, 0, 3, 1, 4)
-    return _attend(q, k, v).transpose(1, 2).flatten(2)
-
-
 def _heads_first(x: Tensor, h: int) -> Tensor:
     q, k, v = x.view(*x.shape[:2], h, 3, -1).permute(3, 0, 2, 1, 4)
-    return _attend(q, k, v).transpose(1, 2).flatten(2)
+    return attend(q, k, v).transpose(1, 2).flatten(2)
 
 
 def _three_last(x: Tensor, h: int) -> Tensor:
     q, k, v = x.view(*x.shape[:2], h, -1, 3).permute(4, 0, 2, 1, 3)
-    return _attend(q, k, v).transpose(1, 2).flatten(2)
+    return attend(q, k, v).transpose(1, 2).flatten(2)
 
 
 def _packed() -> dict[str, object]:
@@ -61,12 +60,6 @@ def _softmax_inner(x: Tensor, h: int) -> Tensor:
     return x.view(x.shape[0], -1, h).softmax(1).flatten(1)
 
 
-def _shuffle(x: Tensor, r: int, s: int) -> Tensor:
-    b, c, h, w = x.shape
-    y = x.view(b, c // (r * s), r, s, h, w)
-    return y.permute(0, 1, 4, 2, 5, 3).reshape(b, c // (r * s), h * r, w * s)
-
-
 def _shuffle_wrong(x: Tensor, r: int, s: int) -> Tensor:
     b, c, h, w = x.shape
     y = x.view(b, r, s, c // (r * s), h, w)
@@ -83,12 +76,6 @@ def _pixels() -> dict[str, object]:
     return {"x": torch.randn(2, 12 * 6, 12, 12), "r": 2, "s": 3}
 
 
-def _grouped(x: Tensor, w: Tensor) -> Tensor:
-    """(g k) grouped with w of (g, k, n)."""
-    g, k, _ = w.shape
-    return torch.einsum("tgk,gkn->tgn", x.view(-1, g, k), w).flatten(1)
-
-
 def _grouped_inner(x: Tensor, w: Tensor) -> Tensor:
     g, k, _ = w.shape
     return torch.einsum("tkg,gkn->tgn", x.view(-1, k, g), w).flatten(1)
@@ -97,11 +84,6 @@ def _grouped_inner(x: Tensor, w: Tensor) -> Tensor:
 def _grouped_interleaved(x: Tensor, w: Tensor) -> Tensor:
     g, k, _ = w.shape
     return torch.einsum("tgk,gkn->tng", x.view(-1, g, k), w).flatten(1)
-
-
-def _halves(x: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return a * torch.sigmoid(b)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -143,10 +125,6 @@ def _attention_groups(q: Tensor, k: Tensor, tiled: bool) -> Tensor:
     return q @ wide.transpose(1, 2)
 
 
-def _shuffled_channels(x: Tensor) -> Tensor:
-    return x.view(x.shape[0], 2, -1).transpose(1, 2).flatten(1)
-
-
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
     half = x.shape[1] // 2
     return x[:, :half] * 1.0, x[:, half:] * 1.0
@@ -163,10 +141,10 @@ def _wide() -> tuple[Tensor, ...]:
 def _heads_mutants() -> Iterator[OperatorMutant]:
     make = _FAMILY.mutant
     qkv = "b s^ (3 h d^) -> b s^ (h d^)"
-    yield make("qkv packed by head", qkv, _heads_first, _three_first, SHARDS, _packed)
-    yield make("qkv packed innermost", qkv, _three_last, _three_first, SHARDS, _packed)
+    yield make("qkv packed by head", qkv, _heads_first, packed_attention, SHARDS, _packed)
+    yield make("qkv packed innermost", qkv, _three_last, packed_attention, SHARDS, _packed)
     by_head = "b s^ (h 3 d^) -> b s^ (h d^)"
-    yield make("qkv not packed by head", by_head, _three_first, _heads_first, SHARDS, _packed)
+    yield make("qkv not packed by head", by_head, packed_attention, _heads_first, SHARDS, _packed)
     yield make("heads innermost", "s (h d) -> h s d", _split_heads_inner, _split_heads, SHARDS, _heads)
     yield make("heads without transposing", "s (h d) -> h s d", _split_heads_flat, _split_heads, SHARDS, _heads)
     inner = "s (d^ h) -> s (d^ h)"
@@ -191,15 +169,15 @@ def _heads_mutants() -> Iterator[OperatorMutant]:
         lambda q, k: _attention_groups(q, k, True),
     )
     grouped = "t (g k+), g k+ n -> t (g n)"
-    yield make("groups innermost in the input", grouped, _grouped_inner, _grouped)
-    yield make("groups innermost in the output", grouped, _grouped_interleaved, _grouped)
+    yield make("groups innermost in the input", grouped, _grouped_inner, grouped_linear)
+    yield make("groups innermost in the output", grouped, _grouped_interleaved, grouped_linear)
 
 
 def _image_mutants() -> Iterator[OperatorMutant]:
     make = _FAMILY.mutant
     pixels = "b (c r^ s^) h w -> b c (h r^) (w s^)"
-    yield make("pixel shuffle with channels innermost", pixels, _shuffle_wrong, _shuffle, SHARDS, _pixels)
-    yield make("pixel shuffle in blocks", pixels, _shuffle_outer, _shuffle, SHARDS, _pixels)
+    yield make("pixel shuffle with channels innermost", pixels, _shuffle_wrong, pixel_shuffle, SHARDS, _pixels)
+    yield make("pixel shuffle in blocks", pixels, _shuffle_outer, pixel_shuffle, SHARDS, _pixels)
     patches = "c (h p^) (w p^) -> (h w) (c p^ p^)"
     yield make("patches with channels last", patches, _patches_channels_last, _patches, SHARDS, _image)
     yield make("patches with columns first", patches, _patches_columns_first, _patches, SHARDS, _image)
@@ -207,15 +185,14 @@ def _image_mutants() -> Iterator[OperatorMutant]:
 
 def _others() -> Iterator[OperatorMutant]:
     make = _FAMILY.mutant
-    yield make("pairs for halves", "a (2 b) -> a b", _pairs, _halves)
-    yield make("halves for pairs", "a (b 2) -> a b", _halves, _pairs)
+    yield make("pairs for halves", "a (2 b) -> a b", _pairs, glu)
+    yield make("halves for pairs", "a (b 2) -> a b", glu, _pairs)
     yield make("rotary of pairs for halves", "s (2 d), s d -> s (2 d)", _rotated_pairs, _rotated_halves)
     yield make("rotary of halves for pairs", "s (d 2), s d -> s (d 2)", _rotated_halves, _rotated_pairs)
     cat = "a b, a b -> a (2 b)"
-    both = lambda x, y: torch.cat([x, y], 1)  # noqa: E731 - used twice
-    interleaved = lambda x, y: torch.stack([x, y], -1).flatten(1)  # noqa: E731 - as above
-    yield make("interleaved for concatenated", cat, interleaved, both)
-    yield make("concatenated for interleaved", "a b, a b -> a (b 2)", both, interleaved)
+    interleaved = lambda x, y: torch.stack([x, y], -1).flatten(1)  # noqa: E731 - used twice
+    yield make("interleaved for concatenated", cat, interleaved, pack)
+    yield make("concatenated for interleaved", "a b, a b -> a (b 2)", pack, interleaved)
     repeat = "a b -> (a 3) b"
     yield make("tiled for repeated", repeat, lambda x: x.repeat(3, 1), lambda x: x.repeat_interleave(3, 0))
     tile = "a b -> (3 a) b"
@@ -227,13 +204,13 @@ def _others() -> Iterator[OperatorMutant]:
         "rows innermost of columns", "a b, c b -> (a c) b",
         lambda x, y: (x[None] * y[:, None]).flatten(0, 1), lambda x, y: (x[:, None] * y).flatten(0, 1),
     )  # fmt: skip
-    yield make("channels shuffled", "a b -> a b", _shuffled_channels, lambda x: x * 1.0, SHARDS, _wide)
+    yield make("channels shuffled", "a b -> a b", lambda x: channel_shuffle(x, 2), lambda x: x * 1.0, SHARDS, _wide)
     yield make("sections by stride", "a [b c] -> a b, a c", _strided_parts, _parts, SHARDS, _wide)
     yield make(
         "sections merged crosswise",
         "a b, a c -> a [b c]",
-        lambda x, y: torch.cat([x, y], 1).roll(1, 1),
-        lambda x, y: torch.cat([x, y], 1),
+        lambda x, y: pack(x, y).roll(1, 1),
+        pack,
     )
     yield make(
         "batch and sequence swapped",

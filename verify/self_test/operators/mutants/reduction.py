@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from verify.self_test.operators.functions import attend, largest, linear_attention, residual, squared_error
 from verify.self_test.operators.mutants.mutant import SHARDS, Family, Function, OperatorMutant
 
 _FAMILY = Family("reduction")
@@ -100,14 +101,6 @@ def _perplexity(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(x, labels, ignore_index=IGNORED, reduction="sum").exp()
 
 
-def _linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.T) @ v
-
-
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.T, -1) @ v
-
-
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = (q @ k.T).exp()
     return (p / p.sum(-1, keepdim=True)) @ v
@@ -127,16 +120,15 @@ def _others() -> Iterator[OperatorMutant]:
         ("perplexity", _perplexity),
     ):
         yield make(name, loss, wrong, _cross_entropy("sum"), SHARDS, _tokens)
-    squares = _squares
     both = "a+ b+, a+ b+ -> ()"
-    yield make("mean square for sum", both, F.mse_loss, squares)
-    yield make("root of the sum of squares", both, lambda x, t: (x - t).norm(), squares)
-    yield make("cosine for product", both, lambda x, t: F.cosine_similarity(x.flatten(), t.flatten(), 0), squares)
-    yield make("logistic of the product", both, lambda x, t: (x * t).sum().sigmoid(), squares)
-    yield make("huber of the sum", both, lambda x, t: F.smooth_l1_loss(x.sum(), t.sum()), squares)
+    yield make("mean square for sum", both, F.mse_loss, squared_error)
+    yield make("root of the sum of squares", both, lambda x, t: (x - t).norm(), squared_error)
+    yield make("cosine for product", both, lambda x, t: F.cosine_similarity(x.flatten(), t.flatten(), 0), squared_error)
+    yield make("logistic of the product", both, lambda x, t: (x * t).sum().sigmoid(), squared_error)
+    yield make("huber of the sum", both, lambda x, t: F.smooth_l1_loss(x.sum(), t.sum()), squared_error)
     attention = "q d^, k+ d^, k+ v -> q v"
-    yield make("softmax over split keys", attention, _softmax_attention, _linear_attention)
-    yield make("kernel normalised over split keys", attention, _kernel_attention, _linear_attention)
+    yield make("softmax over split keys", attention, attend, linear_attention)
+    yield make("kernel normalised over split keys", attention, _kernel_attention, linear_attention)
     yield make("weights of its own sum", "a b+, a b+ -> a", _own_mean, lambda x, w: (x * w).sum(1))
     yield make("variance by moments", "a b+ -> a", lambda x: (x * x).sum(1) - x.sum(1).pow(2), lambda x: (x * x).sum(1))
     yield make("count of negatives, if any", "a b+ -> a", _any_negative, _negatives)
@@ -145,15 +137,7 @@ def _others() -> Iterator[OperatorMutant]:
     yield make("distinct values counted", "t+ -> c^", _distinct, _histogram, SHARDS, _ids)
     yield make("normalised histogram", "t+ -> c^", lambda ids: _histogram(ids) / ids.shape[0], _histogram, SHARDS, _ids)
     yield make("two outputs, one of them a mean", "a b+ -> a, a", _sum_and_mean, lambda x: (x.sum(1), (x * x).sum(1)))
-    yield make("residual counted on every shard", "t d, t f+, f+ d -> t d", _residual, _product, SHARDS)
-
-
-def _squares(x: Tensor, t: Tensor) -> Tensor:
-    return (x - t).pow(2).sum()
-
-
-def _residual(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
-    return x + h @ w
+    yield make("residual counted on every shard", "t d, t f+, f+ d -> t d", residual, _product, SHARDS)
 
 
 def _product(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
@@ -162,10 +146,6 @@ def _product(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
 
 def _sum(x: Tensor) -> Tensor:
     return x.sum(1)
-
-
-def _largest(x: Tensor) -> Tensor:
-    return x.amax(1)
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -217,6 +197,6 @@ def mutants() -> tuple[OperatorMutant, ...]:
     """Every function that is no reduction."""
     make = _FAMILY.mutant
     sums = [make(name, "a b+ -> a", wrong, _sum) for name, wrong in _SUMS]
-    maxima = [make(name, "a b+max -> a", wrong, _largest) for name, wrong in _MAXIMA]
+    maxima = [make(name, "a b+max -> a", wrong, largest) for name, wrong in _MAXIMA]
     products = [make(name, "m k+, k+ n^, +n^ -> m n^", wrong, _linear) for name, wrong in _PRODUCTS]
     return (*sums, *maxima, *products, *_others())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verify.self_test.operators.mutants.custom_backward import raw, with_backward
+from verify.self_test.operators.mutants.hosts import Gradients, raw, with_backward
 from verify.self_test.operators.mutants.mutant import (
     DERIVATIVE,
     DTYPE,
@@ -235,61 +235,39 @@ _VALUES: tuple[tuple[str, Function], ...] = (
 )
 
 
-class _NeedsFirst(torch.autograd.Function):
-    """The gradient of the weight is only computed if x wants one."""
+def _product(gradients: Callable[[Tensor, Tensor, Tensor, tuple[bool, ...]], Gradients]) -> Function:
+    """`x * w` with gradients that depend on which of them are wanted: of (cotangent, x, w, wanted)."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w
 
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        x, w = ctx.saved_tensors
-        return (g * w, (g * x).sum(0)) if ctx.needs_input_grad[0] else (None, None)
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            x, w = ctx.saved_tensors
+            return tuple(gradients(g, x, w, ctx.needs_input_grad))
 
-
-class _DoublesAlone(torch.autograd.Function):
-    """The gradient of x is doubled if the weight wants none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        x, w = ctx.saved_tensors
-        return g * w * (1 if ctx.needs_input_grad[1] else 2), (g * x).sum(0)
+    apply: Function = Product.apply
+    return apply
 
 
-class _Compacted(torch.autograd.Function):
-    """Gradients that nobody wants are left out, so that the others move up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        x, w = ctx.saved_tensors
-        found = [d for d, wanted in zip((g * w, (g * x).sum(0)), ctx.needs_input_grad, strict=True) if wanted]
-        return (*found, *[None] * (2 - len(found)))
+def _only_with_the_first(g: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> Gradients:
+    return (g * w, (g * x).sum(0)) if wanted[0] else (None, None)
 
 
-class _RowsAlone(torch.autograd.Function):
-    """The gradient of the weight is a mean over its own rows if x wants none."""
+def _compacted(g: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> Gradients:
+    found = [d for d, one in zip((g * w, (g * x).sum(0)), wanted, strict=True) if one]
+    return (*found, *[None] * (2 - len(found)))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
 
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        x, w = ctx.saved_tensors
-        return g * w, (g * x).sum(0) / (1 if ctx.needs_input_grad[0] else x.shape[0])
+def _doubled_alone(g: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> Gradients:
+    return g * w * (1 if wanted[1] else 2), (g * x).sum(0)
+
+
+def _rows_alone(g: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> Gradients:
+    return g * w, (g * x).sum(0) / (1 if wanted[0] else x.shape[0])
 
 
 def _frozen_input(x: Tensor, w: Tensor) -> Tensor:
@@ -297,10 +275,10 @@ def _frozen_input(x: Tensor, w: Tensor) -> Tensor:
 
 
 _SUBSETS: tuple[tuple[str, Function, frozenset[str]], ...] = (
-    ("no gradient of w unless x wants one", _NeedsFirst.apply, DERIVATIVE),
-    ("gradient of x doubled unless w wants one", _DoublesAlone.apply, DERIVATIVE),
-    ("gradients move up where one is not wanted", _Compacted.apply, EITHER | FIT),
-    ("mean over its own rows unless x wants a gradient", _RowsAlone.apply, EITHER),
+    ("no gradient of w unless x wants one", _product(_only_with_the_first), DERIVATIVE),
+    ("gradient of x doubled unless w wants one", _product(_doubled_alone), DERIVATIVE),
+    ("gradients move up where one is not wanted", _product(_compacted), EITHER | FIT),
+    ("mean over its own rows unless x wants a gradient", _product(_rows_alone), EITHER),
     ("another result unless x wants a gradient", _frozen_input, SHARDS),
 )
 

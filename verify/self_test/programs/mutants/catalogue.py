@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from verify.self_test.programs.compile_in_steps import generation_of
-from verify.self_test.programs.mutants import arguments as mutants_arguments
-from verify.self_test.programs.mutants import communication as mutants_communication
-from verify.self_test.programs.mutants import declared as mutants_declared
-from verify.self_test.programs.mutants import layout as mutants_layout
-from verify.self_test.programs.mutants import schedule as mutants_schedule
-from verify.self_test.programs.mutants import values as mutants_values
-from verify.self_test.programs.mutants.annotation import wrong_annotations
-from verify.self_test.programs.mutants.graph import graph_changes
+from verify.self_test.programs.compile_in_steps import Text, generation_of
+from verify.self_test.programs.corpus import Base
+from verify.self_test.programs.mutants import arguments, communication, declared, layout, schedule, values
+from verify.self_test.programs.mutants.graph import generated_mutants
 from verify.self_test.programs.mutants.mutant import Mutant, StateEdit, apply_edits, edits_between
 from verify.self_test.programs.mutants.mutation_operator import MutationOperator
 from verify.self_test.programs.mutants.role_source import RightProgram
-from verify.self_test.programs.subjects import Base
 
 TEXT_OPERATORS: tuple[MutationOperator, ...] = (
-    *mutants_communication.OPERATORS,
-    *mutants_values.OPERATORS,
-    *mutants_arguments.OPERATORS,
-    *mutants_declared.OPERATORS,
-    *mutants_schedule.OPERATORS,
-    *mutants_layout.OPERATORS,
+    *communication.OPERATORS,
+    *values.OPERATORS,
+    *arguments.OPERATORS,
+    *declared.OPERATORS,
+    *schedule.OPERATORS,
+    *layout.OPERATORS,
 )
-Text = Callable[[], dict[str, str] | None]
 
 
 def mutants_of(base: Base, seed: int, each: int) -> Iterator[Mutant]:
@@ -37,22 +30,20 @@ def mutants_of(base: Base, seed: int, each: int) -> Iterator[Mutant]:
     """
     yield from text_mutants(base.subject, seed, each)
     made = generation_of(base)
-    for family, kind, places in graph_changes(made):
+    for family, kind, places in generated_mutants(made):
         yield from _generated(base.subject, family, kind, places, seed, each)
-    for kind, wrong in wrong_annotations(made).items():
-        yield from _generated(base.subject, "annotation", kind, [w.text for w in wrong], seed, each)
 
 
 def provable_mutants(base: Base, seed: int, each: int) -> Iterator[Mutant]:
     """Those of the families that reading alone has to refute: cuts, copies, constants, and tensors of the folder."""
-    yield from text_mutants(base.subject, seed, each, mutants_layout.OPERATORS)
+    yield from text_mutants(base.subject, seed, each, layout.OPERATORS)
     subject = base.subject
     by_kind: dict[str, list[StateEdit]] = {}
-    for edit in mutants_layout.state_edits(subject):
+    for edit in layout.state_edits(subject):
         by_kind.setdefault(edit.kind, []).append(edit)
     for kind, edits in by_kind.items():
         for edit in _chance(subject, kind, seed).sample(edits, min(each, len(edits))):
-            yield Mutant(subject.model, subject.plan, mutants_layout.STATE, kind, (), {}, state=edit)
+            yield Mutant(subject.model, subject.plan, layout.STATE, kind, (), {}, state=edit)
 
 
 def text_mutants(

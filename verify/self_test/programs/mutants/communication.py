@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
+from verify.self_test.programs.mutants.mutant import Edits
+from verify.self_test.programs.mutants.mutation_operator import operators, with_value
 from verify.self_test.programs.mutants.role_source import RightProgram, Role, Statement, names_in
 
 SAME_SHAPE = ("all_reduce", "all_reduce_replicated", "replicate", "invariant", "keep_first", "keep_first_replicated")
@@ -38,124 +38,110 @@ BACKWARD_ONLY = {  # the same forward, another backward
 }
 
 
-def _calls(subject: RightProgram) -> Iterator[tuple[Statement, str]]:
-    """Conversions over an axis of ranks, with their row."""
-    for statement in subject.statements("comm."):
-        if statement.axis != "micro":
-            yield statement, statement.callee.removeprefix("comm.")
+def _calls(subject: RightProgram) -> Iterator[Statement]:
+    """Conversions over an axis of ranks."""
+    return (s for s in subject.statements("comm.") if s.axis != "micro")
 
 
-def _drop(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        yields = row in SAME_SHAPE and not (row in ("replicate", "invariant") and not subject.trained(statement))
-        if yields:
-            yield statement.becomes(statement.arguments[0])
+def _row(s: Statement) -> str:
+    """The row of the conversion table."""
+    return s.callee.removeprefix("comm.")
 
 
-def _drop_resharding(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        if row not in SAME_SHAPE:
-            yield statement.becomes(statement.arguments[0])
+def _has_maximum(s: Statement) -> bool:
+    return '"max"' in s.arguments
 
 
-def _duplicate(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        if row in TWICE and '"max"' not in statement.arguments:
-            if row == "replicate" and not subject.trained(statement):
-                continue
-            yield statement.becomes(statement.with_argument(0, statement.call).call)
+def _unseen(subject: RightProgram, s: Statement, *rows: str) -> bool:
+    """Return whether the conversion changes gradients only, and there is none."""
+    return _row(s) in rows and not subject.trained(s)
 
 
-def _change_kind(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        for other in OTHER.get(row, ()):
-            if '"max"' in statement.arguments:
-                continue
-            if (row, other) not in BACKWARD_ONLY and (row, other) != ("replicate", "all_reduce"):
-                yield statement.becomes(statement.call.replace(f"comm.{row}(", f"comm.{other}(", 1))
-            elif (row, other) == ("replicate", "all_reduce"):
-                yield statement.becomes(statement.call.replace("comm.replicate(", "comm.all_reduce(", 1))
+def _drop(subject: RightProgram, s: Statement) -> Iterator[str]:
+    if _row(s) in SAME_SHAPE and not _unseen(subject, s, "replicate", "invariant"):
+        yield s.arguments[0]
 
 
-def _change_backward(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        for other in OTHER.get(row, ()):
-            if (row, other) in BACKWARD_ONLY and subject.trained(statement) and '"max"' not in statement.arguments:
-                yield statement.becomes(statement.call.replace(f"comm.{row}(", f"comm.{other}(", 1))
+def _drop_resharding(_: RightProgram, s: Statement) -> Iterator[str]:
+    if _row(s) not in SAME_SHAPE:
+        yield s.arguments[0]
 
 
-def _wrong_axis(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        if row == "replicate" and not subject.trained(statement):
-            continue
-        for axis in subject.axes[statement.stage]:
-            if axis != statement.axis:
-                yield statement.becomes(statement.with_argument(1, f"self.{axis}").call)
+def _duplicate(subject: RightProgram, s: Statement) -> Iterator[str]:
+    if _row(s) in TWICE and not _has_maximum(s) and not _unseen(subject, s, "replicate"):
+        yield s.with_argument(0, s.call).call
 
 
-def _wrong_dim(subject: RightProgram) -> Iterator[Edit]:
-    for statement, _ in _calls(subject):
-        tensor = subject.tensor(statement.stage, statement.targets[0])
-        for name in ("dim", "from_dim", "to_dim"):
-            dim = statement.keyword(name)
-            if dim is not None and tensor is not None:
-                others = [d for d in range(len(tensor.shape)) if d != int(dim) and tensor.shape[d] > 1]
-                for other in others:
-                    yield statement.becomes(statement.with_keywords(**{name: str(other)}).call)
+def _others(s: Statement, backward_only: bool) -> Iterator[str]:
+    """The call of another row: one with the same forward, or of another."""
+    for other in () if _has_maximum(s) else OTHER.get(_row(s), ()):
+        if ((_row(s), other) in BACKWARD_ONLY) == backward_only:
+            yield s.call.replace(f"{s.callee}(", f"comm.{other}(", 1)
 
 
-def _strided(subject: RightProgram) -> Iterator[Edit]:
+def _change_backward(subject: RightProgram, s: Statement) -> Iterator[str]:
+    if subject.trained(s):
+        yield from _others(s, backward_only=True)
+
+
+def _wrong_axis(subject: RightProgram, s: Statement) -> Iterator[str]:
+    if not _unseen(subject, s, "replicate"):
+        others = (axis for axis in subject.axes[s.stage] if axis != s.axis)
+        yield from (s.with_argument(1, f"self.{axis}").call for axis in others)
+
+
+def _wrong_dim(subject: RightProgram, s: Statement) -> Iterator[str]:
+    tensor = subject.tensor(s.stage, s.targets[0])
+    for name in ("dim", "from_dim", "to_dim"):
+        dim = s.keyword(name)
+        if dim is not None and tensor is not None:
+            others = [d for d in range(len(tensor.shape)) if d != int(dim) and tensor.shape[d] > 1]
+            yield from (s.with_keywords(**{name: str(other)}).call for other in others)
+
+
+def _strided(_: RightProgram, s: Statement) -> Iterator[str]:
     """Contiguous for strided, and the other way round."""
-    for statement, row in _calls(subject):
-        if statement.keyword("dim") is None:
-            continue
-        if statement.keyword("outer") is not None:
-            yield statement.becomes(statement.with_keywords(outer=None).call)
-        elif statement.keyword("sections") is not None:
-            yield statement.becomes(statement.with_keywords(sections=None).call)
-        elif row != "reduce_scatter":
-            yield statement.becomes(statement.with_keywords(outer="2").call)
+    if s.keyword("dim") is None:
+        return
+    if s.keyword("outer") is not None:
+        yield s.with_keywords(outer=None).call
+    elif s.keyword("sections") is not None:
+        yield s.with_keywords(sections=None).call
+    elif _row(s) != "reduce_scatter":
+        yield s.with_keywords(outer="2").call
 
 
-def _average(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        if "reduce" in row and '"max"' not in statement.arguments:
-            yield statement.becomes(f"{statement.call} / self.{statement.axis}.size")
+def _average(_: RightProgram, s: Statement) -> Iterator[str]:
+    if "reduce" in _row(s) and not _has_maximum(s):
+        yield f"{s.call} / self.{s.axis}.size"
 
 
-def _maximum(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        if row != "all_reduce":
-            continue
-        if '"max"' in statement.arguments:
-            yield statement.becomes(f"comm.all_reduce({statement.arguments[0]}, {statement.arguments[1]})")
-        else:
-            yield statement.becomes(f'comm.all_reduce({", ".join(statement.arguments)}.detach(), "max")')
+def _maximum(_: RightProgram, s: Statement) -> Iterator[str]:
+    if _row(s) == "all_reduce" and _has_maximum(s):
+        yield f"comm.all_reduce({s.arguments[0]}, {s.arguments[1]})"
+    elif _row(s) == "all_reduce":
+        yield f'comm.all_reduce({", ".join(s.arguments)}.detach(), "max")'
 
 
-def _wrong_slice(subject: RightProgram) -> Iterator[Edit]:
+def _wrong_slice(_: RightProgram, s: Statement) -> Iterator[str]:
     """The first rank's slice for all, the next rank's, the last ranks' first: wherever a rank cuts its own."""
-    for statement, row in _calls(subject):
-        dim = statement.keyword("dim")
-        if row in ("shard", "shard_replicated") and statement.keyword("outer") is None and dim is not None:
-            axis, source = f"self.{statement.axis}", statement.arguments[0]
-            for index in ("0", f"({axis}.index + 1) % {axis}.size", f"-1 - {axis}.index"):
-                yield statement.becomes(f"{source}.chunk({axis}.size, {dim})[{index}]")
+    dim = s.keyword("dim")
+    if _row(s) in ("shard", "shard_replicated") and s.keyword("outer") is None and dim is not None:
+        axis = f"self.{s.axis}"
+        for index in ("0", f"({axis}.index + 1) % {axis}.size", f"-1 - {axis}.index"):
+            yield f"{s.arguments[0]}.chunk({axis}.size, {dim})[{index}]"
 
 
-def _rotated(subject: RightProgram) -> Iterator[Edit]:
+def _rotated(_: RightProgram, s: Statement) -> Iterator[str]:
     """Gathered shards in the order of the next rank."""
-    for statement, row in _calls(subject):
-        dim = statement.keyword("dim")
-        if row in ("all_gather", "all_gather_replicated") and dim is not None:
-            size = f"{statement.arguments[0]}.shape[{dim}]"
-            yield statement.becomes(f"{statement.call}.roll({size}, {dim})")
+    dim = s.keyword("dim")
+    if _row(s) in ("all_gather", "all_gather_replicated") and dim is not None:
+        yield f"{s.call}.roll({s.arguments[0]}.shape[{dim}], {dim})"
 
 
-def _one_rank_skips(subject: RightProgram) -> Iterator[Edit]:
-    for statement, row in _calls(subject):
-        if "reduce" in row or row == "all_gather":
-            yield statement.becomes(f"{statement.call} if self.{statement.axis}.index else {statement.arguments[0]}")
+def _one_rank_skips(_: RightProgram, s: Statement) -> Iterator[str]:
+    if "reduce" in _row(s) or _row(s) == "all_gather":
+        yield f"{s.call} if self.{s.axis}.index else {s.arguments[0]}"
 
 
 def _reordered(subject: RightProgram) -> Iterator[Edits]:
@@ -177,52 +163,45 @@ def _neighbours(role: Role) -> Iterator[tuple[Statement, Statement]]:
             yield one, two
 
 
-def _low_precision(subject: RightProgram) -> Iterator[Edit]:
+def _low_precision(subject: RightProgram, s: Statement) -> Iterator[str]:
     """A sum of bfloat16 values."""
-    for statement, row in _calls(subject):
-        if "reduce" in row and subject.trained(statement):
-            low = statement.with_argument(0, f"{statement.arguments[0]}.bfloat16()").call
-            yield statement.becomes(f"{low}.to({statement.arguments[0]}.dtype)")
+    if "reduce" in _row(s) and subject.trained(s):
+        low = s.with_argument(0, f"{s.arguments[0]}.bfloat16()").call
+        yield f"{low}.to({s.arguments[0]}.dtype)"
 
 
-def _wrong_operand(subject: RightProgram) -> Iterator[Edit]:
+def _wrong_operand(subject: RightProgram, s: Statement) -> Iterator[str]:
     """A tensor of the same logical shape and layout is converted instead."""
-    for statement, _ in _calls(subject):
-        mine = subject.variables.get((statement.stage, statement.arguments[0]))
-        if mine is None or not subject.trained(statement):
-            continue
-        for (stage, variable), (tensor, layout) in subject.variables.items():
-            alike = stage == statement.stage and layout == mine[1] and tensor.shape == mine[0].shape
-            if alike and tensor.name != mine[0].name and _before(subject, statement, variable):
-                yield statement.becomes(statement.with_argument(0, variable).call)
+    mine = subject.variables.get((s.stage, s.arguments[0]))
+    if mine is None or not subject.trained(s):
+        return
+    before = subject.made_before(s)
+    for (stage, variable), (tensor, layout) in subject.variables.items():
+        alike = stage == s.stage and layout == mine[1] and tensor.shape == mine[0].shape
+        if alike and tensor.name != mine[0].name and variable in before:
+            yield s.with_argument(0, variable).call
 
 
-def _before(subject: RightProgram, statement: Statement, variable: str) -> bool:
-    role = next(r for r in subject.roles if r.file == statement.file)
-    return any(
-        variable in s.targets and s.line < statement.line and s.method == statement.method for s in role.statements
-    )
-
-
-FAMILY = "communication"
-KINDS: dict[str, Find] = {
-    "drop collective": _drop,
-    "drop resharding": _drop_resharding,
-    "duplicate collective": _duplicate,
-    "change kind of collective": _change_kind,
-    "wrong axis": _wrong_axis,
-    "wrong dim": _wrong_dim,
-    "contiguous for strided": _strided,
-    "average for sum": _average,
-    "sum for maximum": _maximum,
-    "wrong slice": _wrong_slice,
-    "gathered in another order": _rotated,
-    "one rank skips a collective": _one_rank_skips,
-    "reorder collectives on one rank": _reordered,
-    "reduction in bfloat16": _low_precision,
-    "converts another tensor": _wrong_operand,
-}
 OPERATORS = (
-    *(MutationOperator(FAMILY, kind, find) for kind, find in KINDS.items()),
-    MutationOperator("backward", "backward of a collective", _change_backward),
+    *operators(
+        "communication",
+        {
+            "drop collective": with_value(_calls, _drop),
+            "drop resharding": with_value(_calls, _drop_resharding),
+            "duplicate collective": with_value(_calls, _duplicate),
+            "change kind of collective": with_value(_calls, lambda _, s: _others(s, backward_only=False)),
+            "wrong axis": with_value(_calls, _wrong_axis),
+            "wrong dim": with_value(_calls, _wrong_dim),
+            "contiguous for strided": with_value(_calls, _strided),
+            "average for sum": with_value(_calls, _average),
+            "sum for maximum": with_value(_calls, _maximum),
+            "wrong slice": with_value(_calls, _wrong_slice),
+            "gathered in another order": with_value(_calls, _rotated),
+            "one rank skips a collective": with_value(_calls, _one_rank_skips),
+            "reorder collectives on one rank": _reordered,
+            "reduction in bfloat16": with_value(_calls, _low_precision),
+            "converts another tensor": with_value(_calls, _wrong_operand),
+        },
+    ),
+    *operators("backward", {"backward of a collective": with_value(_calls, _change_backward)}),
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
+from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram
 
 _STATE = re.compile(r'"(\w+)": ((?:Sharded|Partial|Replicated)\([^()]*(?:\([^()]*\))?[^()]*\))')
@@ -18,37 +18,35 @@ def _parameters(subject: RightProgram) -> Iterator[DeclarationEntry]:
     yield from (e for e in subject.entries("parameters") if "used=False" not in e.text)
 
 
-def _not_reduced(subject: RightProgram) -> Iterator[Edit]:
+def _reduce(names: Iterable[str]) -> str:
+    return "reduce=(" + "".join(f'"{n}", ' for n in names).rstrip(" ") + ")"
+
+
+def _reduced(change: Callable[[list[str], list[str]], Iterator[list[str]]]) -> Find:
+    """`change` yields other axes for the sum of a gradient; it is given those that are declared, and all."""
+
+    def find(subject: RightProgram) -> Iterator[Edit]:
+        for entry in _parameters(subject):
+            declared = entry.keyword("reduce")
+            for names in change(re.findall(r'"(\w+)"', declared), list(subject.axes[entry.stage])):
+                text = _reduce(names)
+                yield entry.swapped(f"reduce={declared}", text) if declared else entry.with_more(text)
+
+    return find
+
+
+def _not_reduced(names: list[str], _: list[str]) -> Iterator[list[str]]:
     """The gradient is not summed over an axis."""
-    for entry in _parameters(subject):
-        reduce = entry.keyword("reduce")
-        if reduce:
-            names = re.findall(r'"(\w+)"', reduce)
-            for name in names:
-                left = [n for n in names if n != name]
-                text = "(" + "".join(f'"{n}", ' for n in left).rstrip(" ") + ")"
-                yield entry.swapped(f"reduce={reduce}", f"reduce={text}")
+    yield from ([n for n in names if n != name] for name in names)
 
 
-def _reduced_too_often(subject: RightProgram) -> Iterator[Edit]:
+def _reduced_too_often(names: list[str], axes: list[str]) -> Iterator[list[str]]:
     """The gradient is summed over an axis on which it is whole, or a shard."""
-    for entry in _parameters(subject):
-        names = re.findall(r'"(\w+)"', entry.keyword("reduce"))
-        for axis in subject.axes[entry.stage]:
-            if axis not in names:
-                text = "reduce=(" + "".join(f'"{n}", ' for n in (*names, axis)).rstrip(" ") + ")"
-                if entry.keyword("reduce"):
-                    yield entry.swapped(f"reduce={entry.keyword('reduce')}", text)
-                else:
-                    yield entry.with_more(text)
+    yield from ([*names, axis] for axis in axes if axis not in names)
 
 
-def _reduced_on_another(subject: RightProgram) -> Iterator[Edit]:
-    for entry in _parameters(subject):
-        names = re.findall(r'"(\w+)"', entry.keyword("reduce"))
-        for axis in subject.axes[entry.stage]:
-            if len(names) == 1 and axis != names[0]:
-                yield entry.swapped(f"reduce={entry.keyword('reduce')}", f'reduce=("{axis}",)')
+def _reduced_on_another(names: list[str], axes: list[str]) -> Iterator[list[str]]:
+    yield from ([axis] for axis in axes if len(names) == 1 and axis != names[0])
 
 
 def _untied(subject: RightProgram) -> Iterator[Edits]:
@@ -76,18 +74,12 @@ def _wrong_copies(subject: RightProgram) -> Iterator[Edit]:
             yield entry.swapped(f"copies={copies}", f"copies={text}")
 
 
-def _unused(subject: RightProgram) -> Iterator[Edit]:
-    for entry in _parameters(subject):
-        yield entry.with_more("used=False")
-
-
 def _at_rest(subject: RightProgram) -> Iterator[Edit]:
     """A parameter or buffer is cut along another dim, otherwise, or not at all."""
     for entry in subject.entries("parameters", "frozen", "buffers"):
         for found in _STATE.finditer(entry.states):
-            for wrong in _other_states(found[2]):
-                yield entry.swapped(entry.states, entry.states.replace(found[2], wrong, 1))
-            yield entry.swapped(entry.states, _without(entry.states, found[0]))
+            yield from (entry.with_states(found[2], wrong) for wrong in _other_states(found[2]))
+            yield entry.without_state(found[0])
         if entry.states == "{}" and entry.section == "parameters":
             for axis in subject.axes[entry.stage]:
                 yield entry.swapped(", {}", f', {{"{axis}": Sharded(0)}}')
@@ -105,18 +97,12 @@ def _other_states(state: str) -> Iterator[str]:
     yield state.replace("Sharded(0", "Sharded(1") if "Sharded(0" in state else state.replace("Sharded(1", "Sharded(0")
 
 
-def _without(states: str, entry: str) -> str:
-    return states.replace(entry, "").replace("{, ", "{").replace(", }", "}").replace(", , ", ", ")
-
-
 def _other_name(subject: RightProgram) -> Iterator[Edits]:
     """Two parameters of one shape change places: names that count from the start of a stage do that."""
     for section in ("parameters", "buffers"):
-        entries = list(subject.entries(section))
-        for one, two in pairwise(entries):
-            _swap = one.file == two.file and one.arguments[1:] == two.arguments[1:] and one.keywords == two.keywords
-            if _swap and "copies" not in one.text:
-                yield (one.swapped(one.arguments[0], two.arguments[0]), two.swapped(two.arguments[0], one.arguments[0]))
+        for one, two in pairwise(subject.entries(section)):
+            if one.exchangeable(two) and "copies" not in one.text:
+                yield one.exchanged(two)
 
 
 def _same_name(subject: RightProgram) -> Iterator[Edit]:
@@ -125,13 +111,8 @@ def _same_name(subject: RightProgram) -> Iterator[Edit]:
     for one in entries:
         for two in entries:
             if one.stage == two.stage and one.name != two.name and one.arguments[1:] == two.arguments[1:]:
-                yield one.swapped(one.arguments[0], two.arguments[0])
+                yield one.named(two)
                 break
-
-
-def _stored_low(subject: RightProgram) -> Iterator[Edit]:
-    for entry in _parameters(subject):
-        yield entry.swapped('"float32"', '"bfloat16"')
 
 
 def _input_states(subject: RightProgram) -> Iterator[Edit]:
@@ -139,23 +120,18 @@ def _input_states(subject: RightProgram) -> Iterator[Edit]:
     for section in ("inputs", "prepare_inputs"):
         for entry in subject.entries(section):
             for found in _STATE.finditer(entry.states):
-                yield entry.swapped(entry.states, _without(entry.states, found[0]))
+                yield entry.without_state(found[0])
                 if section == "inputs":  # for what is only counted, pieces may come in any order
-                    for wrong in _other_states(found[2]):
-                        yield entry.swapped(entry.states, entry.states.replace(found[2], wrong, 1))
+                    yield from (entry.with_states(found[2], wrong) for wrong in _other_states(found[2]))
 
 
 def _loss_states(subject: RightProgram) -> Iterator[Edit]:
     """The loss is not summed over an axis, or over one too many."""
     for entry in subject.entries("loss"):
-        for found in _STATE.finditer(entry.states):
-            yield entry.swapped(entry.states, _without(entry.states, found[0]))
+        yield from (entry.without_state(found[0]) for found in _STATE.finditer(entry.states))
         for axis in subject.axes[entry.stage]:
             if f'"{axis}"' not in entry.states:
-                more = f'"{axis}": Partial()'
-                yield entry.swapped(
-                    entry.states, f"{{{more}}}" if entry.states == "{}" else entry.states[:-1] + f", {more}}}"
-                )
+                yield entry.with_state(axis, "Partial()")
 
 
 def _micro_batches(subject: RightProgram) -> Iterator[Edits]:
@@ -172,20 +148,21 @@ def _micro_batches(subject: RightProgram) -> Iterator[Edits]:
                 )
 
 
-FAMILY = "declaration"
-KINDS: dict[str, Find] = {
-    "gradient not reduced": _not_reduced,
-    "gradient reduced too often": _reduced_too_often,
-    "gradient reduced over another axis": _reduced_on_another,
-    "tied parameter not summed": _untied,
-    "wrong copies": _wrong_copies,
-    "parameter declared unused": _unused,
-    "stored in another layout": _at_rest,
-    "names exchanged": _other_name,
-    "stored under another name": _same_name,
-    "stored in bfloat16": _stored_low,
-    "another piece of an input": _input_states,
-    "states of the loss": _loss_states,
-    "wrong count of micro-batches": _micro_batches,
-}
-OPERATORS = tuple(MutationOperator(FAMILY, kind, find) for kind, find in KINDS.items())
+OPERATORS = operators(
+    "declaration",
+    {
+        "gradient not reduced": _reduced(_not_reduced),
+        "gradient reduced too often": _reduced(_reduced_too_often),
+        "gradient reduced over another axis": _reduced(_reduced_on_another),
+        "tied parameter not summed": _untied,
+        "wrong copies": _wrong_copies,
+        "parameter declared unused": each_of(_parameters, lambda _, entry: [entry.with_more("used=False")]),
+        "stored in another layout": _at_rest,
+        "names exchanged": _other_name,
+        "stored under another name": _same_name,
+        "stored in bfloat16": each_of(_parameters, lambda _, entry: [entry.swapped('"float32"', '"bfloat16"')]),
+        "another piece of an input": _input_states,
+        "states of the loss": _loss_states,
+        "wrong count of micro-batches": _micro_batches,
+    },
+)

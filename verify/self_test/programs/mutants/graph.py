@@ -1,31 +1,44 @@
-"""Mistakes of the compiler: wrong conversions, layouts, messages and calls in the communicated graph, and placements
-that an operator's annotation forbids. The text is then generated as ever."""
+"""Mistakes of the compiler, after which the text is generated as ever.
+
+Wrong conversions, layouts, messages and calls in the communicated graph, placements that an operator's annotation
+forbids, and placements that a mutant of its annotation allows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from op_registry.annotation.splits import splittable
+from op_registry.bind_call import bind_call
+from op_registry.errors import NnscalerError
 
 from nnscaler.communication.communicated_graph import (
     Compute,
     Convert,
     Feed,
+    Message,
     StageProgram,
     Statement,
     Stored,
     Version,
 )
 from nnscaler.ir.conversion import ROWS, Move
+from nnscaler.ir.derive import input_states, output_states
+from nnscaler.ir.graph import Operation
 from nnscaler.ir.layout import INVARIANT, PARTIAL, REPLICATED, Layout, Partial, Sharded, State
-from nnscaler.ir.placement import Choice, PartitionedGraph, Placement, RunPartial, Split
-from verify.self_test.programs.compile_in_steps import Generation
+from nnscaler.ir.placement import RunPartial, Split
+from nnscaler.ir.signature import Signature
+from verify.self_test.operators.annotation_mutants import annotation_mutants
+from verify.self_test.programs.compile_in_steps import Generation, Sources, Text
 
-Sources = dict[str, str]
-FindGraph = Callable[[Generation], Iterator[Callable[[], Sources | None]]]
+FindGraph = Callable[[Generation], Iterator[Text]]
 Change = Callable[[StageProgram], StageProgram]
 
 
-def _changed(made: Generation, stage: int, change: Change) -> Callable[[], Sources | None]:
+def _changed(made: Generation, stage: int, change: Change) -> Text:
     def text() -> Sources | None:
         stages = list(made.communicated.stages)
         stages[stage] = change(stages[stage])
@@ -41,15 +54,26 @@ def _statements(made: Generation, kind: type[Statement]) -> Iterator[tuple[int, 
                 yield number, at, statement
 
 
-def _put(at: int, *statements: Statement) -> Change:
-    return lambda program: replace(program, forward=(*program.forward[:at], *statements, *program.forward[at + 1 :]))
+def _with(layout: Layout, axis: int, state: State) -> Layout:
+    return (*layout[:axis], state, *layout[axis + 1 :])
+
+
+def _put(at: int, value: object, section: str = "forward") -> Change:
+    """Put something in the place of a statement, or of an entry of another section."""
+
+    def change(program: StageProgram) -> StageProgram:
+        entries = getattr(program, section)
+        more: dict[str, Any] = {section: (*entries[:at], value, *entries[at + 1 :])}
+        return replace(program, **more)
+
+    return change
 
 
 def _needs_grad(made: Generation, version: Version) -> bool:
     return made.communicated.partitioned.graph.tensors[version.tensor].needs_grad
 
 
-def _no_conversion(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _no_conversion(made: Generation) -> Iterator[Text]:
     """Every consumer reads the layout that the producer made."""
     for stage, at, found in _statements(made, Convert):
         assert isinstance(found, Convert)
@@ -72,7 +96,7 @@ def _rename(statement: Statement, old: str, new: Version) -> Statement:
     return replace(statement, inputs=tuple(new if v.variable == old else v for v in statement.inputs))
 
 
-def _other_state(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _other_state(made: Generation) -> Iterator[Text]:
     """A conversion ends in another state than its consumers need."""
     for stage, at, found in _statements(made, Convert):
         assert isinstance(found, Convert)
@@ -88,7 +112,7 @@ def _other_state(made: Generation) -> Iterator[Callable[[], Sources | None]]:
                 yield _changed(made, stage, _put(at, replace(found, move=Move(move.axis, move.source, target))))
 
 
-def _other_axis(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _other_axis(made: Generation) -> Iterator[Text]:
     for stage, at, found in _statements(made, Convert):
         assert isinstance(found, Convert)
         move, sizes = found.move, made.communicated.stages[stage].stage.mesh.axes
@@ -100,11 +124,7 @@ def _other_axis(made: Generation) -> Iterator[Callable[[], Sources | None]]:
                 yield _changed(made, stage, _put(at, replace(found, move=Move(axis, source, target))))
 
 
-def _with(layout: Layout, axis: int, state: State) -> Layout:
-    return (*layout[:axis], state, *layout[axis + 1 :])
-
-
-def _other_version(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _other_version(made: Generation) -> Iterator[Text]:
     """An operation reads a tensor in a layout that it does not fit."""
     for stage, at, found in _statements(made, Compute):
         assert isinstance(found, Compute)
@@ -124,7 +144,7 @@ def _versions(program: StageProgram, before: int) -> list[Version]:
     return known
 
 
-def _call_of_the_whole(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _call_of_the_whole(made: Generation) -> Iterator[Text]:
     """The arguments of the whole operation, on a shard."""
     for stage, at, found in _statements(made, Compute):
         assert isinstance(found, Compute)
@@ -133,26 +153,22 @@ def _call_of_the_whole(made: Generation) -> Iterator[Callable[[], Sources | None
             yield _changed(made, stage, _put(at, replace(found, call=whole)))
 
 
-def _stored(made: Generation, change: Callable[[Stored], Iterator[Stored]]) -> Iterator[Callable[[], Sources | None]]:
+def _stored(made: Generation, change: Callable[[Stored], Iterator[Stored]]) -> Iterator[Text]:
     graph = made.communicated.partitioned.graph
     for number, program in enumerate(made.communicated.stages):
         for at, stored in enumerate(program.stored):
             if not graph.tensors[stored.tensor].needs_grad or not graph.consumers[stored.tensor]:
                 continue
             for other in change(stored):
-
-                def put(program: StageProgram, at: int = at, other: Stored = other) -> StageProgram:
-                    return replace(program, stored=(*program.stored[:at], other, *program.stored[at + 1 :]))
-
-                yield _changed(made, number, put)
+                yield _changed(made, number, _put(at, other, "stored"))
 
 
-def _reduce(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _reduce(made: Generation) -> Iterator[Text]:
     """A gradient is summed over one axis less."""
     return _stored(made, lambda s: (replace(s, reduce=tuple(a for a in s.reduce if a != axis)) for axis in s.reduce))
 
 
-def _at_rest(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _at_rest(made: Generation) -> Iterator[Text]:
     """A parameter rests otherwise than the program uses it."""
 
     def change(stored: Stored) -> Iterator[Stored]:
@@ -166,57 +182,41 @@ def _at_rest(made: Generation) -> Iterator[Callable[[], Sources | None]]:
     return _stored(made, change)
 
 
-def _feed(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _feed(made: Generation) -> Iterator[Text]:
     """A rank is fed another piece of the batch."""
+    several = sum(len(program.feeds) for program in made.communicated.stages) > 1
     for number, program in enumerate(made.communicated.stages):
         for at, feed in enumerate(program.feeds):
             for axis, state in enumerate(feed.version.layout):
                 if isinstance(state, Sharded):
                     for other in (INVARIANT, replace(state, outer=2 * state.outer)):
-                        layout = _with(feed.version.layout, axis, other)
-                        wrong = Feed(replace(feed.version, layout=layout))
-
-                        def put(program: StageProgram, at: int = at, wrong: Feed = wrong) -> StageProgram:
-                            return replace(program, feeds=(*program.feeds[:at], wrong, *program.feeds[at + 1 :]))
-
-                        if other is INVARIANT or len(_all_feeds(made)) > 1:
-                            yield _changed(made, number, put)
+                        if other is INVARIANT or several:
+                            wrong = Feed(replace(feed.version, layout=_with(feed.version.layout, axis, other)))
+                            yield _changed(made, number, _put(at, wrong, "feeds"))
 
 
-def _all_feeds(made: Generation) -> list[Feed]:
-    return [f for p in made.communicated.stages for f in p.feeds]
-
-
-def _message(made: Generation) -> Iterator[Callable[[], Sources | None]]:
-    """The gradient of a message is not asked for."""
+def _message(made: Generation) -> Iterator[Text]:
+    """The gradient of a message is not asked for: by both sides, or by the receiver."""
     for number, program in enumerate(made.communicated.stages):
         for at, message in enumerate(program.receives):
             if message.needs_grad:
-                quiet = replace(message, needs_grad=False)
-
-                def text(number: int = number, at: int = at) -> Sources | None:
-                    gone = made.communicated.stages[number].receives[at]
-                    stages = tuple(
-                        replace(
-                            p,
-                            receives=tuple(replace(m, needs_grad=False) if m == gone else m for m in p.receives),
-                            sends=tuple(replace(m, needs_grad=False) if m == gone else m for m in p.sends),
-                        )
-                        for p in made.communicated.stages
-                    )
-                    return made.text(replace(made.communicated, stages=stages))
-
-                yield text
-                yield _changed(
-                    made,
-                    number,
-                    lambda p, at=at, quiet=quiet: replace(  # type: ignore[misc]
-                        p, receives=(*p.receives[:at], quiet, *p.receives[at + 1 :])
-                    ),
-                )
+                yield _quiet(made, message)
+                yield _changed(made, number, _put(at, replace(message, needs_grad=False), "receives"))
 
 
-def _loss(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _quiet(made: Generation, gone: Message) -> Text:
+    def of(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(replace(m, needs_grad=False) if m == gone else m for m in messages)
+
+    def text() -> Sources | None:
+        stages = made.communicated.stages
+        changed = tuple(replace(p, receives=of(p.receives), sends=of(p.sends)) for p in stages)
+        return made.text(replace(made.communicated, stages=changed))
+
+    return text
+
+
+def _loss(made: Generation) -> Iterator[Text]:
     for number, program in enumerate(made.communicated.stages):
         if program.loss is None:
             continue
@@ -224,26 +224,10 @@ def _loss(made: Generation) -> Iterator[Callable[[], Sources | None]]:
             other: State = INVARIANT if isinstance(state, Partial) else PARTIAL
             if program.stage.sizes[axis] > 1:
                 loss = replace(program.loss, layout=_with(program.loss.layout, axis, other))
-
-                def put(program: StageProgram, loss: Version = loss) -> StageProgram:
-                    return replace(program, loss=loss)
-
-                yield _changed(made, number, put)
+                yield _changed(made, number, partial(replace, loss=loss))
 
 
 # -- placements -------------------------------------------------------------------------------------------------------
-
-
-def _placed(made: Generation, name: str, stage: int, axis: int, choice: Choice) -> Callable[[], Sources | None]:
-    def text() -> Sources | None:
-        old = made.partitioned.placements[name]
-        here = (*old.choices[stage][:axis], choice, *old.choices[stage][axis + 1 :])
-        choices = tuple(here if s == stage else c for s, c in enumerate(old.choices))
-        placements: dict[str, Placement] = {**made.partitioned.placements, name: replace(old, choices=choices)}
-        changed: PartitionedGraph = replace(made.partitioned, placements=placements)
-        return made.text_of_placements(changed)
-
-    return text
 
 
 def _axes(made: Generation, name: str) -> Iterator[tuple[int, int]]:
@@ -253,7 +237,7 @@ def _axes(made: Generation, name: str) -> Iterator[tuple[int, int]]:
             yield stage, axis
 
 
-def _frozen(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _frozen(made: Generation) -> Iterator[Text]:
     """An identifier is split that the annotation freezes."""
     for op in made.partitioned.graph.operations:
         bound = made.known[op.name].bound
@@ -263,10 +247,10 @@ def _frozen(made: Generation) -> Iterator[Callable[[], Sources | None]]:
             for stage, axis in _axes(made, op.name):
                 parts = made.partitioned.stages[stage].sizes[axis]
                 if mark == "^" and bound.sizes[identifier] % parts == 0 and bound.sizes[identifier] > 1:
-                    yield _placed(made, op.name, stage, axis, Split(identifier))
+                    yield made.placed(op.name, (stage, axis), Split(identifier))
 
 
-def _not_linear(made: Generation) -> Iterator[Callable[[], Sources | None]]:
+def _not_linear(made: Generation) -> Iterator[Text]:
     """An operation that is not linear runs on partial sums."""
     graph = made.partitioned.graph
     for op in graph.operations:
@@ -279,7 +263,59 @@ def _not_linear(made: Generation) -> Iterator[Callable[[], Sources | None]]:
                 if any(slot in s for s in signature.linear):
                     continue
                 for stage, axis in _axes(made, op.name):
-                    yield _placed(made, op.name, stage, axis, RunPartial(frozenset({slot})))
+                    yield made.placed(op.name, (stage, axis), RunPartial(frozenset({slot})))
+
+
+# -- annotations -------------------------------------------------------------------------------------------------------
+
+
+def wrong_annotations(made: Generation) -> dict[str, list[Text]]:
+    """By kind of mutant, every way in which one operation of the program can be split wrongly.
+
+    The text is consistent in itself; only who knows the right annotation, or runs it, finds the mistake.
+    """
+    found: dict[str, list[Text]] = {}
+    asked: set[str] = set()
+    for op in made.partitioned.graph.operations:
+        signature = made.known[op.name]
+        result = op.outputs[0]
+        if signature.bound is None or result is None or not made.partitioned.graph.tensors[result].needs_grad:
+            continue
+        if signature.bound.text in asked:
+            continue  # repeated layers call the same operators
+        asked.add(signature.bound.text)
+        for kind, wrong in _of_operation(made, op, signature):
+            found.setdefault(f"annotation: {kind}", []).append(wrong)
+    return found
+
+
+def _of_operation(made: Generation, op: Operation, right: Signature) -> Iterator[tuple[str, Text]]:
+    assert right.bound is not None and right.spec is not None
+    for mutant in annotation_mutants(right.bound.text):
+        try:
+            spec = replace(right.spec, annotation=mutant.text)
+            wrong = Signature(right.call, spec, bind_call(spec, right.call), right.linear)
+        except (NnscalerError, ValueError, KeyError):
+            continue  # refused at registration, or it does not fit the call
+        for stage in made.partitioned.placements[op.name].stages[:1]:
+            for axis, described in enumerate(made.partitioned.stages[stage].mesh.axes):
+                for identifier in wrong.identifiers:
+                    split = Split(identifier)
+                    assert wrong.bound is not None
+                    if splittable(wrong.bound, identifier, described.size) is None and _differ(op, right, wrong, split):
+                        yield mutant.kind, made.placed(op.name, (stage, axis), split, wrong)
+
+
+def _differ(op: Operation, right: Signature, wrong: Signature, split: Split) -> bool:
+    """Return whether the two annotations disagree about the operands' states under this split."""
+    assert right.bound is not None
+    if split.identifier not in right.bound.sizes or right.bound.marks.get(split.identifier) == "^":
+        return True
+    count = len(op.outputs)
+    return (input_states(right, split), output_states(right, split, count)) != (
+        input_states(wrong, split),
+        output_states(wrong, split, count),
+    )
 
 
 GRAPH: tuple[tuple[str, str, FindGraph], ...] = (
@@ -298,7 +334,9 @@ GRAPH: tuple[tuple[str, str, FindGraph], ...] = (
 )
 
 
-def graph_changes(made: Generation) -> Iterator[tuple[str, str, list[Callable[[], Sources | None]]]]:
-    """(family, kind, every place): each place gives the text of a mutant, or None where the compiler refuses it."""
+def generated_mutants(made: Generation) -> Iterator[tuple[str, str, list[Text]]]:
+    """Yield (family, kind, every place): each place gives the text of a mutant."""
     for family, kind, find in GRAPH:
         yield family, kind, list(find(made))
+    for kind, places in wrong_annotations(made).items():
+        yield "annotation", kind, places

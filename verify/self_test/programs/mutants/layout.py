@@ -13,7 +13,7 @@ from torch import Tensor
 from nnscaler.ir.layout import MICRO
 from nnscaler.runtime.shards import same_bits
 from verify.self_test.programs.mutants.mutant import STATE_EDITS, Edit, Edits, StateEdit
-from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
+from verify.self_test.programs.mutants.mutation_operator import Find, each_of, operators
 from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram, Statement
 
 Numbers = tuple[int, ...]
@@ -76,19 +76,13 @@ def cuts(subject: RightProgram) -> Iterator[DeclaredCut]:
 
 
 def _states(entry: DeclarationEntry) -> Iterator[tuple[str, ast.Call]]:
-    node = ast.parse(entry.states, mode="eval").body
-    assert isinstance(node, ast.Dict)
-    for key, value in zip(node.keys, node.values, strict=True):
-        if key is not None and isinstance(value, ast.Call) and ast.unparse(value.func) == "Sharded":
-            yield str(ast.literal_eval(key)), value
+    for axis, state in entry.state_nodes.items():
+        if isinstance(state, ast.Call) and ast.unparse(state.func) == "Sharded":
+            yield axis, state
 
 
 def _per_cut(wrong: Callable[[DeclaredCut], Iterator[Edit]]) -> Find:
-    def find(subject: RightProgram) -> Iterator[Edit]:
-        for cut in cuts(subject):
-            yield from wrong(cut)
-
-    return find
+    return each_of(cuts, lambda _, cut: wrong(cut))
 
 
 def _other_orders(numbers: Numbers) -> Iterator[Numbers]:
@@ -206,20 +200,17 @@ def _untold(subject: RightProgram) -> Iterator[Edits]:
 def _constants_exchanged(subject: RightProgram) -> Iterator[Edits]:
     """Two buffers, or two constants, of one shape change places."""
     for section in ("buffers", "constants"):
-        entries = list(subject.entries(section))
-        for one, two in permutations(entries, 2):
-            alike = one.arguments[1:] == two.arguments[1:] and one.keywords == two.keywords
-            if one.file == two.file and one.line < two.line and alike:
-                yield (one.swapped(one.arguments[0], two.arguments[0]), two.swapped(two.arguments[0], one.arguments[0]))
+        for one, two in permutations(subject.entries(section), 2):
+            if one.line < two.line and one.exchangeable(two):
+                yield one.exchanged(two)
 
 
 def _constant_for_another(subject: RightProgram) -> Iterator[Edit]:
     """One holds the values of another of its shape."""
     for section in ("buffers", "constants"):
-        entries = list(subject.entries(section))
-        for one, two in permutations(entries, 2):
+        for one, two in permutations(subject.entries(section), 2):
             if one.stage == two.stage and one.arguments[1:] == two.arguments[1:]:
-                yield one.swapped(one.arguments[0], two.arguments[0])
+                yield one.named(two)
 
 
 def _constant_cut(subject: RightProgram) -> Iterator[Edit]:
@@ -229,9 +220,7 @@ def _constant_cut(subject: RightProgram) -> Iterator[Edit]:
         for axis, parts in subject.axes[entry.stage].items():
             for dim, size in enumerate(shape):
                 if f'"{axis}"' not in entry.states and size % parts == 0:
-                    more = f'"{axis}": Sharded({dim})'
-                    told = f"{{{more}}}" if entry.states == "{}" else f"{entry.states[:-1]}, {more}}}"
-                    yield entry.swapped(entry.states, told)
+                    yield entry.with_state(axis, f"Sharded({dim})")
 
 
 def _updated(subject: RightProgram) -> Iterator[Edit]:
@@ -303,6 +292,4 @@ FAMILIES: Mapping[str, Mapping[str, Find]] = {
         "another buffer updated": _updated,
     },
 }
-OPERATORS = tuple(
-    MutationOperator(family, kind, find) for family, kinds in FAMILIES.items() for kind, find in kinds.items()
-)
+OPERATORS = tuple(row for family, kinds in FAMILIES.items() for row in operators(family, kinds))

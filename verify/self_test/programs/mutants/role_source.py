@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from nnscaler.codegen.program import Program
 from nnscaler.ir.graph import LogicalTensor
-from verify.self_test.programs.mutants.mutant import Edit
+from verify.self_test.programs.mutants.mutant import Edit, Edits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,45 @@ class DeclarationEntry:
         found = [a for a in self.arguments if a.startswith("{")]
         return found[0] if found else "{}"
 
+    @property
+    def state_nodes(self) -> dict[str, ast.expr]:
+        """Axis -> its state, parsed."""
+        node = ast.parse(self.states, mode="eval").body
+        if not isinstance(node, ast.Dict):
+            return {}
+        return {str(ast.literal_eval(k)): v for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+
     def keyword(self, name: str) -> str:
         return dict(self.keywords).get(name, "")
+
+    def exchangeable(self, other: DeclarationEntry) -> bool:
+        """Return whether both stand in one file and differ in the name of what they hold only."""
+        return (self.file, self.arguments[1:], self.keywords) == (other.file, other.arguments[1:], other.keywords)
+
+    def named(self, other: DeclarationEntry) -> Edit:
+        """Return the edit after which it holds what the other one does."""
+        return self.swapped(self.arguments[0], other.arguments[0])
+
+    def exchanged(self, other: DeclarationEntry) -> Edits:
+        """Return the edits after which each holds what the other one does."""
+        return self.named(other), other.named(self)
 
     def with_more(self, keyword: str) -> Edit:
         """Return the edit that adds a keyword."""
         return Edit(self.file, self.line, self.text, f"{self.text.rstrip().removesuffix('),')}, {keyword}),")
+
+    def with_states(self, old: str, new: str) -> Edit:
+        """Return the edit of one part of the layout."""
+        return self.swapped(self.states, self.states.replace(old, new, 1))
+
+    def without_state(self, entry: str) -> Edit:
+        """Return the edit that leaves one axis out of the layout."""
+        return self.swapped(self.states, without_entry(self.states, entry))
+
+    def with_state(self, axis: str, state: str) -> Edit:
+        """Return the edit that adds the state of an axis to the layout."""
+        more = f'"{axis}": {state}'
+        return self.swapped(self.states, f"{{{more}}}" if self.states == "{}" else f"{self.states[:-1]}, {more}}}")
 
     def swapped(self, old: str, new: str) -> Edit:
         """Return the line with one part of it replaced."""
@@ -135,6 +168,14 @@ class RightProgram:
         for role in self.roles:
             yield from (e for e in role.entries if e.section in sections)
 
+    def role_of(self, place: Statement) -> Role:
+        return next(r for r in self.roles if r.file == place.file)
+
+    def made_before(self, place: Statement) -> list[str]:
+        """Return the variables of earlier lines of the same method, in their order."""
+        lines = self.role_of(place).statements
+        return [t for s in lines if s.line < place.line and s.method == place.method for t in s.targets]
+
     def tensor(self, stage: int, variable: str) -> LogicalTensor | None:
         found = self.variables.get((stage, variable))
         return found[0] if found else None
@@ -149,9 +190,15 @@ class RightProgram:
 
     def used_after(self, statement: Statement, variable: str) -> bool:
         """Return whether a later line of the method reads the variable."""
-        role = next(r for r in self.roles if r.file == statement.file)
-        later = (s for s in role.statements if s.line > statement.line and s.stage == statement.stage)
+        later = (
+            s for s in self.role_of(statement).statements if s.line > statement.line and s.stage == statement.stage
+        )
         return any(variable in names_in(" ".join((*s.arguments, *(v for _, v in s.keywords)))) for s in later)
+
+
+def without_entry(states: str, entry: str) -> str:
+    """Return the text of a dict of states without one entry."""
+    return states.replace(entry, "").replace("{, ", "{").replace(", }", "}").replace(", , ", ", ")
 
 
 def names_in(source: str) -> frozenset[str]:

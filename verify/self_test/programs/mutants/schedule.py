@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from verify.self_test.programs.mutants.mutant import Edit, Edits
-from verify.self_test.programs.mutants.mutation_operator import Find, MutationOperator
-from verify.self_test.programs.mutants.role_source import DeclarationEntry, RightProgram, Role
+from verify.self_test.programs.mutants.mutation_operator import each_of, operators
+from verify.self_test.programs.mutants.role_source import RightProgram, Role
 
 
 def _several(subject: RightProgram) -> bool:
@@ -121,22 +121,13 @@ def _one_peer(subject: RightProgram) -> Iterator[Edit]:
             yield entry.swapped(f"peers={entry.keyword('peers')}", f"peers=({', '.join(_turned(ranks))})")
 
 
-def _missing_send(subject: RightProgram) -> Iterator[Edit]:
-    for entry in subject.entries("sends"):
-        yield Edit(entry.file, entry.line, entry.text, "")
-
-
 def _gradient_not_sent(subject: RightProgram) -> Iterator[Edits]:
     """A message whose gradient never comes back: on both sides, or on one."""
     entries = [e for e in (*subject.entries("sends"), *subject.entries("receives")) if "needs_grad=False" not in e.text]
     for key in dict.fromkeys(e.arguments[0] for e in entries):
-        edits = tuple(_without_gradient(e) for e in entries if e.arguments[0] == key)
+        edits = tuple(e.with_more("needs_grad=False") for e in entries if e.arguments[0] == key)
         yield edits
         yield edits[:1]
-
-
-def _without_gradient(entry: DeclarationEntry) -> Edit:
-    return entry.with_more("needs_grad=False")
 
 
 def _message_shape(subject: RightProgram) -> Iterator[Edit]:
@@ -147,18 +138,19 @@ def _message_shape(subject: RightProgram) -> Iterator[Edit]:
             yield entry.swapped(shape, f"({', '.join([str(int(sizes[0]) + 1), *sizes[1:]])})")
 
 
-FAMILY = "schedule"
-KINDS: Mapping[str, Find] = {
-    "last backward dropped": _last_backward,
-    "a backward dropped on one stage": _one_backward,
-    "last micro-batch dropped on one stage": _one_forward,
-    "an instruction twice": _twice,
-    "backward before forward": _backward_first,
-    "order that hangs": _deadlock,
-    "messages to the wrong rank": _peers,
-    "one side names the wrong rank": _one_peer,
-    "missing send": _missing_send,
-    "gradient not sent back": _gradient_not_sent,
-    "wrong shape of a message": _message_shape,
-}
-OPERATORS = tuple(MutationOperator(FAMILY, kind, find) for kind, find in KINDS.items())
+OPERATORS = operators(
+    "schedule",
+    {
+        "last backward dropped": _last_backward,
+        "a backward dropped on one stage": _one_backward,
+        "last micro-batch dropped on one stage": _one_forward,
+        "an instruction twice": _twice,
+        "backward before forward": _backward_first,
+        "order that hangs": _deadlock,
+        "messages to the wrong rank": _peers,
+        "one side names the wrong rank": _one_peer,
+        "missing send": each_of(lambda s: s.entries("sends"), lambda _, e: [Edit(e.file, e.line, e.text, "")]),
+        "gradient not sent back": _gradient_not_sent,
+        "wrong shape of a message": _message_shape,
+    },
+)

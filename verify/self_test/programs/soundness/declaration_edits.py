@@ -69,13 +69,6 @@ def _written(states: Mapping[str, str]) -> str:
     return "{" + ", ".join(f'"{axis}": {state}' for axis, state in states.items() if state) + "}"
 
 
-def _read_states(entry: DeclarationEntry) -> dict[str, str]:
-    node = ast.parse(entry.states, mode="eval").body
-    if not isinstance(node, ast.Dict):
-        return {}
-    return {str(ast.literal_eval(k)): ast.unparse(v) for k, v in zip(node.keys, node.values, strict=True) if k}
-
-
 def _with_state(how: str) -> Propose:
     """Another state of one axis of a stored tensor, an input or the loss."""
 
@@ -83,7 +76,7 @@ def _with_state(how: str) -> Propose:
         entry = draft.entry(chance, *STORED, *FED, *(["loss"] if how in ("", "moved") else []))
         if entry is None or "{" not in entry.text:
             return None
-        states = _read_states(entry)
+        states = {axis: ast.unparse(state) for axis, state in entry.state_nodes.items()}
         axes = [*draft.subject.axes[entry.stage], *([MICRO] if entry.section in ("inputs", "loss") else [])]
         axis = chance.choice(axes)
         shape = () if entry.section == "loss" else _shape(draft, entry)
@@ -151,7 +144,7 @@ def _exchanged_names(draft: Draft, chance: Random) -> Edits | None:
     if len(entries) < 2:
         return None
     one, two = chance.sample(entries, 2)
-    return (one.swapped(one.arguments[0], two.arguments[0]), two.swapped(two.arguments[0], one.arguments[0]))
+    return one.exchanged(two)
 
 
 def _turned_declarations(draft: Draft, chance: Random) -> Edits | None:

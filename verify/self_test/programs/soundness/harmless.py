@@ -15,7 +15,7 @@ from verify.self_test.programs.mutants.mutant import Edit, apply_edits
 from verify.self_test.programs.mutants.role_source import RightProgram, Role, Statement, names_in
 
 Rewrite = Callable[[RightProgram, Statement], Iterator[str]]  # the lines that stand for a statement; none: it stays
-_PYTHON = {"add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/", "matmul": "@"}
+PYTHON = {"add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/", "matmul": "@"}
 _SYMMETRIC = ("aten.add.Tensor", "aten.mul.Tensor", "aten.maximum", "aten.eq.Tensor", "aten.logical_and")
 _DIM = {"aten.transpose.int": (1, 2), "aten.softmax.int": (1,), "aten.unsqueeze": (1,), "aten.split_with_sizes": (2,)}
 
@@ -104,7 +104,7 @@ def _no_defaults(_: RightProgram, statement: Statement) -> Iterator[str]:
 
 
 def _python(_: RightProgram, statement: Statement) -> Iterator[str]:
-    sign = _PYTHON.get(statement.callee.removeprefix("aten."))
+    sign = PYTHON.get(statement.callee.removeprefix("aten."))
     if sign and len(statement.arguments) == 2 and not statement.keywords:
         yield written(statement, f"({statement.arguments[0]}) {sign} {statement.arguments[1]}")
     if statement.callee == "aten.neg":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
 
@@ -14,7 +14,7 @@ from nnscaler.ir.conversion import ROWS
 from nnscaler.ir.layout import MICRO
 from verify.self_test.programs.mutants.mutant import Edit, Edits
 from verify.self_test.programs.mutants.role_source import Role, Statement
-from verify.self_test.programs.soundness.harmless import FORMS
+from verify.self_test.programs.soundness.harmless import FORMS, PYTHON
 from verify.self_test.programs.soundness.role_draft import FED, NEAR, STORED, Draft, Propose
 
 _WHOLE = ("replicate", "invariant", "all_reduce", "all_reduce_replicated", "keep_first", "keep_first_replicated")
@@ -29,13 +29,6 @@ _ALIKE = (  # operators of equal signature
     ("linear", "matmul"),
     ("ops.ce_max", "ops.ce_sumexp", "ops.ce_count", "ops.ce_pick"),
 )
-_PYTHON = {
-    "aten.add.Tensor": "+",
-    "aten.sub.Tensor": "-",
-    "aten.mul.Tensor": "*",
-    "aten.div.Tensor": "/",
-    "aten.matmul": "@",
-}
 _NEEDS = re.compile(r"needs `([\w.]+)` ([^`]+?) over (\w+) \(.*?\), and it is ([^`]+?) there")
 _LOSS = re.compile(r"the loss is ([^`]+?) over (\w+), and declared ([A-Z]\w+)")
 _LITERAL = re.compile(
@@ -45,11 +38,20 @@ _LITERAL = re.compile(
 
 def _visible(draft: Draft, statement: Statement) -> list[str]:
     """Return the variables and stored tensors that the line may read."""
-    role = next(r for r in draft.subject.roles if r.file == statement.file)
-    made = [t for s in role.statements if s.line < statement.line and s.method == statement.method for t in s.targets]
-    held = [e for e in role.entries if e.stage == statement.stage]
+    made = draft.subject.made_before(statement)
+    held = [e for e in draft.subject.role_of(statement).entries if e.stage == statement.stage]
     stored = [f"self.{e.name}" for e in held if e.section in STORED]
     return [*made, *stored, *(e.name for e in held if e.section in (*FED, "receives"))]
+
+
+def _at(how: Callable[[Draft, Random, Statement], Edits | None], prefix: str = "") -> Propose:
+    """Propose what `how` makes of one statement whose callee has this prefix."""
+
+    def propose(draft: Draft, chance: Random) -> Edits | None:
+        statement = draft.statement(chance, prefix)
+        return None if statement is None else how(draft, chance, statement)
+
+    return propose
 
 
 def _tensors(draft: Draft, statement: Statement) -> list[int]:
@@ -57,32 +59,27 @@ def _tensors(draft: Draft, statement: Statement) -> list[int]:
     return [i for i, a in enumerate(statement.arguments) if a in known]
 
 
-def _operand(draft: Draft, chance: Random) -> Edits | None:
+def _operand(draft: Draft, chance: Random, statement: Statement) -> Edits | None:
     """Another tensor in the place of an operand."""
-    statement = draft.statement(chance)
-    places = _tensors(draft, statement) if statement else []
-    if statement is None or not places:
+    places = _tensors(draft, statement)
+    if not places:
         return None
     place = chance.choice(places)
     return (statement.becomes(statement.with_argument(place, chance.choice(_visible(draft, statement))).call),)
 
 
-def _turned_operands(draft: Draft, chance: Random) -> Edits | None:
+def _turned_operands(draft: Draft, chance: Random, statement: Statement) -> Edits | None:
     """Two operands change places."""
-    statement = draft.statement(chance)
-    places = _tensors(draft, statement) if statement else []
-    if statement is None or len(places) < 2:
+    places = _tensors(draft, statement)
+    if len(places) < 2:
         return None
     one, two = chance.sample(places, 2)
     first, second = statement.arguments[one], statement.arguments[two]
     return (statement.becomes(statement.with_argument(one, second).with_argument(two, first).call),)
 
 
-def _operator(draft: Draft, chance: Random) -> Edits | None:
+def _operator(_: Draft, chance: Random, statement: Statement) -> Edits | None:
     """Another operator of the same signature."""
-    statement = draft.statement(chance)
-    if statement is None:
-        return None
     for group in _ALIKE:
         names = [name if "." in name and name.startswith("ops.") else f"aten.{name}" for name in group]
         if statement.callee in names:
@@ -104,11 +101,10 @@ def _moved(draft: Draft, chance: Random) -> Edits | None:
     return (one.becomes_text(two.text), two.becomes_text(one.text))
 
 
-def _left_out(draft: Draft, chance: Random) -> Edits | None:
+def _left_out(draft: Draft, chance: Random, statement: Statement) -> Edits | None:
     """An operation is left out: one of its operands is the result."""
-    statement = draft.statement(chance)
-    places = _tensors(draft, statement) if statement else []
-    if statement is None or not places or len(statement.targets) > 1:
+    places = _tensors(draft, statement)
+    if not places or len(statement.targets) > 1:
         return None
     return (statement.becomes(statement.arguments[chance.choice(places)]),)
 
@@ -222,11 +218,8 @@ def _returned(chance: Random, role: Role, number: int, value: str) -> Edits | No
     return (Edit(role.file, number, text, f"{made}\n{text.replace(f': {name}', f': {name}_r', 1)}"),)
 
 
-def _other_conversion(draft: Draft, chance: Random) -> Edits | None:
+def _other_conversion(draft: Draft, chance: Random, statement: Statement) -> Edits | None:
     """Another row of the table, or none."""
-    statement = draft.statement(chance, "comm.")
-    if statement is None:
-        return None
     if chance.random() < 0.3:
         return (statement.becomes(statement.arguments[0]),)
     if chance.random() < 0.5:
@@ -276,23 +269,19 @@ def _row(rows: Mapping[tuple[str, str], str], have: str, need: str, axis: str) -
 # -- the same in other words ------------------------------------------------------------------------------------------
 
 
-def _renamed(draft: Draft, chance: Random) -> Edits | None:
+def _renamed(draft: Draft, chance: Random, statement: Statement) -> Edits | None:
     """A variable has another name in the whole file."""
-    statement = draft.statement(chance)
-    if statement is None or statement.targets[0] == "_":
+    if statement.targets[0] == "_":
         return None
     name = chance.choice(statement.targets)
-    role = next(r for r in draft.subject.roles if r.file == statement.file)
+    role = draft.subject.role_of(statement)
     word = re.compile(rf"(?<![\w.\"'@]){re.escape(name)}(?![\w\"'@]|=)")
     changed = [(n, text, word.sub(f"{name}_x", text)) for n, text in enumerate(role.lines, 1)]
     return tuple(Edit(role.file, n, old, new) for n, old, new in changed if old != new)
 
 
-def _said_twice(draft: Draft, chance: Random) -> Edits | None:
+def _said_twice(_: Draft, chance: Random, statement: Statement) -> Edits | None:
     """A line is computed twice, a tensor has two names, or a comment is gone."""
-    statement = draft.statement(chance)
-    if statement is None:
-        return None
     match chance.choice(("unused", "alias", "comment")):
         case "unused":
             return (statement.becomes(statement.call, f"unused = {statement.call}"),)
@@ -315,11 +304,10 @@ def _schema(callee: str) -> list[str]:
     return [] if found is None else [a.name for a in found._schema.arguments]
 
 
-def _by_keyword(draft: Draft, chance: Random) -> Edits | None:
+def _by_keyword(_: Draft, chance: Random, statement: Statement) -> Edits | None:
     """The last arguments are given by name; sometimes one gets another's."""
-    statement = draft.statement(chance, "aten.")
-    names = _schema(statement.callee) if statement else []
-    if statement is None or statement.keywords or not 1 < len(statement.arguments) <= len(names):
+    names = _schema(statement.callee)
+    if statement.keywords or not 1 < len(statement.arguments) <= len(names):
         return None
     count = len(statement.arguments)
     first = chance.randrange(count)
@@ -330,22 +318,20 @@ def _by_keyword(draft: Draft, chance: Random) -> Edits | None:
     return (statement.becomes(replace(statement, arguments=statement.arguments[:first], keywords=named).call),)
 
 
-def _by_operator(draft: Draft, chance: Random) -> Edits | None:
+def _by_operator(_: Draft, chance: Random, statement: Statement) -> Edits | None:
     """`a + b` for a call, or another operator of Python."""
-    statement = draft.statement(chance, "aten.")
-    if statement is None or len(statement.arguments) != 2 or statement.keywords:
+    if len(statement.arguments) != 2 or statement.keywords:
         return None
     one, two = statement.arguments
-    mark = _PYTHON.get(statement.callee)
+    mark = PYTHON.get(statement.callee.removeprefix("aten."))
     if mark is None or chance.random() < 0.2:
-        mark = chance.choice(list(_PYTHON.values()))
+        mark = chance.choice(list(PYTHON.values()))
     return (statement.becomes(f"{one} {mark} {two}" if chance.random() < 0.8 else f"{two} {mark} {one}"),)
 
 
-def _there_and_back(draft: Draft, chance: Random) -> Edits | None:
+def _there_and_back(_: Draft, chance: Random, statement: Statement) -> Edits | None:
     """Two permutations of a result, which mostly undo each other."""
-    statement = draft.statement(chance)
-    if statement is None or len(statement.targets) > 1:
+    if len(statement.targets) > 1:
         return None
     name, dims = statement.targets[0], [0, 1, 2, -1, -2]
     one, two = chance.sample(dims, 2)
@@ -364,20 +350,20 @@ def _in_another_form(draft: Draft, chance: Random) -> Edits | None:
 
 LINES: Mapping[str, Propose] = {
     "conversion put in": _converted,
-    "conversion changed": _other_conversion,
+    "conversion changed": _at(_other_conversion, "comm."),
     "conversion asked for": _repaired,
     "number": _number,
-    "operand": _operand,
-    "operands turned": _turned_operands,
-    "operator": _operator,
+    "operand": _at(_operand),
+    "operands turned": _at(_turned_operands),
+    "operator": _at(_operator),
     "lines turned": _moved,
-    "line left out": _left_out,
+    "line left out": _at(_left_out),
     "instructions turned": _schedule,
-    "renamed": _renamed,
-    "said twice": _said_twice,
-    "by keyword": _by_keyword,
-    "by operator": _by_operator,
-    "there and back": _there_and_back,
+    "renamed": _at(_renamed),
+    "said twice": _at(_said_twice),
+    "by keyword": _at(_by_keyword, "aten."),
+    "by operator": _at(_by_operator, "aten."),
+    "there and back": _at(_there_and_back),
     "in another form": _in_another_form,
 }
 SAME = (

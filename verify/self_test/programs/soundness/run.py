@@ -6,17 +6,16 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
 
-from verify.processes.pool import Died, Done, Event, Note, Raised, TimedOut, run_forked, run_here
-from verify.processes.subprocess_isolation import can_run_apart
+from verify.processes.pool import Died, Note, TimedOut
 from verify.results.line import StyledLine, plain
+from verify.self_test.programs.corpus import TINY, build
 from verify.self_test.programs.judge import Execution
 from verify.self_test.programs.soundness.fuzz import (
     EACH,
@@ -28,7 +27,7 @@ from verify.self_test.programs.soundness.fuzz import (
     Fuzz,
     Violation,
 )
-from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.runner import Progress, closing_line, died_unexpectedly, run_rows_apart
 
 COUNT = 20_000
 PATIENCE = 900.0  # seconds for a task, which takes a few
@@ -43,16 +42,15 @@ The edits are those of the role files here against the compiler's. The text is p
 """
 _MODEL = '''"""The model of a program whose proof is wrong."""
 
-from verify.self_test.programs.models import made
-from verify.self_test.programs.soundness.tiny_models import TINY
+from verify.self_test.programs.corpus import TINY, make_model
 
 
 def build_model():
-    return made(TINY[{name!r}].model)
+    return make_model(TINY[{name!r}])[0]
 
 
 def sample_inputs():
-    return TINY[{name!r}].sample()
+    return make_model(TINY[{name!r}])[1]
 '''
 
 
@@ -86,7 +84,7 @@ class Soundness:
 
 
 def run_soundness(
-    progress: Callable[[str], None],
+    progress: Progress,
     *,
     count: int = COUNT,
     seed: int = 0,
@@ -100,7 +98,12 @@ def run_soundness(
     found = Soundness(count, seed, by_model={name: EditTally() for name in names})
     with tempfile.TemporaryDirectory(prefix="nnscaler-soundness-") as folder:
         executions = dict(_executions(names, Path(folder), progress))
-        for job, tally in _work(_jobs(names, count), executions, seed, processes):
+
+        def work(job: Job, note: Note) -> EditTally:
+            chance = Random(f"{seed} {job.name} {job.number}")
+            return Fuzz(job.name, executions[job.name], chance, job.count, job.guided, job.fatal, note).work()
+
+        for job, tally in run_rows_apart(_jobs(names, count), work, processes, PATIENCE, _without):
             found.tally.add(tally)
             found.by_model[job.name].add(tally)
             said = ", ".join(f"{found.tally.total[end]} {end}" for end in ENDS)
@@ -112,12 +115,12 @@ def run_soundness(
     return found
 
 
-def _executions(names: Sequence[str], folder: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, Execution]]:
+def _executions(names: Sequence[str], folder: Path, progress: Progress) -> Iterator[tuple[str, Execution]]:
     for number, name in enumerate(names):
         progress(f"compiling {name}")
         own = folder / str(number)
         own.mkdir()
-        yield name, Execution(TINY[name].build(own), own, apart=False)
+        yield name, Execution(build(TINY[name], own), own, apart=False)
 
 
 def _jobs(names: Sequence[str], count: int) -> list[Job]:
@@ -128,42 +131,11 @@ def _jobs(names: Sequence[str], count: int) -> list[Job]:
     return [Job(turns[n % len(turns)][0], n, size, turns[n % len(turns)][1]) for n, size in enumerate(sizes)]
 
 
-def _work(
-    jobs: Sequence[Job], executions: Mapping[str, Execution], seed: int, processes: int
-) -> Iterator[tuple[Job, EditTally]]:
-    """Run every job; yield it with its counts.
-
-    A job whose process ends is run again without the program that ended it.
-    """
-    waiting = list(jobs)
-    while waiting:
-        again: list[Job] = []
-        tasks = [partial(_fuzz, executions[job.name], job, seed) for job in waiting]
-        events: Iterator[Event[EditTally]]
-        events = run_forked(tasks, processes, PATIENCE) if can_run_apart() else run_here(tasks)
-        for event in events:
-            job = waiting[event.index]
-            if isinstance(event, Done):
-                yield job, event.result
-            elif isinstance(event, Raised):
-                event.error.add_note(event.text)
-                raise event.error
-            else:
-                again.append(_without(job, event))
-        waiting = again
-
-
 def _without(job: Job, event: Died | TimedOut) -> Job:
     """Return the job without the run in which its process ended."""
     if not event.note.isdigit() or int(event.note) in job.fatal:
-        how = event.how if isinstance(event, Died) else "its time was up"
-        raise RuntimeError(f"the process of {job} ended outside of a run: {how}\n{event.trace}")
+        raise died_unexpectedly(job, event)
     return replace(job, fatal=job.fatal | {int(event.note)})
-
-
-def _fuzz(execution: Execution, job: Job, seed: int, note: Note) -> EditTally:
-    chance = Random(f"{seed} {job.name} {job.number}")
-    return Fuzz(job.name, execution, chance, job.count, job.guided, job.fatal, note).work()
 
 
 def _digest(violation: Violation) -> str:
@@ -203,7 +175,4 @@ def soundness_lines(found: Soundness) -> list[StyledLine]:
     rest = f"{tally.tried} edited programs, {proved} PROVED, all of which agree with their models"
     if tally.violations:
         rest = f"{tally.tried} edited programs, {proved} PROVED that agree, {len(tally.violations)} that do not"
-    end = StyledLine(
-        ((("PASSED", "good") if found.good else ("FAILED", "bad")), (f"  {rest}, {found.seconds:.1f} s", ""))
-    )
-    return [*map(plain, lines), end]
+    return [*map(plain, lines), closing_line(found.good, rest, found.seconds)]

@@ -1,8 +1,7 @@
-"""Twenty models of a few lines each, under plans whose programs have, together, everything that a rank program can say.
+"""Models of a few lines, each the smallest that has its mechanism.
 
-Each is the smallest that has its mechanism: sections of unequal parts, outer sizes, unequal shards, copies of a tied
-parameter in several stages, parameters that rest in shards, buffers, constants, random numbers, messages between
-meshes of different shapes. A program is read in milliseconds, so that many thousand variants of it can be.
+Sections of unequal parts, outer sizes, unequal shards, copies of a tied parameter in several stages, parameters that
+rest in shards, buffers, constants, random numbers, messages between meshes of different shapes.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nnscaler.transform.plan import AssignStep, Plan, SplitStep
-from verify.self_test.programs.models import HEADS, IGNORED, Turn, TwoLosses, longer_text
-from verify.self_test.programs.table_t.bases import TableBase
+from verify.self_test.programs.models import HEADS, IGNORED, Sample, Turn, labelled
 
 ROWS, LENGTH, WIDTH, HIDDEN, WORDS = 4, 4, 4, 6, 10
-Sample = dict[str, Tensor]
 
 
 class Shuffled(nn.Module):
@@ -259,45 +255,4 @@ def tokens() -> Sample:
 
 
 def text() -> Sample:
-    generator = torch.Generator().manual_seed(1)
-    ids, labels = (torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(2))
-    lengths = torch.tensor([4, 1, 2, 3])
-    return {"ids": ids, "labels": labels.masked_fill(torch.arange(LENGTH) >= lengths[:, None], IGNORED)}
-
-
-def _split(operation: str, identifier: str) -> SplitStep:
-    return SplitStep((operation,), "tp", identifier)
-
-
-_UNLIKE = Plan(
-    (("pp", 2),),
-    (AssignStep(("up*", "gelu*"), (0,)), AssignStep(("down*", "mse*"), (1,))),
-    stage_axes=((("dp", 2),), (("tp", 2),)),
-)
-
-TINY: dict[str, TableBase] = {
-    "shuffled": TableBase(Shuffled, image, "tp=2", 2),
-    "layers": TableBase(Layers, pairs, "dp=2,tp=2", 4),
-    "uneven": TableBase(Uneven, pairs, "tp=3", 3),
-    "packed": TableBase(Packed, tokens, "tp=2", 2),
-    "packed, dp": TableBase(Packed, tokens, "dp=2,tp=2", 4),
-    "strided": TableBase(Strided, rows, "tp=2", 2),
-    "rested": TableBase(Uneven, pairs, "dp=2,zero=3", 2),
-    "rested, tp": TableBase(Layers, pairs, "dp=2,tp=2,zero=3", 4),
-    "dropped": TableBase(Dropped, pairs, "dp=2,tp=2", 4),
-    "normed": TableBase(Normed, rows, "dp=2", 2),
-    "experts": TableBase(Experts, rows, "dp=2,tp=2", 4),
-    "tied": TableBase(Tied, text, "dp=2,pp=2", 4, 2),
-    "cube": TableBase(Tied, text, "dp=2,tp=2,pp=2", 8, 2),
-    "averaged": TableBase(Words, text, "dp=2", 2, 2),
-    "words": TableBase(Words, text, "tp=2", 2),
-    "words, 3": TableBase(Words, text, "tp=3", 3),
-    "unlike": TableBase(Layers, pairs, "pp=2 (dp=2 | tp=2)", 4, whole=_UNLIKE),
-    "recomputed": TableBase(Recomputed, rows, "dp=2,tp=2", 4),
-    "losses": TableBase(TwoLosses, longer_text, "dp=2,tp=2", 4),
-    "turned": TableBase(Turned, tokens, "tp=2", 2),
-    "adapted": TableBase(Adapted, rows, "dp=2,tp=2", 4),
-    "convolved": TableBase(Convolved, six_rows, "dp=3", 3, 2),
-    "sequence": TableBase(Residual, tokens, "tp=2", 2, 1, (_split("layer_norm", "b"),)),
-    "staged": TableBase(Tied, text, "tp=2,pp=2", 4, 2),
-}
+    return labelled(WORDS, (4, 1, 2, 3), LENGTH)

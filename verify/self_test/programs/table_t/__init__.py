@@ -1,1 +1,0 @@
-"""Table T: thirty bugs of real systems, planted in right programs."""
