@@ -102,6 +102,21 @@ class Recording:
     deadline: float = float("inf")
 
 
+class Observer(TorchDispatchMode):
+    """While open, `note` is called with each ATen operator that ran, its positional arguments and its result."""
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, result)
+        return result
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Stands above a fake tensor mode and writes down the calls that pass."""
 
