@@ -38,6 +38,11 @@ def _hooked(x: Tensor) -> Tensor:
     return y
 
 
+def _loss(x: Tensor) -> Tensor:
+    """Its logarithms are clamped, and their gradients are not."""
+    return torch.ops.aten.binary_cross_entropy(x, torch.ones_like(x), None, 0)  # type: ignore[no-any-return]
+
+
 class _Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,6 +74,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a detached factor": (lambda x: torch.nn.functional.softplus(x) + x.detach().sum(0) * 0, "detach"),
     "an autograd.Function": (_Straight.apply, "written by hand"),
     "a detached view": (lambda x: torch.nn.functional.softplus(x) + x.data * 0, ".data"),
+    "a gradient of its own": (
+        lambda x: torch.nn.functional.softplus(x) + _loss(x.sigmoid()),
+        "a gradient of its own",
+    ),
     "no_grad": (lambda x: torch.nn.functional.softplus(x) + _without_grad(x) * 0, "without recording"),
 }
 

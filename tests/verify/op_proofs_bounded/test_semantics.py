@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import isclose, pi
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._decomp import core_aten_decompositions
 
 from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
 from verify.evidence.inputs.concrete_call import dtype_name, outputs_of
 from verify.evidence.smt.algebra import Numbers, literal
-from verify.evidence.smt.interpret import functional_name, interpret
+from verify.evidence.smt.decompositions import DECOMPOSED, decomposition_of
+from verify.evidence.smt.errors import Unsupported
+from verify.evidence.smt.interpret import interpret
 from verify.evidence.smt.semantics import table as semantics
 from verify.evidence.smt.semantics.rule import Array
 from verify.evidence.smt.semantics.table import RULES
-from verify.evidence.smt.trace import Blank, Trace, record
+from verify.evidence.smt.trace import Blank, StorageTrace, record
 
 DRAWS = 20
 
@@ -29,7 +33,7 @@ def elements(tensor: Tensor) -> Array:
     return flat.reshape(tuple(tensor.shape))
 
 
-def traced(function: Callable[..., Any], tensors: list[Tensor], wanted: list[bool]) -> Trace:
+def traced(function: Callable[..., Any], tensors: list[Tensor], wanted: list[bool]) -> StorageTrace:
     blanks = [Blank(tuple(t.shape), dtype_name(t.dtype), w) for t, w in zip(tensors, wanted, strict=True)]
     return record(function, blanks, lambda given: (list(given), {}))
 
@@ -42,7 +46,7 @@ def assert_same(found: Array | None, expected: Tensor, what: str) -> None:
     assert torch.allclose(numbers, flat, rtol=1e-7, atol=1e-7), f"{what}: {numbers} instead of {flat}"
 
 
-def compare(trace: Trace, function: Callable[..., Any], tensors: list[Tensor], wanted: list[bool]) -> None:
+def compare(trace: StorageTrace, function: Callable[..., Any], tensors: list[Tensor], wanted: list[bool]) -> None:
     leaves = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
     outputs = outputs_of(function(*leaves))
     assert outputs
@@ -68,7 +72,7 @@ def compare(trace: Trace, function: Callable[..., Any], tensors: list[Tensor], w
 def covered(call: Call) -> set[str]:
     function, kinds = call
     trace = traced(function, draw(kinds, 0), wants_gradient(kinds))
-    return {functional_name(s.operator) if s.written else s.operator for s in trace.steps}
+    return {name for s in trace.steps for name in (s.operator, s.called)}
 
 
 @pytest.mark.parametrize("number", range(len(CALLS)))
@@ -83,14 +87,101 @@ def test_equals_torch(number: int) -> None:
 
 def test_every_entry_is_compared() -> None:
     counts = Counter(name for call in CALLS for name in covered(call))
-    assert not set(RULES) - set(counts)
+    assert not (set(RULES) | DECOMPOSED) - set(counts)
+    assert not set(RULES) & DECOMPOSED
+
+
+def on_grid(tensor: Tensor) -> Tensor:
+    """Halves: thresholds, zeros and equal numbers, which random numbers never meet."""
+    return (tensor * 2).round() / 2 if tensor.is_floating_point() else tensor
+
+
+FOLLOWED = [number for number, call in enumerate(CALLS) if call[1][0] in "fgb" and covered(call) & DECOMPOSED]
+
+
+@pytest.mark.parametrize("number", FOLLOWED)
+def test_decompositions_equal_torch_where_numbers_meet(number: int) -> None:
+    function, kinds = CALLS[number]
+    trace = traced(function, draw(kinds, 0), wants_gradient(kinds))
+    for seed in range(DRAWS):
+        compare(trace, function, list(map(on_grid, draw(kinds, seed))), wants_gradient(kinds))
+
+
+# Floats in decompositions that do not depend on sizes: constants, and what the calls above pass.
+CONSTANT = (0.5**0.5, (2 * pi) ** -0.5, 1e-12, 0.01, 0.1, 0.3, 0.3 / 2, 0.7)
+
+
+def test_decompositions_round_no_size() -> None:
+    """`1.0 / x.numel()` is rounded, in another way on a shard: what is equal in real numbers would be refuted."""
+
+    def floats(value: Any) -> list[float]:
+        if isinstance(value, list):
+            return [number for item in value for number in floats(item)]
+        return [abs(value)] if isinstance(value, float) else []
+
+    def exact(number: float) -> bool:
+        return number * 64 == int(number * 64) or any(isclose(number, c) for c in CONSTANT)
+
+    steps = [s for function, kinds in CALLS for s in traced(function, draw(kinds, 0), wants_gradient(kinds)).steps]
+    followed = [s for s in steps if s.called in DECOMPOSED]
+    assert len(followed) > 100
+    assert not {s.called for s in followed if not all(map(exact, floats(list(s.arguments.values()))))}
 
 
 def test_a_wrong_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A published prover had SiLU written as sigmoid."""
-    wrong = {**RULES, "aten.silu.default": RULES["aten.sigmoid.default"]}
+    wrong = {**RULES, "aten.tanh.default": RULES["aten.sigmoid.default"]}
     monkeypatch.setattr(semantics, "RULES", wrong)
     tensors = draw("f2,3", 0)
-    trace = traced(torch.nn.functional.silu, tensors, [True])
+    trace = traced(torch.tanh, tensors, [True])
     with pytest.raises(AssertionError, match="output 0"):
-        compare(trace, torch.nn.functional.silu, tensors, [True])
+        compare(trace, torch.tanh, tensors, [True])
+
+
+def follow_silu(monkeypatch: pytest.MonkeyPatch, into: Callable[[Tensor], Tensor]) -> StorageTrace:
+    monkeypatch.setattr(
+        "verify.evidence.smt.trace.decomposition_of",
+        lambda overload, inside: into if str(overload) == "aten.silu.default" else None,
+    )
+    return traced(torch.nn.functional.silu, draw("f2,3", 0), [False])
+
+
+def test_a_wrong_decomposition_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published prover had SiLU written as sigmoid."""
+    trace = follow_silu(monkeypatch, torch.sigmoid)
+    with pytest.raises(AssertionError, match="output 0"):
+        compare(trace, torch.nn.functional.silu, draw("f2,3", 0), [False])
+
+
+@pytest.mark.parametrize("into", [lambda x: x.float().sigmoid(), lambda x: x.sum(0)])
+def test_a_decomposition_to_another_dtype_or_shape_is_refused(
+    monkeypatch: pytest.MonkeyPatch, into: Callable[[Tensor], Tensor]
+) -> None:
+    with pytest.raises(Unsupported, match="another dtype or shape"):
+        follow_silu(monkeypatch, into)
+
+
+@pytest.mark.parametrize("into", [lambda x: x, lambda x: (x.t() * x.t().sigmoid()).t()])
+def test_a_result_has_memory_and_strides_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, into: Callable[[Tensor], Tensor]
+) -> None:
+    trace = follow_silu(monkeypatch, into)
+    assert trace.outputs[0] is not None
+    assert trace.outputs[0].storage != trace.inputs[0].storage
+    assert trace.outputs[0].stride == (3, 1)
+
+
+def test_no_decomposition_reads_an_index() -> None:
+    """`index_add` refuses a negative index, and torch's decomposition takes it from the end: a shard would raise."""
+    taken = [o for o in core_aten_decompositions() if str(o) in DECOMPOSED]
+    assert {a.name for o in taken for a in o._schema.arguments if "ind" in a.name and "Tensor" in str(a.type)} == set()
+
+
+def test_torch_has_every_decomposition() -> None:
+    """A name that torch no longer decomposes would have no semantics, and be proved by nobody."""
+    known = {str(overload): overload for overload in core_aten_decompositions()}
+    assert not DECOMPOSED - set(known)
+    assert all(decomposition_of(known[name], False) is not None for name in DECOMPOSED)
+    composite = torch.ops.aten.matmul.default
+    assert decomposition_of(composite, True) is not None
+    assert decomposition_of(composite, False) is None
+    assert decomposition_of(torch.ops.aten.mm.default, True) is None

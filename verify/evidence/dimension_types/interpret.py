@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verify.evidence.dimension_types.rules import conclude
-from verify.evidence.dimension_types.rules.call import Operand, RuleCall, arguments_of, operands_in, unknown
+from verify.evidence.dimension_types.rules.call import Operand, RuleCall, operands_in, unknown
 from verify.evidence.dimension_types.sizes import Symbols, symbols_of
 from verify.evidence.dimension_types.states import SAME, Constant, Same, State, Unknown, Zero, checked
 from verify.evidence.dimension_types.trace import FunctionalCall, Ref, Trace
@@ -53,9 +53,8 @@ def rule_call(trace: Trace, step: FunctionalCall, known: Mapping[int, State], sp
             return tuple(convert(item) for item in value)
         return value
 
-    arguments = arguments_of(step.overload, step.args, step.kwargs)
     outputs = tuple(None if n is None else operand(trace, n, {}) for n in step.outputs)
-    return RuleCall(step.overload, {name: convert(value) for name, value in arguments.items()}, outputs, split)
+    return RuleCall(step.overload, {name: convert(value) for name, value in step.arguments.items()}, outputs, split)
 
 
 def operand(trace: Trace, number: int, known: Mapping[int, State]) -> Operand:

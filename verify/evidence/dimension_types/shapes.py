@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verify.evidence.dimension_types.rules.call import arguments_of
 from verify.evidence.dimension_types.wholes import INTERPOLATED, NEAREST, differentiable
+from verify.evidence.operator_trace import arguments_of
 
 Arguments = Mapping[str, Any]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from verify.evidence.operator_trace import Observer
 
 CHECKED = frozenset(
     """
@@ -31,26 +32,17 @@ CHECKED = frozenset(
 )
 
 
-class _Names(TorchDispatchMode):
-    """Record whether all kernels that run check their sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.checked = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__.removesuffix("_")
-        aten = func.namespace == "aten"
-        self.checked &= aten and (name in CHECKED or torch.Tag.pointwise in func.tags)
-        return func(*args, **(kwargs or {}))
+def _checks(overload: Any) -> bool:
+    name = overload.overloadpacket.__name__.removesuffix("_")
+    return overload.namespace == "aten" and (name in CHECKED or torch.Tag.pointwise in overload.tags)
 
 
 def runs_checked(run: Callable[[], object]) -> bool:
     """Return whether a function runs only kernels that check their sizes. Raises what the function raises."""
-    names = _Names()
-    with names:
+    checked: list[bool] = []
+    with Observer(lambda overload, args, result: checked.append(_checks(overload))):
         run()
-    return names.checked
+    return all(checked)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_tensors
 from verify.evidence.smt.layout import local_shape
-from verify.evidence.smt.trace import Blank, StoragePlace, Trace, record
+from verify.evidence.smt.trace import Blank, StoragePlace, StorageTrace, record
 
 AXIS = "shards"
 
@@ -28,7 +28,7 @@ class TracedCall:
 
     call: Call
     blanks: tuple[Blank, ...]
-    trace: Trace
+    trace: StorageTrace
     signature: Signature
 
 
@@ -49,7 +49,7 @@ def trace_whole(spec: OperatorSpec, call: Call, concrete: ConcreteCall) -> Trace
 
 def trace_ranks(
     traced: TracedCall, choice: Choice, parts: int, states_in: Sequence[State], states_out: Sequence[State]
-) -> tuple[list[Trace], bool]:
+) -> tuple[list[StorageTrace], bool]:
     """Trace the call of each rank; return the traces, and whether they depend on the rank.
 
     Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises.
@@ -78,7 +78,7 @@ def depends_on_rank(value: Any) -> bool:
     return isinstance(value, Expression)
 
 
-def _record(spec: OperatorSpec, call: Call, blanks: Sequence[Blank], coordinates: dict[str, int]) -> Trace:
+def _record(spec: OperatorSpec, call: Call, blanks: Sequence[Blank], coordinates: dict[str, int]) -> StorageTrace:
     return record(function_of(call.operator, spec), blanks, lambda tensors: with_tensors(call, tensors, coordinates))
 
 

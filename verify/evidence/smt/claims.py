@@ -16,7 +16,7 @@ from verify.evidence.smt.interpret import Values, interpret
 from verify.evidence.smt.layout import Pairs, Spread, Symbol, equations, spread, zeros
 from verify.evidence.smt.semantics.rule import Array
 from verify.evidence.smt.terms import Terms
-from verify.evidence.smt.trace import StoragePlace, Trace
+from verify.evidence.smt.trace import StoragePlace, StorageTrace
 
 # Operators whose backward is not the derivative of the forward pass: padding_idx and counts of ids; clamped logarithms.
 _OWN_GRADIENT = frozenset({"aten.embedding.default", "aten.binary_cross_entropy.default"})
@@ -27,7 +27,7 @@ class TracedShards:
     """The whole and every rank, traced, with how each input and output lies."""
 
     traced: TracedCall
-    ranks: tuple[Trace, ...]
+    ranks: tuple[StorageTrace, ...]
     states_in: tuple[State, ...]
     states_out: tuple[State, ...]
     depends_on_rank: bool
@@ -160,6 +160,6 @@ def _refuse_theorem(problem: TracedShards, reason: str) -> None:
     for trace in (problem.traced.trace, *problem.ranks):
         if trace.untrue:
             raise Unsupported(f"{trace.untrue}, and in the backward pass {reason}")
-        own = next((s.operator for s in trace.steps[: trace.forward] if s.operator in _OWN_GRADIENT), None)
+        own = next((s.called for s in trace.steps[: trace.forward] if s.called in _OWN_GRADIENT), None)
         if own is not None:
             raise Unsupported(f"{own} has a gradient of its own, and in the backward pass {reason}")

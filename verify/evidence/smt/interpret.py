@@ -19,7 +19,7 @@ from verify.evidence.smt.algebra import Numbers, kind_of_dtype, literal
 from verify.evidence.smt.errors import Unsupported
 from verify.evidence.smt.semantics.rule import Array, Given
 from verify.evidence.smt.semantics.table import rule_of
-from verify.evidence.smt.trace import AtenCall, StoragePlace, Trace
+from verify.evidence.smt.trace import StoragePlace, StorageStep, StorageTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Values:
 
 
 def interpret(
-    trace: Trace,
+    trace: StorageTrace,
     algebra: Numbers,
     inputs: Sequence[Array],
     cotangents: Sequence[Array | None] = (),
@@ -71,7 +71,7 @@ def interpret(
 class _Memory:
     """The elements of every storage; None where nothing was written."""
 
-    def __init__(self, trace: Trace, algebra: Numbers) -> None:
+    def __init__(self, trace: StorageTrace, algebra: Numbers) -> None:
         self.algebra = algebra
         self.storages: dict[int, NDArray[np.object_]] = {}
         self.sizes = trace.sizes
@@ -112,8 +112,8 @@ def positions(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> N
     return found
 
 
-def _run(step: AtenCall, memory: _Memory, algebra: Numbers) -> None:
-    name = functional_name(step.operator) if step.written else step.operator
+def _run(step: StorageStep, memory: _Memory, algebra: Numbers) -> None:
+    name = step.operator
     rule = rule_of(name)
     if rule is None:
         raise Unsupported(f"{name} has no semantics here")
@@ -130,12 +130,6 @@ def _run(step: AtenCall, memory: _Memory, algebra: Numbers) -> None:
     for place, array in zip(step.outputs, results, strict=True):
         if place is not None and array is not None:
             memory.write(place, array)
-
-
-def functional_name(operator: str) -> str:
-    """Return `aten.add.Tensor` for `aten.add_.Tensor`."""
-    namespace, name, overload = operator.split(".")
-    return f"{namespace}.{name.removesuffix('_')}.{overload}"
 
 
 def _value(value: Any, memory: _Memory) -> Any:

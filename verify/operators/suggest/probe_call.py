@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from op_registry.call import Call
 from op_registry.spec import OperatorSpec
 
 from verify.evidence.inputs.concrete_call import ConcreteCall, make_call, outputs_of, with_tensors
 from verify.evidence.inputs.meta_preflight import tried_on_meta
+from verify.evidence.operator_trace import Observer
 from verify.evidence.oracle.kernels import runs_checked
 
 Outputs = tuple[Tensor | None, ...]
@@ -123,12 +123,12 @@ class Question:
 
     def steps(self, tensors: Sequence[Tensor], integers: Mapping[str, Number]) -> int | None:
         """Return how many operators run before one raises; None if none does."""
-        counter = _Counter()
+        ran: list[Any] = []
         try:
-            with counter:
+            with Observer(lambda overload, args, result: ran.append(overload)):
                 self.run(tensors, integers)
         except Exception:  # noqa: BLE001 - whatever it raises, it does not run
-            return counter.steps
+            return len(ran)
         return None
 
     def changed(self, tensors: Sequence[Tensor], integers: Mapping[str, Number], trusted: bool = False) -> Question:
@@ -138,19 +138,6 @@ class Question:
         concrete = make_call(call.operator, args, kwargs, self.concrete.kind)
         concrete = replace(concrete, constants=self.concrete.constants)
         return replace(self, concrete=concrete, trusted=trusted or self.checked)
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the operators that ran to their end."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.steps = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.steps += 1
-        return result
 
 
 def make_question(spec: OperatorSpec, function: Callable[..., Any], concrete: ConcreteCall) -> Question:

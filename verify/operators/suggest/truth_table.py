@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Replicated, Sharded, State
+from verify.evidence.operator_trace import Observer
 from verify.operators.suggest.probe_call import Outputs, Question
 from verify.operators.suggest.size_groups import Element, Group, find_groups, size_of
 from verify.operators.suggest.trial import States, Trial, close, divides, make_trial
@@ -30,34 +30,29 @@ Outers = Mapping[int, tuple[int, ...]]
 def find_outers(question: Question) -> Outers:
     """Return, by size of a dim, what may stand before an identifier in it: 3 and 3 * h for a dim
     viewed as (3, h, d)."""
-    watcher = _Watcher()
-    with watcher:
+    outers: dict[int, set[int]] = {}
+
+    def note(overload: Any, args: tuple[Any, ...], result: Any) -> None:
+        for size, outer in _found(overload, args, result):
+            outers.setdefault(size, set()).add(outer)
+
+    with Observer(note):
         question.run(question.tensors, {})
-    return {size: tuple(sorted(found)) for size, found in watcher.outers.items()}
+    return {size: tuple(sorted(found)) for size, found in outers.items()}
 
 
-class _Watcher(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.outers: dict[int, set[int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not args or not isinstance(args[0], Tensor):
-            return result
-        before = tuple(args[0].shape)
-        name = func.overloadpacket.__name__
-        if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-            self._note(_prefixes(before, tuple(result.shape)))
-        elif name == "slice":
-            self._note(_shares(before, [result]))
-        elif name in ("split", "split_with_sizes", "chunk"):
-            self._note(_shares(before, result))
-        return result
-
-    def _note(self, found: Iterator[tuple[int, int]]) -> None:
-        for size, outer in found:
-            self.outers.setdefault(size, set()).add(outer)
+def _found(overload: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[int, int]]:
+    """Yield a size and what may stand before an identifier in it, for one ATen operator that ran."""
+    if not args or not isinstance(args[0], Tensor):
+        return
+    before = tuple(args[0].shape)
+    name = overload.overloadpacket.__name__
+    if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
+        yield from _prefixes(before, tuple(result.shape))
+    elif name == "slice":
+        yield from _shares(before, [result])
+    elif name in ("split", "split_with_sizes", "chunk"):
+        yield from _shares(before, result)
 
 
 def _prefixes(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:

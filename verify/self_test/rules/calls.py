@@ -25,7 +25,7 @@ from op_registry.samples.sample import Sample
 
 from nnscaler.ir.signature import Signature
 from verify.evidence.dimension_types.interpret import rule_call
-from verify.evidence.dimension_types.rules.call import Operand, arguments_of, operands_in
+from verify.evidence.dimension_types.rules.call import Operand, operands_in
 from verify.evidence.dimension_types.sizes import Size, Symbols, mentions, quotient, substituted, symbols_of
 from verify.evidence.dimension_types.states import (
     CONSTANT,
@@ -39,9 +39,10 @@ from verify.evidence.dimension_types.states import (
     checked,
 )
 from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
-from verify.evidence.dimension_types.trace import flat, functional, record, simplified
+from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call
+from verify.evidence.operator_trace import arguments_of, flat, functional
 
 SECONDS = 30.0  # for one trace
 Values = tuple[int, ...]

@@ -21,7 +21,8 @@ from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call import Operand, RuleCall
 from verify.evidence.dimension_types.sizes import Symbols
 from verify.evidence.dimension_types.states import PartialMax, PartialSum, Same, Shard, State, Unknown, checked
-from verify.evidence.dimension_types.trace import flat, written
+from verify.evidence.dimension_types.trace import written
+from verify.evidence.operator_trace import arguments_of, flat
 from verify.self_test.rules.calls import DrawnCall, Values, draw_split, draw_states, operands_of
 from verify.self_test.rules.values import (
     KINDS,
@@ -278,7 +279,8 @@ def _run(overload: Any, noted: Mapping[str, Any], tensors: Sequence[Tensor], siz
         else:
             args.append(value)
     results = flat(overload(*args, **kwargs))
-    return [*results, *(t for t in written(overload, args, kwargs) if not any(t is r for r in results))]
+    targets = written(overload, arguments_of(overload, tuple(args), kwargs))
+    return [*results, *(t for t in targets if not any(t is r for r in results))]
 
 
 def _check_shapes(asked: RuleCall, whole: Sequence[Any], ranks: Ranks) -> None:

@@ -102,17 +102,6 @@ def operands_in(value: Any) -> Iterator[Operand]:
             yield from operands_in(item)
 
 
-def arguments_of(overload: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the schema's defaults for those left out."""
-    found: dict[str, Any] = {}
-    for position, parameter in enumerate(overload._schema.arguments):
-        if position < len(args) and not parameter.kwarg_only:
-            found[parameter.name] = args[position]
-        else:
-            found[parameter.name] = kwargs.get(parameter.name, parameter.default_value)
-    return found
-
-
 def unknown(call: RuleCall, reason: str) -> tuple[State, ...]:
     """Nothing is known of any output."""
     return (Unknown(f"{call.overload}: {reason}"),) * len(call.outputs)

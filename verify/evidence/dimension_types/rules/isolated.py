@@ -13,7 +13,7 @@ from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.sizes import quotient
 from verify.evidence.dimension_types.states import Shard, State
 from verify.evidence.dimension_types.symbolic import World
-from verify.evidence.dimension_types.trace import Recorder, Trace
+from verify.evidence.dimension_types.trace import Functionalised, recorder
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ def conclude_on(
     """
     world = World()
     symbol = world.symbol("k", size)
-    trace = Trace()
-    recorder = Recorder(trace, float("inf"))
+    recording, found = recorder(), Functionalised(frozenset())
     given: list[State] = []
 
     def convert(value: Any) -> Any:
@@ -50,7 +49,7 @@ def conclude_on(
             made = world.tensor(
                 _sizes(value, states[number], (dims or {}).get(number), size, symbol), value.dtype, False
             )
-            recorder.seen(made, True)
+            found.seen(recording.use(made), True)
             return made
         if isinstance(value, Sized):
             return value.of(symbol)
@@ -59,11 +58,12 @@ def conclude_on(
         return value
 
     new_args, new_kwargs = [convert(a) for a in args], {key: convert(value) for key, value in kwargs.items()}
-    with world.mode, recorder:
+    with world.mode, recording:
         overload(*new_args, **new_kwargs)
-    (step,) = trace.steps
+    found.add_all(recording.calls)
+    (step,) = found.trace.steps
     known = dict(enumerate(given))
-    return conclude(rule_call(trace, step, known, frozenset({world.symbols["k"]})))
+    return conclude(rule_call(found.trace, step, known, frozenset({world.symbols["k"]})))
 
 
 def _sizes(tensor: Tensor, state: State, place: tuple[int, int] | None, size: int, symbol: Any) -> list[Any]:

@@ -264,24 +264,6 @@ def _slice_scatter(_al: Numbers, given: Given) -> Array:
     return result
 
 
-def _slice_backward(_al: Numbers, given: Given) -> Array:
-    result = filled(given["input_sizes"], 0)
-    result[_slice_of(given, result)] = given["grad_output"]
-    return result
-
-
-def _select_scatter(_al: Numbers, given: Given) -> Array:
-    result: Array = given["self"].copy()
-    result[(slice(None),) * whole(given["dim"], result.ndim) + (given["index"],)] = given["src"]
-    return result
-
-
-def _select_backward(_al: Numbers, given: Given) -> Array:
-    result = filled(given["input_sizes"], 0)
-    result[(slice(None),) * whole(given["dim"], result.ndim) + (given["index"],)] = given["grad_output"]
-    return result
-
-
 def _with_diagonal(x: Array, given: Given, source: Array) -> Array:
     places = np.arange(x.size).reshape(x.shape)
     at = np.diagonal(places, given["offset"], given["dim1"], given["dim2"])
@@ -292,10 +274,6 @@ def _with_diagonal(x: Array, given: Given, source: Array) -> Array:
 
 def _diagonal_scatter(_al: Numbers, given: Given) -> Array:
     return _with_diagonal(given["self"], given, given["src"])
-
-
-def _diagonal_backward(_al: Numbers, given: Given) -> Array:
-    return _with_diagonal(filled(given["input_sizes"], 0), given, given["grad_output"])
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -313,10 +291,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.index.Tensor": _index,
         "aten.index_put.default": _index_put,
         "aten.slice_scatter.default": _slice_scatter,
-        "aten.slice_backward.default": _slice_backward,
-        "aten.select_scatter.default": _select_scatter,
-        "aten.select_backward.default": _select_backward,
         "aten.diagonal_scatter.default": _diagonal_scatter,
-        "aten.diagonal_backward.default": _diagonal_backward,
     }
 )

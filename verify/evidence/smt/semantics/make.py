@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -14,13 +13,8 @@ from verify.evidence.smt.errors import Unsupported
 from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, filled, whole
 
 
-def _filled(value: Any) -> Rule:
-    """`value`: an element, or the name of the argument that has it."""
-
-    def rule(_al: Numbers, given: Given) -> Array:
-        return filled(given.shape, given[value] if isinstance(value, str) else value)
-
-    return rule
+def _filled(_al: Numbers, given: Given) -> Array:
+    return filled(given.shape, given["fill_value"])
 
 
 def _unwritten(_al: Numbers, given: Given) -> Array:
@@ -45,13 +39,8 @@ def _linspace(_al: Numbers, given: Given) -> Array:
     return array([start + (end - start) * Fraction(i, max(steps - 1, 1)) for i in range(steps)], (steps,))
 
 
-def _fill(_al: Numbers, given: Given) -> Array:
-    x, value = given["self"], given["value"]
-    return filled(x.shape, value[()] if isinstance(value, np.ndarray) else value)
-
-
-def _zero(_al: Numbers, given: Given) -> Array:
-    return filled(given["self"].shape, 0)
+def _zeros(_al: Numbers, given: Given) -> Array:
+    return filled(given.shape, 0)
 
 
 def _copy(_al: Numbers, given: Given) -> Array:
@@ -63,11 +52,6 @@ def _cat(_al: Numbers, given: Given) -> Array:
     ndim = max(t.ndim for t in tensors)
     used = [t for t in tensors if t.ndim == ndim]  # others are empty, and skipped
     return np.concatenate(used, axis=whole(given["dim"], ndim))
-
-
-def _stack(_al: Numbers, given: Given) -> Array:
-    tensors = given["tensors"]
-    return np.stack(tensors, axis=given["dim"] % (tensors[0].ndim + 1))
 
 
 def _repeat(_al: Numbers, given: Given) -> Array:
@@ -100,66 +84,27 @@ def _padded(x: Array, dim: int, before: int, after: int, value: Element) -> Arra
     return np.concatenate([ends[0], x, ends[1]], axis=dim)
 
 
-def _triangle(keep_lower: bool) -> Rule:
-    def rule(_al: Numbers, given: Given) -> Array:
-        x, diagonal = given["self"], given["diagonal"]
-        rows, columns = x.shape[-2:]
-        offset = np.arange(columns) - np.arange(rows)[:, None]
-        kept = offset <= diagonal if keep_lower else offset >= diagonal
-        return np.where(kept, x, filled((), 0))
-
-    return rule
-
-
-def _pixel_shuffle(_al: Numbers, given: Given) -> Array:
-    """[*, c r r, h, w] -> [*, c, h r, w r]."""
-    x: Array = given["self"]
-    r = given["upscale_factor"]
-    *lead, _, h, w = x.shape
-    at = len(lead)
-    blocks = x.reshape(*lead, -1, r, r, h, w)
-    return blocks.transpose([*range(at), at, at + 3, at + 1, at + 4, at + 2]).reshape(given.shape)
-
-
-def _pixel_unshuffle(_al: Numbers, given: Given) -> Array:
-    """[*, c, h r, w r] -> [*, c r r, h, w]."""
-    x: Array = given["self"]
-    r = given["downscale_factor"]
-    *lead, c, h, w = x.shape
-    at = len(lead)
-    blocks = x.reshape(*lead, c, h // r, r, w // r, r)
-    return blocks.transpose([*range(at), at, at + 2, at + 4, at + 1, at + 3]).reshape(given.shape)
-
-
 def _scalar(_al: Numbers, given: Given) -> Array:
     return filled((), given["s"])
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **{f"aten.{name}": _unwritten for name in ("empty.memory_format", "empty_like.default", "new_empty.default")},
+        **{f"aten.{name}": _unwritten for name in ("empty.memory_format", "empty_like.default")},
         **{f"aten.{name}": _unwritten for name in ("empty_strided.default", "new_empty_strided.default")},
-        **{f"aten.{name}.default": _filled(0) for name in ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor")},
-        **{f"aten.{name}.default": _filled(1) for name in ("ones", "ones_like", "new_ones")},
-        **{f"aten.{name}.default": _filled("fill_value") for name in ("full", "full_like", "new_full")},
-        **{f"aten.arange.{name}": _arange for name in ("default", "start", "start_step")},
+        "aten._efficientzerotensor.default": _zeros,
+        "aten.full.default": _filled,
+        "aten.full_like.default": _filled,
+        "aten.arange.start_step": _arange,
         "aten.scalar_tensor.default": _scalar,
         "aten.eye.default": _eye,
         "aten.eye.m": _eye,
         "aten.linspace.default": _linspace,
-        "aten.fill.Scalar": _fill,
-        "aten.fill.Tensor": _fill,
-        "aten.zero.default": _zero,
         "aten.copy.default": _copy,
         "aten.cat.default": _cat,
-        "aten.stack.default": _stack,
         "aten.repeat.default": _repeat,
         "aten.flip.default": _flip,
         "aten.roll.default": _roll,
         "aten.constant_pad_nd.default": _constant_pad,
-        "aten.tril.default": _triangle(keep_lower=True),
-        "aten.triu.default": _triangle(keep_lower=False),
-        "aten.pixel_shuffle.default": _pixel_shuffle,
-        "aten.pixel_unshuffle.default": _pixel_unshuffle,
     }
 )

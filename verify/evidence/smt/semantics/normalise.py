@@ -43,22 +43,6 @@ def _log_softmax(al: Numbers, given: Given) -> Array:
     return _along(given["self"], given["dim"], row)
 
 
-def _softmax_backward(al: Numbers, given: Given) -> Array:
-    def row(grad: Row, y: Row) -> Row:
-        shared = al.dot(grad, y)
-        return [al.multiply(b, al.subtract(a, shared)) for a, b in zip(grad, y, strict=True)]
-
-    return _along(given["grad_output"], given["dim"], row, given["output"])
-
-
-def _log_softmax_backward(al: Numbers, given: Given) -> Array:
-    def row(grad: Row, y: Row) -> Row:
-        total = al.sum(grad)
-        return [al.subtract(a, al.multiply(al.function("exp", b), total)) for a, b in zip(grad, y, strict=True)]
-
-    return _along(given["grad_output"], given["dim"], row, given["output"])
-
-
 def _statistics(al: Numbers, row: Row, eps: Element) -> tuple[Element, Element]:
     """Return the mean, and one over the standard deviation."""
     spread = al.add(variance_of(al, row, 0), eps)
@@ -153,8 +137,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten._softmax.default": _softmax,
         "aten._safe_softmax.default": _softmax,
         "aten._log_softmax.default": _log_softmax,
-        "aten._softmax_backward_data.default": _softmax_backward,
-        "aten._log_softmax_backward_data.default": _log_softmax_backward,
         "aten.native_layer_norm.default": _layer_norm,
         "aten.native_layer_norm_backward.default": _layer_norm_backward,
         "aten.native_group_norm.default": _group_norm,

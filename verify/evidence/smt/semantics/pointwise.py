@@ -22,10 +22,6 @@ def sigmoid(al: Numbers, x: Element) -> Element:
     return al.reciprocal(al.add(1, al.function("exp", al.negative(x))))
 
 
-def log_sigmoid(al: Numbers, x: Element) -> Element:
-    return al.negative(al.function("log", al.add(1, al.function("exp", al.negative(x)))))
-
-
 def _rsqrt(al: Numbers, x: Element) -> Element:
     return al.reciprocal(al.function("sqrt", x))
 
@@ -34,17 +30,9 @@ def _relu(al: Numbers, x: Element) -> Element:
     return al.maximum(x, 0)
 
 
-def _silu(al: Numbers, x: Element) -> Element:
-    return al.multiply(x, sigmoid(al, x))
-
-
 def clamped(al: Numbers, x: Element, low: Element | None, high: Element | None) -> Element:
     x = x if low is None else al.maximum(x, low)
     return x if high is None else al.minimum(x, high)
-
-
-def _hardsigmoid(al: Numbers, x: Element) -> Element:
-    return al.divide(clamped(al, al.add(x, 3), 0, 6), 6)
 
 
 def _applied(name: str) -> Callable[[Numbers, Element], Element]:
@@ -55,15 +43,11 @@ _UNARY: Mapping[str, Callable[[Numbers, Element], Element]] = MappingProxyType(
     {
         "neg": lambda al, x: al.negative(x),
         "abs": lambda al, x: al.absolute(x),
-        "sgn": lambda al, x: al.sign(x),
         "sign": lambda al, x: al.sign(x),
         "relu": _relu,
         "reciprocal": lambda al, x: al.reciprocal(x),
         "rsqrt": _rsqrt,
         "sigmoid": sigmoid,
-        "silu": _silu,
-        "hardsigmoid": _hardsigmoid,
-        "hardswish": lambda al, x: al.multiply(x, _hardsigmoid(al, x)),
         "expm1": lambda al, x: al.add(al.function("exp", x), -1),
         "log1p": lambda al, x: al.function("log", al.add(1, x)),
         "erfc": lambda al, x: al.subtract(1, al.function("erf", x)),
@@ -150,11 +134,6 @@ def _subtract(al: Numbers, given: Given) -> Array:
     return each(lambda a, b: al.subtract(a, al.multiply(alpha, b)), given["self"], given["other"])
 
 
-def _reverse_subtract(al: Numbers, given: Given) -> Array:
-    alpha = given.get("alpha", 1)
-    return each(lambda a, b: al.subtract(b, al.multiply(alpha, a)), given["self"], given["other"])
-
-
 def _divide_rounded(al: Numbers, given: Given) -> Array:
     mode = given["rounding_mode"]
     if mode is None:
@@ -192,21 +171,9 @@ def _where(al: Numbers, given: Given) -> Array:
     return each(al.where, given["condition"], given["self"], given["other"])
 
 
-def _masked_fill(al: Numbers, given: Given) -> Array:
-    return each(lambda x, m, v: al.where(m, v, x), given["self"], given["mask"], given["value"])
-
-
 def _clamp(al: Numbers, given: Given) -> Array:
     low, high = (filled((), None) if given[key] is None else given[key] for key in ("min", "max"))
     return each(lambda x, a, b: clamped(al, x, a, b), given["self"], low, high)
-
-
-def _clamp_min(al: Numbers, given: Given) -> Array:
-    return each(al.maximum, given["self"], given["min"])
-
-
-def _clamp_max(al: Numbers, given: Given) -> Array:
-    return each(al.minimum, given["self"], given["max"])
 
 
 def _power(al: Numbers, given: Given) -> Array:
@@ -234,82 +201,7 @@ def _leaky_relu(al: Numbers, given: Given) -> Array:
     return each(lambda x: al.where(al.less(0, x), x, al.multiply(slope, x)), given["self"])
 
 
-def _softplus(al: Numbers, given: Given) -> Array:
-    beta, threshold = given["beta"], given["threshold"]
-
-    def smooth(x: Element) -> Element:
-        scaled = al.multiply(beta, x)
-        value = al.divide(al.function("log", al.add(1, al.function("exp", scaled))), beta)
-        return al.where(al.less(threshold, scaled), x, value)
-
-    return each(smooth, given["self"])
-
-
-def _addcmul(al: Numbers, given: Given) -> Array:
-    value = given["value"]
-
-    def fused(x: Element, a: Element, b: Element) -> Element:
-        return al.add(x, al.multiply(value, al.multiply(a, b)))
-
-    return each(fused, given["self"], given["tensor1"], given["tensor2"])
-
-
-def _lerp(al: Numbers, given: Given) -> Array:
-    def between(a: Element, b: Element, w: Element) -> Element:
-        return al.add(a, al.multiply(w, al.subtract(b, a)))
-
-    return each(between, given["self"], given["end"], given["weight"])
-
-
 # Gradients that have an operator of their own.
-
-
-def _sigmoid_backward(al: Numbers, given: Given) -> Array:
-    def back(g: Element, y: Element) -> Element:
-        return al.multiply(g, al.multiply(y, al.subtract(1, y)))
-
-    return each(back, given["grad_output"], given["output"])
-
-
-def _tanh_backward(al: Numbers, given: Given) -> Array:
-    def back(g: Element, y: Element) -> Element:
-        return al.multiply(g, al.subtract(1, al.multiply(y, y)))
-
-    return each(back, given["grad_output"], given["output"])
-
-
-def _threshold_backward(al: Numbers, given: Given) -> Array:
-    threshold = given["threshold"]
-    return each(lambda g, x: al.where(al.less(threshold, x), g, 0), given["grad_output"], given["self"])
-
-
-def _leaky_relu_backward(al: Numbers, given: Given) -> Array:
-    slope = given["negative_slope"]
-
-    def back(g: Element, x: Element) -> Element:
-        return al.where(al.less(0, x), g, al.multiply(slope, g))
-
-    return each(back, given["grad_output"], given["self"])
-
-
-def _silu_backward(al: Numbers, given: Given) -> Array:
-    def back(g: Element, x: Element) -> Element:
-        y = sigmoid(al, x)
-        return al.multiply(g, al.multiply(y, al.add(1, al.multiply(x, al.subtract(1, y)))))
-
-    return each(back, given["grad_output"], given["self"])
-
-
-def _gelu_backward(al: Numbers, given: Given) -> Array:
-    if given["approximate"] != "none":
-        raise Unsupported("the tanh approximation")
-
-    def back(g: Element, x: Element) -> Element:
-        density = al.function("exp", al.multiply(-_HALF, al.multiply(x, x)))
-        slope = al.multiply(Fraction(1 / sqrt(2 * pi)), al.multiply(x, density))
-        return al.multiply(g, al.add(_normal_cdf(al, x), slope))
-
-    return each(back, given["grad_output"], given["self"])
 
 
 def _overloads(name: str, rule: Rule, overloads: str) -> dict[str, Rule]:
@@ -332,28 +224,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **_overloads("bitwise_not", _bitwise_not, "default"),
         **_overloads("add", _add, "Tensor Scalar"),
         **_overloads("sub", _subtract, "Tensor Scalar"),
-        **_overloads("rsub", _reverse_subtract, "Tensor Scalar"),
         **_overloads("div", _divide_rounded, "Tensor_mode Scalar_mode"),
-        **_overloads("floor_divide", _floor_divide, "default Scalar"),
         **_overloads("remainder", _remainder, "Tensor Scalar"),
         **_overloads("where", _where, "self"),
-        **_overloads("masked_fill", _masked_fill, "Scalar Tensor"),
         **_overloads("clamp", _clamp, "default Tensor"),
-        **_overloads("clamp_min", _clamp_min, "default Tensor"),
-        **_overloads("clamp_max", _clamp_max, "default Tensor"),
         **_overloads("hardtanh", lambda al, g: _clamp(al, _bounds(g)), "default"),
         **_overloads("pow", _power, "Tensor_Scalar Tensor_Tensor Scalar"),
         **_overloads("gelu", _gelu, "default"),
         **_overloads("leaky_relu", _leaky_relu, "default"),
-        **_overloads("softplus", _softplus, "default"),
-        **_overloads("addcmul", _addcmul, "default"),
-        **_overloads("lerp", _lerp, "Scalar Tensor"),
-        **_overloads("sigmoid_backward", _sigmoid_backward, "default"),
-        **_overloads("tanh_backward", _tanh_backward, "default"),
-        **_overloads("threshold_backward", _threshold_backward, "default"),
-        **_overloads("leaky_relu_backward", _leaky_relu_backward, "default"),
-        **_overloads("silu_backward", _silu_backward, "default"),
-        **_overloads("gelu_backward", _gelu_backward, "default"),
         **_overloads("clone", _same, "default"),
         **_overloads("_to_copy", _same, "default"),
         **_overloads("lift_fresh", _same, "default"),

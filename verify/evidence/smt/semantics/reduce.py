@@ -71,24 +71,6 @@ def _any(al: Numbers, given: Given) -> Array:
     return over(x, whole_dims(given.get("dim"), x.ndim), some, given.shape)
 
 
-def _all(al: Numbers, given: Given) -> Array:
-    x = given["self"]
-
-    def every(row: list[Element]) -> Element:
-        return reduce(al.both, [al.cast(e, "bool") for e in row], True)
-
-    return over(x, whole_dims(given.get("dim"), x.ndim), every, given.shape)
-
-
-def _count(al: Numbers, given: Given) -> Array:
-    x = given["self"]
-
-    def nonzero(row: list[Element]) -> Element:
-        return al.sum([al.cast(al.cast(e, "bool"), "int") for e in row])
-
-    return over(x, whole_dims(given.get("dim"), x.ndim), nonzero, given.shape)
-
-
 def _product(al: Numbers, given: Given) -> Array:
     x = given["self"]
     return over(x, whole_dims(given.get("dim"), x.ndim), lambda row: reduce(al.multiply, row, 1), given.shape)
@@ -119,14 +101,6 @@ def _mm(al: Numbers, given: Given) -> Array:
     return product(al, given["self"], given["mat2"])
 
 
-def _mv(al: Numbers, given: Given) -> Array:
-    return product(al, given["self"], given["vec"][:, None])[:, 0]
-
-
-def _dot(al: Numbers, given: Given) -> Array:
-    return array([al.dot(list(given["self"]), list(given["tensor"]))], ())
-
-
 def _addmm(al: Numbers, given: Given) -> Array:
     a, b = (given["mat1"], given["mat2"]) if "mat1" in given.arguments else (given["batch1"], given["batch2"])
     beta, alpha = given["beta"], given["alpha"]
@@ -141,7 +115,6 @@ def _addmm(al: Numbers, given: Given) -> Array:
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "aten.sum.default": _sum,
         "aten.sum.dim_IntList": _sum,
         "aten.mean.default": _mean,
         "aten.mean.dim": _mean,
@@ -154,20 +127,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.any.default": _any,
         "aten.any.dim": _any,
         "aten.any.dims": _any,
-        "aten.all.default": _all,
-        "aten.all.dim": _all,
-        "aten.all.dims": _all,
-        "aten.count_nonzero.default": _count,
-        "aten.count_nonzero.dim_IntList": _count,
         "aten.prod.default": _product,
         "aten.prod.dim_int": _product,
         "aten.cumsum.default": _scan(lambda al: al.add),
         "aten.cumprod.default": _scan(lambda al: al.multiply),
         "aten.mm.default": _mm,
         "aten.bmm.default": _mm,
-        "aten.mv.default": _mv,
-        "aten.dot.default": _dot,
         "aten.addmm.default": _addmm,
-        "aten.baddbmm.default": _addmm,
     }
 )
