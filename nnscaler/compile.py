@@ -15,9 +15,9 @@ from nnscaler.codegen.generate import generate, manifest
 from nnscaler.codegen.operators import operator_origins
 from nnscaler.codegen.program import Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import step_communication
+from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation

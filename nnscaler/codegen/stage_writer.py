@@ -10,8 +10,16 @@ from op_registry.registry import facts_of
 
 from nnscaler.codegen.expressions import arguments, conversion_text, layout_text
 from nnscaler.codegen.operators import function_text, needs_device, returns_sequence
-from nnscaler.communication.communicated_graph import Compute, Convert, StageProgram, Statement, Version, reads, writes
-from nnscaler.communication.recomputed import group_of
+from nnscaler.communication.communicated_graph import (
+    Compute,
+    Convert,
+    StageProgram,
+    Statement,
+    Version,
+    group_of,
+    reads,
+    writes,
+)
 from nnscaler.ir.graph import Graph, Operation, Region
 from nnscaler.ir.layout import MICRO, Invariant, Layout, Replicated
 from nnscaler.ir.placement import Stage

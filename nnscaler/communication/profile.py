@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph
-from nnscaler.communication.groups import Ranks, ranks_text
-from nnscaler.communication.profile_calls import CallClass, calls_of_stage
+from nnscaler.communication.profile_calls import CallClass, Ranks, calls_of_stage, ranks_text
 from nnscaler.communication.profile_gradients import gradient_calls
 from nnscaler.manifest import CommunicationClass, CommunicationProfile, CommunicationTotal, When
 from nnscaler.scheduling.schedule import Schedule

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nnscaler.communication.communicated_graph import CommunicatedGraph, StageProgram, Stored
-from nnscaler.communication.groups import Ranks, by_bytes, groups_over
-from nnscaler.communication.profile_calls import CallClass, layer_pattern
+from nnscaler.communication.profile_calls import CallClass, Ranks, by_bytes, groups_over, layer_pattern
 from nnscaler.ir.graph import Graph, gradient_dtype
 from nnscaler.planning.cost.collectives import BUCKET_BYTES
 

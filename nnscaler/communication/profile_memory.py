@@ -21,9 +21,15 @@ from math import prod
 
 from op_registry.registry import facts_of
 
-from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, StageProgram, Version
-from nnscaler.communication.groups import ranks_text
-from nnscaler.communication.recomputed import group_of, kept_inputs
+from nnscaler.communication.communicated_graph import (
+    CommunicatedGraph,
+    Compute,
+    StageProgram,
+    Version,
+    group_of,
+    kept_inputs,
+)
+from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import Layout, local_shape
 from nnscaler.ir.placement import Split

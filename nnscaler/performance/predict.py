@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from nnscaler.communication.communicated_graph import CommunicatedGraph, Compute, Convert, Message, StageProgram, Stored
-from nnscaler.communication.recomputed import repeated_in_backward
+from nnscaler.communication.communicated_graph import (
+    CommunicatedGraph,
+    Compute,
+    Convert,
+    Message,
+    StageProgram,
+    Stored,
+    repeated_in_backward,
+)
 from nnscaler.ir.graph import Graph, element_bytes, gradient_dtype
 from nnscaler.ir.layout import MICRO, Partial, full_along, local_shape
 from nnscaler.ir.placement import Stage

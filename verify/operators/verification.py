@@ -17,11 +17,10 @@ from op_registry.spec import OperatorSpec
 from nnscaler.errors import AnnotationError
 from verify.evidence.cases import Case
 from verify.evidence.options import DRAWS, OpOptions
-from verify.evidence.oracle.check import as_check, check_target, run_cases
+from verify.evidence.oracle.check import TargetOutcome, as_check, check_target, run_cases
 from verify.evidence.oracle.claims import Claimed, claims_of, kind_of, untested
 from verify.evidence.oracle.enumerate import Base, Enumerator, Target, Unusable, bases, leaders_of, why_unused
 from verify.evidence.oracle.findings import does_not_fit, not_tested, refuted_by_proof, survived, unusable, wrong
-from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import CaseResult, Runner
 from verify.evidence.oracle.shrink import shrink
 from verify.evidence.oracle.subsets import check_subsets

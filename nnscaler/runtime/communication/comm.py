@@ -10,14 +10,43 @@ never its argument. On the micro-batch axis only rows that communicate neither w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.axis import AxisGroup
-from nnscaler.runtime.communication.communicator import ProgramError, program_place
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError, program_place
 from nnscaler.runtime.cut import Cut
+
+# One mesh axis as a rank sees it.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AxisGroup:
+    """The ranks that differ from this one only in their coordinate on one axis.
+
+    The micro-batch axis has an `index` (the current micro-batch) and no communicator: its "ranks" are moments.
+
+    name           of the axis
+    size           number of ranks
+    index          this rank's coordinate
+    ranks          in the order of the coordinate
+    communicator   None on the micro-batch axis
+    """
+
+    name: str
+    size: int
+    index: int
+    ranks: tuple[int, ...] = ()
+    communicator: Communicator | None = None
+
+    def connected(self) -> Communicator:
+        """Return the communicator. Raises ProgramError on the micro-batch axis, over which nothing can be sent."""
+        if self.communicator is None:
+            raise ProgramError(f"axis {self.name!r} has no ranks to communicate with")
+        return self.communicator
+
 
 Sizes = tuple[int, ...]
 Kernel = Callable[[Tensor, AxisGroup], Tensor]

@@ -25,6 +25,7 @@ from typing import Any
 from nnscaler.runtime.communication.process_group import local_environment
 from nnscaler.runtime.jobs.fair_clock import FairClock
 from nnscaler.runtime.jobs.job import (
+    Activity,
     JobDirectory,
     JobEnd,
     JobOutcome,
@@ -32,9 +33,11 @@ from nnscaler.runtime.jobs.job import (
     LaunchError,
     RankOutcome,
     RankState,
+    RankStatus,
+    StatusReader,
+    create_status_file,
     log_tail,
 )
-from nnscaler.runtime.jobs.status import Activity, RankStatus, StatusReader, create_status_file
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.role import Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.shards import ravel, shard, unravel

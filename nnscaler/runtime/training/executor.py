@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.layout import Invariant, Partial
-from nnscaler.runtime.role import MICRO, Input, RunContext, Stage
-from nnscaler.runtime.schedule import Instruction, parse_schedule
+from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule
 from nnscaler.runtime.shards import shard
 from nnscaler.runtime.training.autocast import autocast_on
 from nnscaler.runtime.training.build import StageBuilder, stages_of

@@ -30,7 +30,7 @@ from nnscaler.ir.layout import (
 from nnscaler.runtime import Simulator
 from nnscaler.runtime import layout as runtime_layout
 from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.shards import assemble, shard
 from tests.layouts import gradient_states
 

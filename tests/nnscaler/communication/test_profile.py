@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nnscaler.codegen.program import Program
 from nnscaler.communication import profile_gradients
-from nnscaler.communication.groups import ranks_text
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import StepCommunication, step_communication
+from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.ir.graph import element_bytes
 from nnscaler.ir.signature import signatures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nnscaler.runtime.jobs.status import Activity, RankStatus, StatusReader, StatusWriter, create_status_file
+from nnscaler.runtime.jobs.job import Activity, RankStatus, StatusReader, StatusWriter, create_status_file
 
 
 def test_reports(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nnscaler.ir.conversion import ROWS
 from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.cut import Cut
 from verify.programs.lemmas import check_rows
 from verify.programs.lemmas.rows import conversions

@@ -15,9 +15,8 @@ from op_registry.spec import OperatorSpec
 import nnscaler
 import verify
 from verify.evidence.options import OpOptions, Safeguards
-from verify.evidence.oracle.check import as_check
+from verify.evidence.oracle.check import TargetOutcome, as_check
 from verify.evidence.oracle.enumerate import enumerate_cases
-from verify.evidence.oracle.outcome import TargetOutcome
 from verify.operators.verify_spec import verify_spec
 from verify.results.finding import Finding
 from verify.results.verdict import Verdict

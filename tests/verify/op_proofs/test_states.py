@@ -9,7 +9,6 @@ from sympy import Symbol
 
 from verify.evidence.dimension_types.guards import reduced
 from verify.evidence.dimension_types.rules.isolated import Sized, conclude_on
-from verify.evidence.dimension_types.sizes import equal, mentions, quotient
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,
@@ -20,7 +19,10 @@ from verify.evidence.dimension_types.states import (
     State,
     Unknown,
     checked,
+    equal,
     join,
+    mentions,
+    quotient,
 )
 
 K, M, N = (Symbol(name, integer=True, positive=True) for name in "kmn")

@@ -10,7 +10,7 @@ import sympy  # type: ignore[import-untyped]
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from verify.evidence.dimension_types.sizes import Symbols, symbols_of
+from verify.evidence.dimension_types.states import Symbols, symbols_of
 
 
 @dataclass(frozen=True, slots=True)

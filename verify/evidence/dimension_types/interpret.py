@@ -12,8 +12,17 @@ from typing import Any
 
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.rules.call import Operand, RuleCall, operands_in, unknown
-from verify.evidence.dimension_types.sizes import Symbols, symbols_of
-from verify.evidence.dimension_types.states import SAME, Constant, Same, State, Unknown, Zero, checked
+from verify.evidence.dimension_types.states import (
+    SAME,
+    Constant,
+    Same,
+    State,
+    Symbols,
+    Unknown,
+    Zero,
+    checked,
+    symbols_of,
+)
 from verify.evidence.dimension_types.trace import FunctionalCall, Ref, Trace
 
 

@@ -29,7 +29,6 @@ from verify.evidence.dimension_types.guards import granted
 from verify.evidence.dimension_types.hook_forms import asked_otherwise
 from verify.evidence.dimension_types.hooks import NoProof, whole_call
 from verify.evidence.dimension_types.interpret import interpret
-from verify.evidence.dimension_types.sizes import Size, Symbols, equal, mentions, product, substituted
 from verify.evidence.dimension_types.states import (
     PARTIAL_MAX,
     PARTIAL_SUM,
@@ -39,11 +38,17 @@ from verify.evidence.dimension_types.states import (
     PartialSum,
     Same,
     Shard,
+    Size,
     State,
+    Symbols,
     Unknown,
     Zero,
     checked,
+    equal,
     join,
+    mentions,
+    product,
+    substituted,
 )
 from verify.evidence.dimension_types.symbolic import SymbolicCall, make_symbolic, quiet
 from verify.evidence.dimension_types.trace import Trace, record, simplified

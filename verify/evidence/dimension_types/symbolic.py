@@ -27,7 +27,7 @@ from op_registry.call import Call, DType, TensorArgument
 from nnscaler.ir.signature import Signature
 from nnscaler.runtime.autograd_engine import start_autograd
 from verify.evidence.dimension_types.hooks import resolved
-from verify.evidence.dimension_types.sizes import Size, size_of
+from verify.evidence.dimension_types.states import Size, size_of
 
 # Record who asked about a size: the operator's own code, or torch's kernels.
 # Kernels ask whether a size is 1 to lay out memory and to broadcast. What they compute is the same function of

@@ -7,13 +7,16 @@ other one are tried on the meta device first, which is slower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
+from nnscaler.runtime.communication.communicator import ProgramError
 from verify.evidence.operator_trace import Observer
 
 CHECKED = frozenset(
@@ -50,3 +53,59 @@ def checked_kernels() -> Iterator[None]:
     """Run attention by its plain formula, whose products check their sizes."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+# Checks before kernels of torch that do not check what they are given.
+# A wrong program may hand them anything, and what they then do is not what a deployment would do.
+
+_ATTENTION = frozenset({"scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"})
+# On CPUs, these read or write past the end of a tensor that is too short; on the meta device they refuse it.
+_REFUSED_BY_META = frozenset(
+    {
+        "_weight_norm",
+        "_weight_norm_interface",
+        "native_batch_norm",
+        "_native_batch_norm_legit_no_training",
+    }
+)
+
+
+class CheckedKernels(TorchFunctionMode):
+    """While it is active in a thread, calls of these kernels with sizes that do not fit raise ProgramError.
+
+    Attention: on CPUs torch takes the number of keys from the value. With a longer one it reads past the end of the
+    key, and in backward it writes there. Where the key is a slice of a longer one, the rows that it lacks lie just
+    there: the loss would be right. Other devices, and torch's own fallback, raise.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in _ATTENTION:
+            _check_attention(*args[1:3], **{k: v for k, v in named.items() if k in ("key", "value")})
+        elif name in _REFUSED_BY_META:
+            _check_on_meta(name, func, args, named)
+        return func(*args, **named)
+
+
+def _check_attention(key: Any, value: Any) -> None:
+    if isinstance(key, Tensor) and isinstance(value, Tensor) and min(key.dim(), value.dim()) > 1:
+        keys, values = key.shape[-2], value.shape[-2]
+        if keys != values:
+            message = f"attention of {keys} keys and {values} values: {tuple(key.shape)}, {tuple(value.shape)}"
+            raise ProgramError(f"{message}; torch does not check this on CPUs")
+
+
+def _check_on_meta(name: str, func: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    try:
+        with torch.no_grad():
+            func(*map(_without_data, args), **{k: _without_data(v) for k, v in named.items()})
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(a.shape)) for a in (*args, *named.values()) if isinstance(a, Tensor))
+        raise ProgramError(f"{name} of {shapes}: {error}; torch does not check this on CPUs") from error
+
+
+def _without_data(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, Tensor) else value

@@ -17,10 +17,9 @@ from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicate
 from verify.evidence.cases import Case, Inputs
 from verify.evidence.dimension_types.hook_forms import composes, left_alone
 from verify.evidence.options import DRAWS, Kind
-from verify.evidence.oracle.check import as_check, run_cases
+from verify.evidence.oracle.check import TargetOutcome, as_check, run_cases
 from verify.evidence.oracle.enumerate import Base, Target
 from verify.evidence.oracle.findings import refuted_by_proof, wrong_linear, wrong_split
-from verify.evidence.oracle.outcome import TargetOutcome
 from verify.evidence.oracle.runner import CaseResult, WholeRaised
 from verify.evidence.provers import prove_base
 from verify.evidence.strength import Strength

@@ -40,7 +40,7 @@ from nnscaler.ir.layout import (
     gradient_state,
 )
 from nnscaler.runtime.communication import comm
-from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.simulator import SimulatedCommunicator, Simulator
 from nnscaler.runtime.cut import cut_of
 from verify.evidence.inputs.operand_shards import gather, lay_of

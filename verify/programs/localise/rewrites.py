@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nnscaler.ir.graph import Operation, Slot
-from nnscaler.runtime.communication.axis import AxisGroup
+from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.layout import Partial, Sharded
 from nnscaler.runtime.role import MICRO, Stage
 from verify.programs.localise.forced_run import TaughtRun

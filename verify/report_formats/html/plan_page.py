@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from nnscaler.communication.groups import ranks_text
+from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.manifest import TimelineRows
 from nnscaler.performance.replay import Replay

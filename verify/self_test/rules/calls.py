@@ -26,7 +26,6 @@ from op_registry.samples.sample import Sample
 from nnscaler.ir.signature import Signature
 from verify.evidence.dimension_types.interpret import rule_call
 from verify.evidence.dimension_types.rules.call import Operand, operands_in
-from verify.evidence.dimension_types.sizes import Size, Symbols, mentions, quotient, substituted, symbols_of
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,
@@ -34,9 +33,15 @@ from verify.evidence.dimension_types.states import (
     SAME,
     ZERO,
     Shard,
+    Size,
     State,
+    Symbols,
     Unknown,
     checked,
+    mentions,
+    quotient,
+    substituted,
+    symbols_of,
 )
 from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
 from verify.evidence.dimension_types.trace import record, simplified

@@ -12,8 +12,18 @@ import torch
 from torch import Tensor
 
 from verify.evidence.dimension_types.rules.call import Operand
-from verify.evidence.dimension_types.sizes import Size, Symbols, symbols_of
-from verify.evidence.dimension_types.states import Constant, PartialMax, PartialSum, Same, Shard, State, Zero
+from verify.evidence.dimension_types.states import (
+    Constant,
+    PartialMax,
+    PartialSum,
+    Same,
+    Shard,
+    Size,
+    State,
+    Symbols,
+    Zero,
+    symbols_of,
+)
 from verify.evidence.inputs.values import random_terms
 
 Kind = Literal["normal", "integers", "positive", "unit", "above"]

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
-from verify.evidence.dimension_types.rules.grouped import Straddles, grouped, regrouped
 from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled
-from verify.evidence.dimension_types.sizes import Size, quotient
+from verify.evidence.dimension_types.rules.windows import Straddles, grouped, regrouped
 from verify.evidence.dimension_types.states import (
     PARTIAL_SUM,
     SAME,
     Constant,
     PartialSum,
     Same,
+    Size,
     State,
     Zero,
+    quotient,
     split_dims,
 )
 

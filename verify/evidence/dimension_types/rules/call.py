@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 
-from verify.evidence.dimension_types.sizes import Size, Symbols, mentions, symbols_of
-from verify.evidence.dimension_types.states import SAME, Constant, Shard, State, Unknown, Zero, checked, split_dims
+from verify.evidence.dimension_types.states import (
+    SAME,
+    Constant,
+    Shard,
+    Size,
+    State,
+    Symbols,
+    Unknown,
+    Zero,
+    checked,
+    mentions,
+    split_dims,
+    symbols_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

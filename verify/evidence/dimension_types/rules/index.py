@@ -11,8 +11,7 @@ import torch
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, unknown
 from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
 from verify.evidence.dimension_types.rules.products import plus
-from verify.evidence.dimension_types.sizes import equal
-from verify.evidence.dimension_types.states import SAME, Shard, State, split_dims
+from verify.evidence.dimension_types.states import SAME, Shard, State, equal, split_dims
 
 
 def _places(call: RuleCall) -> tuple[list[str | None], list[str], list[int]]:

@@ -7,8 +7,18 @@ from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, operands_in, unknown
 from verify.evidence.dimension_types.rules.labelled import Labelled, Labels, labelled, letters
-from verify.evidence.dimension_types.sizes import Size, equal, quotient
-from verify.evidence.dimension_types.states import SAME, Constant, Shard, State, Unknown, Zero, split_dims
+from verify.evidence.dimension_types.states import (
+    SAME,
+    Constant,
+    Shard,
+    Size,
+    State,
+    Unknown,
+    Zero,
+    equal,
+    quotient,
+    split_dims,
+)
 
 
 def _cat(call: RuleCall) -> tuple[State, ...]:

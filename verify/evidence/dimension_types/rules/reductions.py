@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Rule, RuleCall, everywhere
 from verify.evidence.dimension_types.rules.labelled import Labelled, labelled, letters
-from verify.evidence.dimension_types.sizes import is_linear, product
 from verify.evidence.dimension_types.states import (
     CONSTANT,
     PARTIAL_MAX,
@@ -18,6 +17,8 @@ from verify.evidence.dimension_types.states import (
     State,
     Unknown,
     Zero,
+    is_linear,
+    product,
 )
 
 Dims = Callable[[RuleCall, int], Sequence[int]]

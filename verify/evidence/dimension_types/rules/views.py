@@ -6,8 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from verify.evidence.dimension_types.rules.call import Operand, Rule, RuleCall, everywhere, unknown
-from verify.evidence.dimension_types.sizes import equal, product, quotient
-from verify.evidence.dimension_types.states import SAME, Constant, PartialMax, Shard, State, Unknown, Zero, split_dims
+from verify.evidence.dimension_types.states import (
+    SAME,
+    Constant,
+    PartialMax,
+    Shard,
+    State,
+    Unknown,
+    Zero,
+    equal,
+    product,
+    quotient,
+    split_dims,
+)
 
 
 def _viewed(call: RuleCall) -> tuple[State, ...]:
