@@ -23,7 +23,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.operation import Operation
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
+from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -239,6 +239,6 @@ def _search(
     """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
     check_schedule(schedule, searched=True)
     start = time.perf_counter()
-    found = search_plan(graph, known, ranks, wanted, micro_batches=micro_batches, replicate=replicate)
+    found = search_plan(graph, known, ranks, wanted, Decided(micro_batches, replicate))
     plan = found.plan if schedule is None else replace(found.plan, schedule=schedule)
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

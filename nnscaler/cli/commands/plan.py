@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.ir.signature import signatures
     from nnscaler.model_file import check_targets, load_model_file, traced
     from nnscaler.plan_source import asked_search, check_plan
-    from nnscaler.planning.auto import cluster_of, cost_of, search_plan
+    from nnscaler.planning.auto import Decided, cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
 
     console: Console = options.console
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    found = search_plan(graph, known, options.ranks, wanted, cost=cost, progress=said)
+    found = search_plan(graph, known, options.ranks, wanted, Decided(cost=cost), said)
     seconds = time.perf_counter() - start
     replayed = _replayed(graph, known, found, cost, options)
     sections = {"Explanation": () if options.explain is None else explanation(found, options.explain)}
