@@ -210,7 +210,7 @@ def order(repeats: int) -> None:
     from nnscaler.cli.main import main as command
     from nnscaler.compile import WantedPlan, compile_traced
     from nnscaler.ir.signature import signatures
-    from nnscaler.performance.replay import replay
+    from nnscaler.performance.predict import replay
     from nnscaler.planning.cluster.found import found_cluster
     from nnscaler.planning.constraints import sizes
     from nnscaler.planning.cost.table import load_profile

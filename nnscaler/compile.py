@@ -23,7 +23,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
-from nnscaler.planning.auto import AutoPlan, parse_auto, search_plan, told
+from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
@@ -241,8 +241,6 @@ def _search(graph: Graph, known: dict[str, Signature], search: AutoPlan, wanted:
     """Search a plan. Another schedule than 1F1B takes the place of the one that was searched."""
     check_schedule(wanted.schedule, searched=True)
     start = time.perf_counter()
-    found = search_plan(
-        graph, known, wanted.ranks, search, micro_batches=wanted.micro_batches, replicate=wanted.replicate
-    )
+    found = search_plan(graph, known, wanted.ranks, search, Decided(wanted.micro_batches, wanted.replicate))
     plan = found.plan if wanted.schedule is None else replace(found.plan, schedule=wanted.schedule)
     return Planned(with_checkpoints(plan, graph), known, told(found, time.perf_counter() - start))

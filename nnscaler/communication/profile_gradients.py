@@ -1,4 +1,4 @@
-"""The gradient sums of a step, in the buckets that `nnscaler.runtime.training.reducer` makes.
+"""The gradient sums of a step, in the buckets that `nnscaler.runtime.training.gradients` makes.
 
 A test holds the two together.
 """

@@ -18,7 +18,7 @@ from nnscaler.communication.communicated_graph import Compute
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
-from nnscaler.performance.replay import Programmed, programmed
+from nnscaler.performance.predict import Programmed, programmed
 from nnscaler.planning.cluster.found import available_cores, found_cluster
 from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.measure import crowded

@@ -36,6 +36,23 @@ class AutoPlan:
     profile: str | Path | None = None
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What the caller of a search has decided.
+
+    micro_batches   their number; None: searched
+    replicate       patterns of modules that are left whole
+    cost            the cost model; None: that of the request
+    """
+
+    micro_batches: int | None = None
+    replicate: Sequence[str] = ()
+    cost: CostModel | None = None
+
+
+NOTHING_DECIDED = Decided()
+
+
 def parse_auto(text: str) -> AutoPlan | None:
     """Return the request that `auto` or `auto:CLUSTER` makes; None for text that names a plan."""
     name, _, cluster = text.partition(":")
@@ -70,15 +87,10 @@ def search_plan(
     known: Mapping[str, Signature],
     ranks: int,
     wanted: AutoPlan,
-    *,
-    micro_batches: int | None = None,
-    replicate: Sequence[str] = (),
-    cost: CostModel | None = None,
+    decided: Decided = NOTHING_DECIDED,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Search the plan that is asked for.
-
-    `micro_batches` None: searched. `replicate`: patterns of modules left whole. `cost`: instead of that of `wanted`.
+    """Search the plan that is asked for, with what is `decided`.
 
     Raises NnscalerError: `cluster_invalid`; `plan_too_large` where nothing fits; `plan_illegal` for a constraint that
     is wrong or cannot hold.
@@ -92,17 +104,17 @@ def search_plan(
         kept.append(constraints.read_constraints(Path(wanted.constraints), graph))
     elif wanted.constraints is not None:
         kept.append(wanted.constraints)
-    if replicate:
-        kept.append(constraints.replicate(graph, replicate))
-    if micro_batches is not None:
-        kept.append(constraints.sizes(micro_batches=micro_batches))
+    if decided.replicate:
+        kept.append(constraints.replicate(graph, decided.replicate))
+    if decided.micro_batches is not None:
+        kept.append(constraints.sizes(micro_batches=decided.micro_batches))
     try:
         return find_plan(
             graph,
             known,
             cluster,
             memory=wanted.memory,
-            cost=cost or cost_of(wanted, cluster),
+            cost=decided.cost or cost_of(wanted, cluster),
             constraint=constraints.all_of(kept) if kept else None,
             progress=progress,
         )

@@ -7,8 +7,8 @@ from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.program.user_operators import user_operators
 from nnscaler.runtime.role import Buffer, Constant, Exchange, Input, Loss, Parameter, Receive, Send, Stage, recompute
+from nnscaler.runtime.training.autocast import dtypes
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
-from nnscaler.runtime.training.precision import dtypes
 
 __all__ = [
     "Buffer",

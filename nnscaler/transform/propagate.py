@@ -31,6 +31,29 @@ class FollowAxis:
     in_time: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """What the choices on one axis are made from.
+
+    axis     the axis whose choices are made
+    states   by tensor, its state on this axis so far
+    made     by operation, its choices on the axes before
+    every    all axes up to this one
+    """
+
+    graph: Graph
+    signatures: Mapping[str, Signature]
+    axis: FollowAxis
+    states: Mapping[str, State]
+    made: Mapping[str, Sequence[Choice]]
+    every: Sequence[tuple[str, int]]
+
+    def illegal(self, op: Operation, choice: Choice) -> bool:
+        """Return whether a choice is illegal, together with those on the axes before."""
+        choices = (*self.made[op.name], choice)
+        return bool(explain_illegal_choices(self.graph, op, self.signatures[op.name], choices, self.every))
+
+
 def follow(
     graph: Graph,
     signatures: Mapping[str, Signature],
@@ -51,7 +74,7 @@ def follow(
         if tensor.role != "activation":
             default = REPLICATED if tensor.needs_grad else INVARIANT
             states[tensor.name] = inputs.get(tensor.name, default)
-    every = (*axes, (axis.name, axis.parts))
+    following = _Following(graph, signatures, axis, states, made, (*axes, (axis.name, axis.parts)))
     choices: dict[str, Choice] = {}
     memo: dict[Any, Choice] = {}
     for op in graph.operations:
@@ -63,24 +86,17 @@ def follow(
             key = (id(signature), made[op.name], seen, made_grads)
             choice = memo.get(key)
             if choice is None:
-                choice = memo[key] = _cheapest(graph, op, signature, axis, states, made[op.name], every)
+                choice = memo[key] = _cheapest(following, op)
         choices[op.name] = choice
         for name, state in zip(op.outputs, output_states(signature, choice, len(op.outputs)), strict=True):
             if name is not None:
                 full = isinstance(state, Replicated) and not graph.tensors[name].needs_grad
                 states[name] = INVARIANT if full else state
-    return _follow_readers(graph, signatures, axis, states, explicit, choices, made, every)
+    return _follow_readers(following, explicit, choices)
 
 
 def _follow_readers(
-    graph: Graph,
-    signatures: Mapping[str, Signature],
-    axis: FollowAxis,
-    states: Mapping[str, State],
-    explicit: Mapping[str, Choice],
-    choices: Mapping[str, Choice],
-    made: Mapping[str, Sequence[Choice]],
-    every: Sequence[tuple[str, int]],
+    following: _Following, explicit: Mapping[str, Choice], choices: Mapping[str, Choice]
 ) -> dict[str, Choice]:
     """Compute values that no input reaches (masks, positions) in the shards that all of their readers take.
 
@@ -88,6 +104,7 @@ def _follow_readers(
     batch, on every rank and for every micro-batch. Numbers that a hook makes by the rank's place (`arange`) stay whole
     and are sliced: that is proved for all sizes.
     """
+    graph, signatures = following.graph, following.signatures
     found = dict(choices)
     for op in reversed(graph.operations):
         signature = signatures[op.name]
@@ -97,13 +114,13 @@ def _follow_readers(
             continue
         wanted = [_wanted(graph, signatures, found, name) for name in op.outputs]
         at, state = next(((i, state) for i, state in enumerate(wanted) if isinstance(state, Sharded)), (0, None))
-        split = None if state is None else split_of(signature, True, at, state, axis.parts)
+        split = None if state is None else split_of(signature, True, at, state, following.axis.parts)
         if split is None or list(output_states(signature, split, len(op.outputs))) != wanted:
             continue
-        if explain_illegal_choices(graph, op, signature, (*made[op.name], split), every):
+        if following.illegal(op, split):
             continue
-        before, cuts = _cost(graph, op, signature, found[op.name], axis, states), STEP * len(op.inputs)
-        if _cost(graph, op, signature, split, axis, states) <= before + cuts:
+        before, cuts = _cost(following, op, found[op.name]), STEP * len(op.inputs)
+        if _cost(following, op, split) <= before + cuts:
             found[op.name] = split
     return found
 
@@ -119,22 +136,12 @@ def _wanted(
     return taken.pop() if len(taken) == 1 else None
 
 
-def _cheapest(
-    graph: Graph,
-    op: Operation,
-    signature: Signature,
-    axis: FollowAxis,
-    states: Mapping[str, State],
-    made: Sequence[Choice],
-    every: Sequence[tuple[str, int]],
-) -> Choice:
+def _cheapest(following: _Following, op: Operation) -> Choice:
     """Return the legal choice that follows the states of the inputs at the least cost."""
-    options = [
-        c
-        for c in _options(op, signature, axis.parts, states)
-        if not explain_illegal_choices(graph, op, signature, (*made, c), every)
-    ]
-    costs = [(_cost(graph, op, signature, c, axis, states), i) for i, c in enumerate(options)]
+    signature = following.signatures[op.name]
+    every = _options(op, signature, following.axis.parts, following.states)
+    options = [c for c in every if not following.illegal(op, c)]
+    costs = [(_cost(following, op, c), i) for i, c in enumerate(options)]
     cost, best = min(costs)
     if cost == inf:
         raise _coupled(op, signature)
@@ -159,18 +166,12 @@ def _options(op: Operation, signature: Signature, parts: int, states: Mapping[st
     return [*followed, *whole, *(c for c in options if not isinstance(c, Split))]
 
 
-def _cost(
-    graph: Graph,
-    op: Operation,
-    signature: Signature,
-    choice: Choice,
-    axis: FollowAxis,
-    states: Mapping[str, State],
-) -> float:
+def _cost(following: _Following, op: Operation, choice: Choice) -> float:
     """Count the elements communicated to bring the inputs into the layouts that the choice needs, plus work left
     whole."""
+    graph, axis, states = following.graph, following.axis, following.states
     total = 0.0
-    for name, needed in zip(op.inputs, input_states(signature, choice), strict=True):
+    for name, needed in zip(op.inputs, input_states(following.signatures[op.name], choice), strict=True):
         tensor = graph.tensors[name]
         here = states[name]
         if not tensor.needs_grad and isinstance(needed, Replicated):

@@ -8,7 +8,7 @@ exactly one stage, and since stages are contiguous in topological order, no tens
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.transform.balance import balanced_cuts, cut_limits
 from nnscaler.transform.select import Layer, describe_layers, describe_paths, layers_of
 
-__all__ = ["Layer", "StagePartition", "layers_of", "partition_stages", "repeated_operations"]
+__all__ = ["Layer", "StagePartition", "StageRules", "layers_of", "partition_stages", "repeated_operations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,23 @@ class _Candidates:
         return _Candidates(tuple(p for p, _ in kept), tuple(g for _, g in kept))
 
 
+@dataclass(frozen=True, slots=True)
+class StageRules:
+    """What is decided already of stages.
+
+    counts   how many layers each has; empty: free
+    at       the stage of some operations, from the last one where negative
+    joined   operations that stay on one stage together
+    """
+
+    counts: Sequence[int] = ()
+    at: Mapping[str, int] = field(default_factory=dict)
+    joined: Sequence[Collection[str]] = ()
+
+
+FREE_STAGES = StageRules()
+
+
 def partition_stages(
     graph: Graph,
     stages: int,
@@ -63,25 +80,23 @@ def partition_stages(
     *,
     finer: bool = False,
     random: Collection[str] = (),
-    counts: Sequence[int] = (),
-    at: Mapping[str, int] = MappingProxyType({}),
-    joined: Iterable[Collection[str]] = (),
+    rules: StageRules = FREE_STAGES,
 ) -> StagePartition:
     """Split the operations into `stages` stages that minimise the largest sum of `cost` (exactly).
 
     Ties are broken by the elements that cross the cuts, then by evenness. Every stage has at least one layer; what
     is outside of layers stays with its neighbours in order. With `finer`, and only when there are fewer layers than
-    stages, a cut may lie between any two operations. Operators in `random` are never repeated. `counts`: how many
-    layers each stage has, where that is decided already; `at`: the stage of some operations, from the last one where
-    negative; `joined`: operations that stay on one stage together.
+    stages, a cut may lie between any two operations. Operators in `random` are never repeated. `rules`: what is
+    decided already.
     Raises NnscalerError("plan_illegal") when there are not enough places to cut.
     """
     repeated = repeated_operations(graph, random)
     anchored = [op for op in graph.operations if op.name not in repeated]
     layers = layers_of(graph, max(stages, 2), ignore=repeated)
     index = {op.name: i for i, op in enumerate(anchored)}
-    forbidden = _forbidden_cuts(graph, anchored) | _inside(index, joined)
+    forbidden = _forbidden_cuts(graph, anchored) | _inside(index, rules.joined)
     candidates = _layer_cuts(anchored, layers).without(forbidden)
+    counts, at = rules.counts, rules.at
     if counts:
         candidates = candidates.after({sum(counts[: i + 1]) - 1 for i in range(len(counts) - 1)})
     if finer and stages > candidates.largest:

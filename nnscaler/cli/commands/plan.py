@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nnscaler.cli.output.console import Console
     from nnscaler.ir.graph import Graph
     from nnscaler.ir.signature import Signature
-    from nnscaler.performance.replay import Replay
+    from nnscaler.performance.predict import Replay
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.planning.planner.find_plan import Found
 
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     from nnscaler.ir.signature import signatures
     from nnscaler.model_file import check_targets, load_model_file, traced
     from nnscaler.plan_source import asked_search, check_plan
-    from nnscaler.planning.auto import cluster_of, cost_of, search_plan
+    from nnscaler.planning.auto import Decided, cluster_of, cost_of, search_plan
     from nnscaler.transform.select import select
 
     console: Console = options.console
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     def said(text: str) -> None:
         console.progress(f"search       {time.perf_counter() - start:5.1f} s  {text}")
 
-    found = search_plan(graph, known, options.ranks, wanted, cost=cost, progress=said)
+    found = search_plan(graph, known, options.ranks, wanted, Decided(cost=cost), said)
     seconds = time.perf_counter() - start
     replayed = _replayed(graph, known, found, cost, options)
     sections = {"Explanation": () if options.explain is None else explanation(found, options.explain)}
@@ -123,7 +123,7 @@ def _replayed(
     graph: Graph, known: Mapping[str, Signature], found: Found, cost: CostModel, options: argparse.Namespace
 ) -> Replay | None:
     """None where it would take long, and nothing asks for it."""
-    from nnscaler.performance.replay import replay
+    from nnscaler.performance.predict import replay
 
     asked = options.replay or options.html is not None or options.compare is not None
     if not asked and 2 * found.plan.micro_batches * found.plan.stages > MANY:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nnscaler.errors import NnscalerError
 
 if TYPE_CHECKING:
-    from nnscaler.performance.replay import Replay
+    from nnscaler.performance.predict import Replay
     from nnscaler.planning.planner.find_plan import Found
 
 
@@ -81,7 +81,7 @@ def explanation(found: Found, name: str) -> list[str]:
 if TYPE_CHECKING:
     from nnscaler.ir.graph import Graph
     from nnscaler.ir.signature import Signature
-    from nnscaler.performance.replay import Replay
+    from nnscaler.performance.predict import Replay
     from nnscaler.planning.cost.model import CostModel
     from nnscaler.transform.plan import Plan
 
@@ -113,7 +113,7 @@ def other_plan(path: Path, ranks: int) -> Plan:
 
 def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, Signature], cost: CostModel) -> Replay:
     """The other plan's step, by the same costs. Raises NnscalerError where it is not legal for this graph."""
-    from nnscaler.performance.replay import replay
+    from nnscaler.performance.predict import replay
 
     try:
         return replay(graph, signatures, plan, cost)

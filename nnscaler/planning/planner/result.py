@@ -15,7 +15,7 @@ from nnscaler.planning.planner.evaluate import Evaluated
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.tensor_parallel import steps_of
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
-from nnscaler.transform.stages import StagePartition, partition_stages
+from nnscaler.transform.stages import StagePartition, StageRules, partition_stages
 
 SEARCHED = (
     "dp, tp and pp with this product; every legal choice of every operation on tp; micro-batches that divide the "
@@ -148,9 +148,7 @@ def partition_of(subject: PlanningCache, found: Evaluated) -> StagePartition:
         found.configuration.pp,
         cost,
         random=random,
-        counts=counts,
-        at=dict(kept.at),
-        joined=kept.together,
+        rules=StageRules(counts, dict(kept.at), kept.together),
     )
 
 

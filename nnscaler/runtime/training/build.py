@@ -12,7 +12,7 @@ from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.role import Buffer, Observer, Parameter, RunContext, Stage
 from nnscaler.runtime.shards import ravel, shard, unravel
-from nnscaler.runtime.training.precision import dtype_named
+from nnscaler.runtime.training.autocast import dtype_named
 
 State = Mapping[str, Tensor]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import logical_indices, put
-from nnscaler.runtime.training.clipping import holds_first_copy
 from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training.gradients import holds_first_copy
 
 FORMAT = 1
 _PROBE = 1 << 16  # bytes that are written on trial

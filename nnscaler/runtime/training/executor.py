@@ -21,13 +21,11 @@ from nnscaler.runtime.communication.communicator import CommunicationError, Comm
 from nnscaler.runtime.layout import Invariant, Partial
 from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule
 from nnscaler.runtime.shards import shard
-from nnscaler.runtime.training.autocast import autocast_on
+from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.build import StageBuilder, stages_of
-from nnscaler.runtime.training.clipping import clip_gradients, gradient_norm
-from nnscaler.runtime.training.gradients import Gradients
+from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
-from nnscaler.runtime.training.precision import dtype_named, in_precision, precision_of_run
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 Batch = Mapping[str, Tensor]

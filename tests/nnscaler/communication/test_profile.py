@@ -26,7 +26,7 @@ from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.program.loader import load_role, load_user_module
-from nnscaler.runtime.training import reducer
+from nnscaler.runtime.training import gradients as runtime_gradients
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.scheduling.registry import get_schedule
 from nnscaler.tracing import Traced, trace
@@ -260,9 +260,9 @@ def test_a_parameter_at_rest_in_shards_is_gathered_and_its_gradient_scattered(tm
 
 
 def test_buckets_are_those_of_the_runtime(gpt: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert profile_gradients.BUCKET_BYTES == reducer.BUCKET_BYTES
+    assert profile_gradients.BUCKET_BYTES == runtime_gradients.BUCKET_BYTES
     monkeypatch.setattr(profile_gradients, "BUCKET_BYTES", 20_000)
-    monkeypatch.setattr(reducer.reduce_gradients, "__defaults__", (20_000,))
+    monkeypatch.setattr(runtime_gradients.reduce_gradients, "__defaults__", (20_000,))
     made = check(gpt, "dp=2,tp=2", 4, tmp_path)
     gradients = [n for key, n in made.items() if key[5] == "gradient" and key[0] == 0]
     assert sum(gradients) > 3

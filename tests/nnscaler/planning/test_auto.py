@@ -12,8 +12,8 @@ import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import signatures
-from nnscaler.performance.replay import replay
-from nnscaler.planning.auto import cluster_of, cost_of, parse_auto, search_plan
+from nnscaler.performance.predict import replay
+from nnscaler.planning.auto import Decided, cluster_of, cost_of, parse_auto, search_plan
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.difference import differences
 from nnscaler.planning.policies import make_plan
@@ -53,8 +53,8 @@ def test_micro_batches_are_searched_where_none_are_named(graph: Graph) -> None:
     known = signatures(graph)
     narrow = nnscaler.AutoPlan("a100x8", constraints=sizes(pp=2))
     free = search_plan(graph, known, 2, narrow)
-    one = search_plan(graph, known, 2, narrow, micro_batches=1)
-    asked = search_plan(graph, known, 2, narrow, micro_batches=3)
+    one = search_plan(graph, known, 2, narrow, Decided(micro_batches=1))
+    asked = search_plan(graph, known, 2, narrow, Decided(micro_batches=3))
     assert (one.plan.micro_batches, asked.plan.micro_batches) == (1, 3)
     assert free.certificate.bound <= min(one.best.seconds, asked.best.seconds)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nnscaler.runtime import Parameter, Sharded, Simulator, Stage
 from nnscaler.runtime.role import RunContext
-from nnscaler.runtime.training.reducer import Holding, holding, reduce_gradients
+from nnscaler.runtime.training.gradients import Holding, holding, reduce_gradients
 
 
 class Meshed(Stage):

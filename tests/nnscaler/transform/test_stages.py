@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation
 from nnscaler.transform.balance import balanced_cuts
 from nnscaler.transform.select import describe_layers
-from nnscaler.transform.stages import layers_of, partition_stages, repeated_operations
+from nnscaler.transform.stages import StageRules, layers_of, partition_stages, repeated_operations
 
 
 @dataclass
@@ -194,7 +194,7 @@ def test_stages_hold_what_is_put_on_them_and_what_stays_together() -> None:
 
     def layers(at: dict[str, int], *joined: tuple[str, str]) -> list[int]:
         """How many layers each stage has."""
-        found = partition_stages(graph, 3, b.cost, at=at, joined=joined)
+        found = partition_stages(graph, 3, b.cost, rules=StageRules(at=at, joined=joined))
         return [sum(found.stage_of[f"l{i}_1"] == (stage,) for i in range(6)) for stage in range(3)]
 
     assert layers({}) == [2, 2, 2]

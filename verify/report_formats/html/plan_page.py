@@ -8,7 +8,7 @@ from dataclasses import replace
 from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.manifest import TimelineRows
-from nnscaler.performance.replay import Replay
+from nnscaler.performance.predict import Replay
 from nnscaler.planning.cluster.units import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
 from nnscaler.scheduling.timeline import timeline_rows

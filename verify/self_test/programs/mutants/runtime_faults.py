@@ -11,10 +11,9 @@ from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.role import Parameter, Stage
-from nnscaler.runtime.training import checkpoint, gradients, reducer
+from nnscaler.runtime.training import checkpoint, gradients
 from nnscaler.runtime.training.executor import RankExecutor
-from nnscaler.runtime.training.gradients import Gradients
-from nnscaler.runtime.training.reducer import Holding, reduce_gradients
+from nnscaler.runtime.training.gradients import Gradients, Holding, reduce_gradients
 
 Fault = Callable[[], AbstractContextManager[None]]
 Pairs = Sequence[tuple[Holding, Tensor]]
@@ -124,7 +123,7 @@ def stale_parameter(parameter: str) -> Fault:
 def mixed_shards(parameter: str) -> Fault:
     """The sum over the copies of a tied parameter pairs the ranks of one stage with others of the next than those
     that hold the same shard."""
-    right = reducer.holding
+    right = gradients.holding
 
     def wrong(stage: Stage, description: Parameter) -> Holding:
         held = right(stage, description)
