@@ -38,7 +38,7 @@ class AutoPlan:
 
 @dataclass(frozen=True)
 class Decided:
-    """What the caller of a search has decided.
+    """The decisions of a search's caller, which the search keeps.
 
     micro_batches   their number; None: searched
     replicate       patterns of modules that are left whole

@@ -87,7 +87,7 @@ class Cut:
 
 
 class ShardedState(Protocol):
-    """What the compiler's `Sharded` and the runtime's have in common."""
+    """The common part of the compiler's `Sharded` and the runtime's."""
 
     @property
     def dim(self) -> int: ...

@@ -33,7 +33,7 @@ class FollowAxis:
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """What the choices on one axis are made from.
+    """The facts from which the choices on one axis are made.
 
     axis     the axis whose choices are made
     states   by tensor, its state on this axis so far

@@ -58,7 +58,7 @@ class _Candidates:
 
 @dataclass(frozen=True, slots=True)
 class StageRules:
-    """What is decided already of stages.
+    """The decisions on stages that are made already.
 
     counts   how many layers each has; empty: free
     at       the stage of some operations, from the last one where negative

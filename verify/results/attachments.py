@@ -1,4 +1,4 @@
-"""What a report has besides its checks and findings: compared tensors, profiles of a step, what a proof rests on.
+"""The attachments of a report: compared tensors, profiles of a step, what a proof rests on.
 
 In JSON each is an entry of `attachments` with the names of its fields; docs/reports/report.schema.json describes them.
 """
@@ -46,7 +46,7 @@ class LemmaRow:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was proved of a program, and on what it rests.
+    """The proof of a program, and what it rests on.
 
     proved         the text is right and every lemma holds
     graph          the hash of the model's graph
@@ -76,7 +76,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Attachments:
-    """What else was measured; None for what was not.
+    """The measurements of a report; None for what was not measured.
 
     timeline, communication_profile, memory   of a step, from the program's manifest
     tensors                                   every tensor that was compared

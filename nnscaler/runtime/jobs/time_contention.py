@@ -25,7 +25,7 @@ def time_crowded(
     this rank: the median of the turns' means, since a rank that waits for a core takes longer by what others get. nan
     where this rank did not take part. Each turn takes about `seconds`.
     """
-    steps = [_Steps(program) for program in programs]
+    steps = [_TimedSteps(program) for program in programs]
     alone: list[list[float]] = [[] for _ in programs]
     crowded: list[list[float]] = [[] for _ in counts]
     for _ in range(ROUNDS):
@@ -36,7 +36,7 @@ def time_crowded(
     return [sorted(times)[len(times) // 4] for times in alone], [median(means) for means in crowded]
 
 
-class _Steps:
+class _TimedSteps:
     """A program of one rank, ready to run."""
 
     def __init__(self, program: str) -> None:
@@ -50,7 +50,7 @@ class _Steps:
         self.executor.step(self.batch)
 
 
-def _turn(communicator: Communicator, steps: _Steps, takes_part: bool, seconds: float) -> list[float]:
+def _turn(communicator: Communicator, steps: _TimedSteps, takes_part: bool, seconds: float) -> list[float]:
     """Ranks that take part go on for a while after they are done, so that none has the machine for itself."""
     everyone = tuple(range(communicator.world_size))
     found: list[float] = []

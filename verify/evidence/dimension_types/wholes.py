@@ -106,13 +106,14 @@ def _whole_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **more: Any,
 ) -> Any:
+    """Run attention whole. `more`: `scale` and `enable_gqa`."""
     if dropout_p != 0.0:
         return NotImplemented
-    return _apply("attention", query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return _apply(
+        "attention", query, key, value, attn_mask, is_causal, more.get("scale"), more.get("enable_gqa", False)
+    )
 
 
 def _whole_group_norm(

@@ -58,6 +58,26 @@ class ShardRaises(Exception):
     """On these numbers a shard raises, and the whole does not."""
 
 
+@dataclass(frozen=True)
+class TensorOfRanks:
+    """A tensor of the whole operator, and what each rank has of it.
+
+    what    its name in messages
+    whole   its elements; None where there is none
+    ranks   the elements of each rank
+    state   how the ranks hold it
+    place   where the whole one lies; None for what is no tensor
+    shapes  of what each rank holds, for gradients, which a rank may lack; None for outputs
+    """
+
+    what: str
+    whole: Array | None
+    ranks: Sequence[Array | None]
+    state: State
+    place: StoragePlace | None
+    shapes: Sequence[tuple[int, ...]] | None = None
+
+
 def make_problem(traced: TracedCall, choice: Choice, parts: int) -> TracedShards:
     """Make the problem. Raises `op_registry.spec.Refusal`, Unsupported, and whatever the operator raises on a shard."""
     states_in = input_states(traced.signature, choice)
@@ -90,7 +110,8 @@ def claims(problem: TracedShards, algebra: Numbers, symbol: Symbol) -> Claims:
     ranks = _run_ranks(problem, algebra, inputs, cotangents, backward)
     found.required = _conditions(algebra)[len(found.assumed) :]
     for i, (value, state) in enumerate(zip(whole.outputs, problem.states_out, strict=True)):
-        _claim(found, f"output {i}", algebra, value, [r.outputs[i] for r in ranks], state, trace.outputs[i])
+        held = [r.outputs[i] for r in ranks]
+        _claim(found, algebra, TensorOfRanks(f"output {i}", value, held, state, trace.outputs[i]))
     if not backward or all(p is None for t in (trace, *problem.ranks) for p in t.gradients):
         return found
     reason = next((v.unexpressed for v in (whole, *ranks) if v.unexpressed), "")
@@ -100,10 +121,10 @@ def claims(problem: TracedShards, algebra: Numbers, symbol: Symbol) -> Claims:
         return found
     found.gradients = "computed"
     for i, (value, state) in enumerate(zip(whole.gradients, problem.states_in, strict=True)):
-        states, what = gradient_state(state), f"gradient of input {i}"
-        _claim(
-            found, what, algebra, value, [r.gradients[i] for r in ranks], states, trace.inputs[i], local=problem, at=i
-        )
+        held = [r.gradients[i] for r in ranks]
+        shapes = [t.inputs[i].shape for t in problem.ranks]
+        of_input = TensorOfRanks(f"gradient of input {i}", value, held, gradient_state(state), trace.inputs[i], shapes)
+        _claim(found, algebra, of_input)
     return found
 
 
@@ -130,29 +151,20 @@ def _conditions(algebra: Numbers) -> list[Element]:
     return [condition for condition, _ in algebra.conditions] if isinstance(algebra, Terms) else []
 
 
-def _claim(
-    found: Claims,
-    what: str,
-    algebra: Numbers,
-    whole: Array | None,
-    ranks: Sequence[Array | None],
-    state: State,
-    place: StoragePlace | None,
-    local: TracedShards | None = None,
-    at: int = 0,
-) -> None:
+def _claim(found: Claims, algebra: Numbers, tensor: TensorOfRanks) -> None:
     """Add the equations of one tensor. A gradient that is not there is zero."""
+    whole, ranks, place = tensor.whole, tensor.ranks, tensor.place
     if whole is None and all(r is None for r in ranks):
         return
-    if place is None or (local is None and any(r is None for r in ranks)):
-        raise Unsupported(f"{what} is a tensor on some ranks only")
+    if place is None or (tensor.shapes is None and any(r is None for r in ranks)):
+        raise Unsupported(f"{tensor.what} is a tensor on some ranks only")
     expected = zeros(place.shape) if whole is None else whole
-    shapes = [place.shape] * len(ranks) if local is None else [t.inputs[at].shape for t in local.ranks]
+    shapes = [place.shape] * len(ranks) if tensor.shapes is None else tensor.shapes
     pieces = [zeros(shape) if r is None else r for r, shape in zip(ranks, shapes, strict=True)]
-    pairs = equations(algebra, expected, pieces, state)
+    pairs = equations(algebra, expected, pieces, tensor.state)
     if pairs is None:
-        raise Unsupported(f"{what} has the wrong shape on a shard")
-    found.equal.append((what, pairs))
+        raise Unsupported(f"{tensor.what} has the wrong shape on a shard")
+    found.equal.append((tensor.what, pairs))
 
 
 def _refuse_theorem(problem: TracedShards, reason: str) -> None:

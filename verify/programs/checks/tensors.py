@@ -19,7 +19,7 @@ from verify.results.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the model has of one kind of tensor at one step.
+    """The model's tensors of one kind at one step.
 
     kind     "gradient", "parameter" or "buffer"
     step     from 0
