@@ -22,8 +22,7 @@ from nnscaler.ir.derive import explain_illegal_choices
 from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, RunReplicated, Split
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.policies import pipeline
-from nnscaler.planning.tensor_parallel import step_of
+from nnscaler.planning.policies import pipeline, step_of
 from nnscaler.tracing import trace
 from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.candidates import Candidates, all_candidates

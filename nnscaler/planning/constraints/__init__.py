@@ -1,8 +1,9 @@
 """Constraints on plans: small predicates that are composed, and that the planner searches within."""
 
-from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.files import parse_constraints, read_constraints
 from nnscaler.planning.constraints.kinds import (
+    Constraint,
+    all_of,
     data_parallel,
     forbid,
     on_device,

@@ -25,8 +25,9 @@ from typing import Any
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.constraints.constraint import Constraint, all_of
 from nnscaler.planning.constraints.kinds import (
+    Constraint,
+    all_of,
     data_parallel,
     forbid,
     on_device,

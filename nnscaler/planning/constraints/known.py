@@ -9,8 +9,7 @@ from nnscaler.ir.graph import Graph, Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import SCHEDULES
-from nnscaler.planning.constraints.constraint import Constraint, all_of
-from nnscaler.planning.constraints.kinds import sizes
+from nnscaler.planning.constraints.kinds import Constraint, all_of, sizes
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, OrderStep, Plan, RecomputeStep, RestStep
 from nnscaler.transform.select import layers_of, select

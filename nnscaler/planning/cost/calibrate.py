@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from nnscaler.planning.cluster.description import Cluster, Device, Level
 from nnscaler.planning.cost.analytic import EFFICIENCY
-from nnscaler.planning.cost.collectives import seconds
-from nnscaler.planning.cost.curves import from_others
+from nnscaler.planning.cost.collectives import from_others, seconds
 from nnscaler.planning.cost.model import AxisPlace
 from nnscaler.planning.cost.table import Calibration, CollectiveEntry, CostEntry
 from nnscaler.planning.cost.work import Work

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.constraints.constraint import Constraint
+from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import Collective, CostModel
 from nnscaler.planning.planner.planning_cache import PlanningCache

@@ -11,7 +11,7 @@ from nnscaler.ir.graph import Graph, element_bytes
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.configurations import Configuration
-from nnscaler.planning.constraints.constraint import Constraint
+from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.model import AxisPlace, CostModel
 from nnscaler.planning.planner.layer_chain import Chain, find_chain, shown
 from nnscaler.planning.planner.pipeline_bound import Layered, Least, Rough

@@ -35,8 +35,7 @@ from nnscaler.planning.constraints.roles import roles_of
 from nnscaler.planning.planner.branch_and_bound import CLOSE
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
-from nnscaler.planning.policies import make_plan
-from nnscaler.planning.tensor_parallel import steps_of
+from nnscaler.planning.policies import make_plan, steps_of
 from nnscaler.transform.complete_plan import choose
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RestStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of

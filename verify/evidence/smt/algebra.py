@@ -14,7 +14,20 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any, Literal
 
-from verify.evidence.smt.errors import Unmet, Unsupported
+# Exceptions that say why something is not proved.
+
+
+class Unsupported(Exception):
+    """Outside of what can be proved here; the message is the reason, as a phrase."""
+
+
+class Unmet(Exception):
+    """Numbers on which an operator raises: an index out of range."""
+
+
+class NoCall(Exception):
+    """The whole operator does not run on these sizes, although its trace did: other sizes are to be tried."""
+
 
 Element = Any  # bool | int | Fraction | float | z3.ExprRef
 Kind = Literal["bool", "int", "float"]

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verify.evidence.smt.algebra import Numbers, kind_of_dtype, literal
-from verify.evidence.smt.errors import Unsupported
+from verify.evidence.smt.algebra import Numbers, Unsupported, kind_of_dtype, literal
 from verify.evidence.smt.semantics.rule import Array, Given
 from verify.evidence.smt.semantics.table import rule_of
 from verify.evidence.smt.trace import StoragePlace, StorageStep, StorageTrace

@@ -16,7 +16,7 @@ from op_registry.spec import AnnotationFunction, OperatorSpec
 
 from nnscaler.ir.graph import Graph, Operation, as_call
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.planning.tensor_parallel import tensor_parallel
+from nnscaler.planning.policies import tensor_parallel
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import SplitStep
 from verify.evidence.inputs.concrete_call import function_of, with_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isclose
 
-from nnscaler.planning.cost.curves import fit_curve, fit_curves, from_others
+from nnscaler.planning.cost.collectives import fit_curve, fit_curves, from_others
 from nnscaler.planning.cost.table import CollectiveEntry
 
 

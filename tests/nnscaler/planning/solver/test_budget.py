@@ -10,7 +10,6 @@ import pytest
 
 from nnscaler.planning.planner.bounds import bound_by_prices
 from nnscaler.planning.solver import order
-from nnscaler.planning.solver.branch import branch
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
@@ -26,7 +25,7 @@ from nnscaler.planning.solver.problem import (
     to_json,
 )
 from nnscaler.planning.solver.repair import best_crossing, flatten
-from nnscaler.planning.solver.solve import solve, solve_within
+from nnscaler.planning.solver.solve import branch, solve, solve_within
 from tests.nnscaler.planning.solver.problems import SHAPES, joint_tables, layered, random_problem
 
 

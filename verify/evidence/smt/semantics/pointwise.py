@@ -8,8 +8,7 @@ from math import pi, sqrt
 from types import MappingProxyType
 from typing import Any
 
-from verify.evidence.smt.algebra import FUNCTIONS, Element, Numbers, kind_of_dtype
-from verify.evidence.smt.errors import Unsupported
+from verify.evidence.smt.algebra import FUNCTIONS, Element, Numbers, Unsupported, kind_of_dtype
 from verify.evidence.smt.semantics.rule import Array, Given, Rule, each, filled
 
 _HALF = Fraction(1, 2)

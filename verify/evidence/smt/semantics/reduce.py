@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from verify.evidence.smt.algebra import Element, Numbers
-from verify.evidence.smt.errors import Unsupported
+from verify.evidence.smt.algebra import Element, Numbers, Unsupported
 from verify.evidence.smt.semantics.rule import Array, Given, Rule, array, each, filled, lanes, whole, whole_dims
 
 
