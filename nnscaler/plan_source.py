@@ -145,7 +145,7 @@ def search_given(request: CompileRequest) -> str | None:
 
 def _memory_of(text: str | None) -> float | None:
     """Return bytes. Raises NnscalerError("plan_illegal")."""
-    from nnscaler.planning.cluster.units import quantity
+    from nnscaler.planning.cluster.description import quantity
 
     if text is None:
         return None

@@ -127,7 +127,7 @@ def search_plan(
 
 def told(found: Found, seconds: float) -> str:
     """Return a sentence on how a plan was found: `seconds` is the time of the search."""
-    from nnscaler.planning.cluster.units import show_seconds
+    from nnscaler.planning.cluster.description import show_seconds
 
     of = found.certificate
     return (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
     """Describe the plan, stage by stage, and how good it is. `seconds`: the search took."""
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
+    from nnscaler.planning.cluster.description import show_bytes, show_seconds
 
     best, told = found.best, found.certificate
     held = f"{show_bytes(best.memory)} of {show_bytes(told.memory_limit)} a rank"
@@ -43,7 +43,7 @@ def summary(found: Found, seconds: float, replayed: Replay | None) -> list[str]:
 
 
 def _replayed(replayed: Replay | None) -> str:
-    from nnscaler.planning.cluster.units import show_seconds
+    from nnscaler.planning.cluster.description import show_seconds
 
     if replayed is None:
         return "not replayed: its schedule has very many passes, and --replay simulates them all the same"
@@ -58,7 +58,7 @@ def explanation(found: Found, name: str) -> list[str]:
 
     Raises NnscalerError("plan_illegal") for an operation that there is not.
     """
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
+    from nnscaler.planning.cluster.description import show_bytes, show_seconds
     from nnscaler.planning.planner.explain import alternatives
     from nnscaler.transform.select import select
 
@@ -124,7 +124,7 @@ def replay_other(path: Path, plan: Plan, graph: Graph, signatures: Mapping[str, 
 def comparison(name: str, before: Replay, now: Replay, every: bool) -> list[str]:
     """Compare times, memory, and the operations that run otherwise. `every`: name all operations."""
     from nnscaler.communication.profile_memory import stage_memory
-    from nnscaler.planning.cluster.units import show_bytes, show_seconds
+    from nnscaler.planning.cluster.description import show_bytes, show_seconds
     from nnscaler.planning.difference import differences
 
     found = differences(before.communicated.partitioned, now.communicated.partitioned)

@@ -10,8 +10,7 @@ from typing import Any
 
 from nnscaler.config import Document, KeyPath, read_document
 from nnscaler.errors import NnscalerError
-from nnscaler.planning.cluster.description import LAUNCH, Cluster, Device, Level
-from nnscaler.planning.cluster.units import Quantity, quantity
+from nnscaler.planning.cluster.description import LAUNCH, Cluster, Device, Level, Quantity, quantity
 
 READY = ("dgx2-v100", "a100x8", "h100x8", "h200x8", "ethernet10g", "cpu")
 _FOLDER = files("nnscaler.planning.cluster") / "ready"

@@ -76,8 +76,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import Signature
-from nnscaler.planning.cluster.description import Cluster
-from nnscaler.planning.cluster.units import show_bytes
+from nnscaler.planning.cluster.description import Cluster, show_bytes
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import Constraint
 from nnscaler.planning.cost.analytic import AnalyticCost

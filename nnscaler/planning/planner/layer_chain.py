@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from nnscaler.ir.graph import Graph
 from nnscaler.planning.sharding.tables import Column, Columns, Tables
-from nnscaler.planning.solver.eliminate import Elimination, Factor, run_elimination, substitute
-from nnscaler.planning.solver.order import Order, find_order
+from nnscaler.planning.solver.eliminate import Elimination, Factor, Order, find_order, run_elimination, substitute
 from nnscaler.planning.solver.problem import Edge, TooWide
 from nnscaler.planning.solver.reduce import Criteria, merge_edges, survivors
 

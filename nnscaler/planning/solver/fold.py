@@ -12,8 +12,17 @@ from math import prod
 
 import numpy as np
 
-from nnscaler.planning.solver.eliminate import Elimination, Factor, exact_solution, run_elimination, substitute
-from nnscaler.planning.solver.order import CAP, STEP, Order, find_order
+from nnscaler.planning.solver.eliminate import (
+    CAP,
+    STEP,
+    Elimination,
+    Factor,
+    Order,
+    exact_solution,
+    find_order,
+    run_elimination,
+    substitute,
+)
 from nnscaler.planning.solver.problem import ChoiceProblem, Solution, Table, TooWide
 from nnscaler.planning.solver.runs import Run, find_runs
 

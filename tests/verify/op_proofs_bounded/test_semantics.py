@@ -15,11 +15,10 @@ from torch._decomp import core_aten_decompositions
 
 from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
 from verify.evidence.inputs.concrete_call import dtype_name, outputs_of
+from verify.evidence.smt import interpret as semantics
 from verify.evidence.smt.algebra import Numbers, Unsupported, literal
-from verify.evidence.smt.interpret import interpret
-from verify.evidence.smt.semantics import table as semantics
+from verify.evidence.smt.interpret import RULES, interpret
 from verify.evidence.smt.semantics.rule import Array
-from verify.evidence.smt.semantics.table import RULES
 from verify.evidence.smt.trace import DECOMPOSED, Blank, StorageTrace, decomposition_of, record
 
 DRAWS = 20

@@ -9,7 +9,7 @@ from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory
 from nnscaler.manifest import TimelineRows
 from nnscaler.performance.predict import Replay
-from nnscaler.planning.cluster.units import show_bytes, show_seconds
+from nnscaler.planning.cluster.description import show_bytes, show_seconds
 from nnscaler.planning.planner.find_plan import Found
 from nnscaler.scheduling.timeline import timeline_rows
 from verify.report_formats.html.bars import communication_panel, memory_panel

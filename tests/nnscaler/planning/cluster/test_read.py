@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nnscaler.errors import NnscalerError
+from nnscaler.planning.cluster.description import Quantity, quantity
 from nnscaler.planning.cluster.read import READY, load_cluster
-from nnscaler.planning.cluster.units import Quantity, quantity
 
 GOOD = """\
 [device]

@@ -11,8 +11,8 @@ import pytest
 from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
+from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.cluster.units import quantity
 from nnscaler.planning.configurations import Configuration, configurations
 from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
@@ -21,7 +21,7 @@ from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import best_cut
-from nnscaler.planning.solver import order as orders
+from nnscaler.planning.solver import eliminate as orders
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 

@@ -12,8 +12,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation
 from nnscaler.ir.placement import Choice
 from nnscaler.ir.signature import signatures
+from nnscaler.planning.cluster.description import quantity
 from nnscaler.planning.cluster.read import load_cluster
-from nnscaler.planning.cluster.units import quantity
 from nnscaler.planning.configurations import Configuration, configurations, divisors
 from nnscaler.planning.constraints import Constraint, all_of, read_constraints, replicate, require, sizes
 from nnscaler.planning.planner.branch_and_bound import CLOSE, search
@@ -22,7 +22,7 @@ from nnscaler.planning.planner.explain import alternatives
 from nnscaler.planning.planner.find_plan import Found, find_plan
 from nnscaler.planning.planner.result import choices_of
 from nnscaler.planning.sharding.memory import parameter_memory
-from nnscaler.planning.solver import order
+from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.transform.plan import Plan, SplitStep
 from tests.nnscaler.planning.planner.planned import graph_of, subject_of
 
@@ -80,7 +80,7 @@ def test_tables_that_are_too_wide_are_left_to_programs(monkeypatch: pytest.Monke
     free = search(subject_of("moe", 4), 4, 1e12, this)
     assert free.best is not None
     narrow = search(subject_of("moe", 4), 4, 0.6 * free.best.memory, this)
-    monkeypatch.setattr(order, "CAP", 2**7)
+    monkeypatch.setattr(elimination, "CAP", 2**7)
     wide = search(subject_of("moe", 4), 4, 0.6 * free.best.memory, this)
     assert narrow.best is not None and wide.best is not None and wide.best.memory <= 0.6 * free.best.memory
     assert max(narrow.bound, wide.bound) <= min(narrow.best.seconds, wide.best.seconds)

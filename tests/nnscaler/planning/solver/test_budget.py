@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnscaler.planning.planner.bounds import bound_by_prices
-from nnscaler.planning.solver import order
+from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.planning.solver.eliminate import eliminate
 from nnscaler.planning.solver.highs import relax
 from nnscaler.planning.solver.pareto_frontier import Point, bound_at, hull, line_at
@@ -150,7 +150,7 @@ def test_what_is_too_wide_goes_to_the_programs(monkeypatch: pytest.MonkeyPatch) 
     swept = hull(problem, points=8)
     budget = swept.points[len(swept) // 2].memory
     within = solve_within(problem, budget)
-    monkeypatch.setattr(order, "CAP", 2**6)
+    monkeypatch.setattr(elimination, "CAP", 2**6)
     solution = solve(problem)
     assert solution.how in ("linear program", "integer program")
     assert solution.value == pytest.approx(best, rel=1e-9)
