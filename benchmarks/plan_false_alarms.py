@@ -24,7 +24,7 @@ import torch
 from nnscaler.compile import WantedPlan, compile_traced, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import trace
 from nnscaler.transform.plan import Plan
 from verify.programs.entry_point import verify_request

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 from verify.programs.random_plans import MESHES, PIPELINES, random_plans
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

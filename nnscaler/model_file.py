@@ -178,7 +178,7 @@ def user_frame(error: BaseException, folder: Path) -> SourceLocation | None:
 
 def import_user_file(path: Path) -> ModuleType:
     """Import the user's file. Raises NnscalerError `model_import_failed` with the user's own line."""
-    from nnscaler.runtime.program.loader import load_user_module
+    from nnscaler.runtime.program.load_python import load_user_module
     from nnscaler.runtime.program.user_imports import claim_surroundings
 
     file = path.resolve()
@@ -240,7 +240,7 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
 def _called(function: Callable[[], Any], path: Path, seed: int, what: str) -> Any:
     import torch
 
-    from nnscaler.runtime.program.loader import without_arguments
+    from nnscaler.runtime.program.load_python import without_arguments
 
     torch.manual_seed(seed)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 
 LossFunction = Callable[[Any, Any], Any]  # (outputs of the model, batch) -> scalar loss
 _LABELS = "labels"

@@ -16,6 +16,7 @@ from op_registry.builtin.numeric import (
     linear_algebra,
     matmul,
     reductions,
+    spectral,
 )
 from op_registry.builtin.tensors import arrange, embedding, factories, index, pieces, views
 from op_registry.spec import OperatorSpec
@@ -35,5 +36,6 @@ SPECS: tuple[OperatorSpec, ...] = (
     *normalization.SPECS,
     *pieces.SPECS,
     *reductions.SPECS,
+    *spectral.SPECS,
     *views.SPECS,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nnscaler.ir.conversion import ROWS
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 from verify import verify_plan
 from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
 

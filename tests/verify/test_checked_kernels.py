@@ -11,7 +11,7 @@ from torch import Tensor
 from op_registry.samples import SAMPLES, Sample, replace_tensors
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from verify.evidence.oracle.kernels import CheckedKernels
+from verify.evidence.oracle.checked_kernels import CheckedKernels
 
 aten = torch.ops.aten
 Attention = Callable[..., Tensor]

@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir.layout import PARTIAL, REPLICATED, Partial, Sharded
 from verify.evidence.inputs.concrete_call import make_call
 from verify.evidence.inputs.find_operator import find_operator, record_of
-from verify.evidence.oracle.kernels import checked_kernels
+from verify.evidence.oracle.checked_kernels import checked_kernels
 from verify.operators.suggest import infer
 from verify.operators.suggest.infer import infer_annotation, resize, suggest_annotation
 from verify.operators.suggest.probe_call import Question, make_question

@@ -24,7 +24,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.ir.layout import MICRO
 from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.ir.signature import signatures
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.tracing import Traced
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep, Step

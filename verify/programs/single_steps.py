@@ -18,7 +18,7 @@ from op_registry.registry import facts_of
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import MICRO, Input, Stage
 from nnscaler.runtime.shards import logical_indices
 from verify.programs.checks.context import CheckOutcome, Comparison

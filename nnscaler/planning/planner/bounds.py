@@ -21,8 +21,8 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.planner.evaluate import send_seconds, weights_of
 from nnscaler.planning.planner.layer_chain import Numbers
+from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.pipeline_bound import Layered
-from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.build_problem import pose
 from nnscaler.planning.solver.fold import min_marginal
 from nnscaler.planning.solver.pareto_frontier import ROUNDING

@@ -22,9 +22,9 @@ from nnscaler.planning.planner.bounds import bound_within, gathering, layered_of
 from nnscaler.planning.planner.evaluate import Evaluated, evaluate, evaluated, weights_of
 from nnscaler.planning.planner.lagrangian_bound import stages_of
 from nnscaler.planning.planner.layer_chain import Chain
+from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.memory_fit import StageFill, fill
 from nnscaler.planning.planner.pipeline_bound import Layered, Least
-from nnscaler.planning.planner.planning_cache import PlanningCache
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.problem import Infeasible
 

@@ -12,7 +12,7 @@ from nnscaler.planning.configurations import Configuration
 from nnscaler.planning.constraints.kinds import Constraint
 from nnscaler.planning.cost.collectives import seconds_per_byte
 from nnscaler.planning.cost.model import Collective, CostModel
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.sharding.build_problem import Weights, once_at, pose
 from nnscaler.planning.sharding.tables import Tables
 from nnscaler.planning.solver.pareto_frontier import bound_at, hull

@@ -83,7 +83,7 @@ from nnscaler.planning.cost.analytic import AnalyticCost
 from nnscaler.planning.cost.model import CostModel
 from nnscaler.planning.planner.branch_and_bound import Search, search
 from nnscaler.planning.planner.evaluate import Evaluated, cuts_of
-from nnscaler.planning.planner.planning_cache import FREE, PlanningCache
+from nnscaler.planning.planner.layered_graph import FREE, PlanningCache
 from nnscaler.planning.planner.result import Certificate, certificate, plan_of
 from nnscaler.planning.solver.problem import Infeasible
 from nnscaler.transform.complete_plan import follow_batch

@@ -12,7 +12,7 @@ from nnscaler.ir.placement import Choice, RunInvariant
 from nnscaler.planning.configurations import SCHEDULES
 from nnscaler.planning.planner.branch_and_bound import Search
 from nnscaler.planning.planner.evaluate import Evaluated
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.policies import steps_of
 from nnscaler.transform.plan import DP, PP, TP, AssignStep, Plan, RecomputeStep, Step
 from nnscaler.transform.stages import StagePartition, StageRules, partition_stages

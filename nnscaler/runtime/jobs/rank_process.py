@@ -21,7 +21,7 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
 from nnscaler.runtime.communication.process_group import join
 from nnscaler.runtime.jobs.job import JobDirectory, StatusWriter
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 
 _PR_SET_PDEATHSIG = 1
 

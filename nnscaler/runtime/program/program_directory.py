@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nnscaler.manifest import Manifest, ManifestError, NoManifest, StoredTensor, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Exchange, Receive, RunContext, Stage
 from nnscaler.runtime.shards import same_bits, unravel
 from nnscaler.runtime.training.gradients import holding

@@ -25,7 +25,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import CommunicationCall, Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.loader import load_role, load_user_module
+from nnscaler.runtime.program.load_python import load_role, load_user_module
 from nnscaler.runtime.training import gradients as runtime_gradients
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.scheduling.registry import get_schedule

@@ -13,7 +13,7 @@ from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.tracing import Traced
 from tests import traced_examples

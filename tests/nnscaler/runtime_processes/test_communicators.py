@@ -10,7 +10,7 @@ from nnscaler.runtime.communication.gloo import _agreement, _forward_of
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.job import JobSpecification
 from nnscaler.runtime.jobs.launcher import ForkServer, launch
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -13,7 +13,7 @@ import pytest
 
 import verify
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.program.loader import UserFileError, load_role, load_user_module
+from nnscaler.runtime.program.load_python import UserFileError, load_role, load_user_module
 from nnscaler.runtime.program.user_imports import own_names
 
 
@@ -103,7 +103,7 @@ def test_ours_are_not_yet_imported(folder: Path, repository: Path) -> None:
     """The collision is with what the process would import."""
     script = f"""
 import sys
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 assert "verify" not in sys.modules and "op_registry" not in sys.modules
 model = load_user_module({str(folder / "model.py")!r})
 import verify, op_registry

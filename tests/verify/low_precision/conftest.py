@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nnscaler.compile import parallelize
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from verify.programs.checks.context import CheckOutcome, Comparison

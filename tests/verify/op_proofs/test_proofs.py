@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, group_norm, scaled_dot_product_attention, 
 from op_registry.spec import SchemaParameter
 
 from tests.verify.op_proofs.proving import floats, proofs_of, proved
-from verify.evidence.dimension_types import wholes
+from verify.evidence.dimension_types import opaque_operators as wholes
 
 
 def test_a_row_parallel_product_with_an_additive_bias() -> None:

@@ -50,7 +50,7 @@ from verify.evidence.dimension_types.states import (
     product,
     substituted,
 )
-from verify.evidence.dimension_types.symbolic import SymbolicCall, make_symbolic, quiet
+from verify.evidence.dimension_types.symbolic_call import SymbolicCall, make_symbolic, quiet
 from verify.evidence.dimension_types.trace import Trace, record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 

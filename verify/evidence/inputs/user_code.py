@@ -21,7 +21,7 @@ def load_file(file: str | Path) -> ModuleType:
     path = Path(file)
     if not path.is_file():
         raise NnscalerError("no_such_file", f"there is no file {str(file)!r}", help=_near_file(path))
-    from nnscaler.runtime.program.loader import load_user_module
+    from nnscaler.runtime.program.load_python import load_user_module
 
     return _guarded(lambda: load_user_module(path), str(file), path.resolve().parent)
 

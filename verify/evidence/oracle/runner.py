@@ -27,7 +27,7 @@ from verify.evidence.inputs.meta_preflight import remembers, succeeds, tried_on_
 from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.inputs.values import refill, varied
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.kernels import runs_checked
+from verify.evidence.oracle.checked_kernels import runs_checked
 from verify.evidence.oracle.partition import AXES, Compared, Partition, ShardRaised, compare_partition, make_partition
 from verify.evidence.oracle.random_calls import whole_arguments
 from verify.evidence.oracle.tolerance import Bound, float64_bound, low_bound

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
-from verify.evidence.inputs import generators as randomness
+from verify.evidence.inputs import random_state as randomness
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
 from verify.operators.audit.watched import (

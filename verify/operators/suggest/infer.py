@@ -24,7 +24,7 @@ from nnscaler.ir.layout import Sharded
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.evidence.inputs.draw_calls import sample_calls
 from verify.evidence.options import OpOptions
-from verify.evidence.oracle.kernels import checked_kernels
+from verify.evidence.oracle.checked_kernels import checked_kernels
 from verify.operators.suggest.annotation_synthesis import Evidence, compose, consistent
 from verify.operators.suggest.probe_call import Number, Question, make_question
 from verify.operators.suggest.size_groups import Element, Group, find_groups, growth, size_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.compile import WantedPlan, compile_traced
 from nnscaler.files import save_tensors
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.shards import same_bits
 from nnscaler.runtime.training.checkpoint import load_checkpoint
 from verify.programs.checks import run_checks

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
-from verify.evidence.oracle.kernels import CheckedKernels
+from verify.evidence.oracle.checked_kernels import CheckedKernels
 
 # Observation parses the program's text, and Python 3.11's `ast` is not safe to use from several threads at once.
 _BUILDING = threading.Lock()

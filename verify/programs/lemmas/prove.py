@@ -20,7 +20,7 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.dimension_types.guards import granted
 from verify.evidence.dimension_types.interpret import interpret
 from verify.evidence.dimension_types.states import PARTIAL_SUM, SAME, PartialSum, State, Unknown, Zero
-from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
+from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
 from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import function_of
 from verify.operators.audit.side_effects import audit

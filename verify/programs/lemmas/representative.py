@@ -25,7 +25,7 @@ from op_registry.spec import OperatorSpec, Refusal
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.signature import Signature
 from verify.evidence.cases import Inputs
-from verify.evidence.dimension_types.symbolic import resized
+from verify.evidence.dimension_types.symbolic_call import resized
 from verify.evidence.inputs.concrete_call import ConcreteCall
 from verify.evidence.inputs.draw_calls import builtin_call, sample_calls
 from verify.evidence.options import OpOptions

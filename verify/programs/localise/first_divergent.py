@@ -18,7 +18,7 @@ from torch import Tensor
 from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.tracing.interpret import run_graph
 from verify.programs.execution.backends import run_simulator

@@ -15,7 +15,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.jobs.fair_clock import join_within
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import Stage
 from nnscaler.runtime.shards import same_bits, shard
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor

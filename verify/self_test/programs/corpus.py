@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nnscaler.compile import WantedPlan, compile_traced, make
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
-from nnscaler.runtime.program.loader import load_user_module
+from nnscaler.runtime.program.load_python import load_user_module
 from nnscaler.tracing import Traced
 from nnscaler.transform.plan import AssignStep, Plan, RecomputeStep, SplitStep, Step
 from verify.programs.prepare import Prepared, prepare

@@ -18,7 +18,7 @@ from torch import Tensor
 from nnscaler.manifest import read_manifest
 from nnscaler.runtime.communication.communicator import Communicator
 from nnscaler.runtime.communication.simulator import Simulator
-from nnscaler.runtime.program.loader import load_role
+from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from verify.programs.execution.rank_program import role_file
 from verify.results.tolerance import difference

@@ -43,7 +43,7 @@ from verify.evidence.dimension_types.states import (
     substituted,
     symbols_of,
 )
-from verify.evidence.dimension_types.symbolic import make_symbolic, quiet
+from verify.evidence.dimension_types.symbolic_call import make_symbolic, quiet
 from verify.evidence.dimension_types.trace import record, simplified
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of, with_outputs, with_tensors
 from verify.evidence.inputs.draw_calls import builtin_call

@@ -15,7 +15,7 @@ from op_registry.samples.sample import Tensor as SampleTensor
 
 from verify.evidence.dimension_types.rules.call import Operand
 from verify.evidence.dimension_types.states import SAME, Size, size_of, substituted
-from verify.evidence.dimension_types.symbolic import World
+from verify.evidence.dimension_types.symbolic_call import World
 from verify.evidence.operator_trace import arguments_of, flat
 from verify.self_test.rules.calls import DrawnCall, Values
 

@@ -18,7 +18,7 @@ from nnscaler.planning.constraints import sizes
 from nnscaler.planning.planner.bounds import bound_within, near_bound, rough_bound
 from nnscaler.planning.planner.branch_and_bound import evaluate_chain, search
 from nnscaler.planning.planner.find_plan import find_plan
-from nnscaler.planning.planner.planning_cache import PlanningCache
+from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import best_cut
 from nnscaler.planning.solver import eliminate as orders

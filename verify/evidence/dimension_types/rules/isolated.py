@@ -11,7 +11,7 @@ from torch import Tensor
 from verify.evidence.dimension_types.interpret import rule_call
 from verify.evidence.dimension_types.rules import conclude
 from verify.evidence.dimension_types.states import Shard, State, quotient
-from verify.evidence.dimension_types.symbolic import World
+from verify.evidence.dimension_types.symbolic_call import World
 from verify.evidence.dimension_types.trace import Functionalised, recorder
 
 
