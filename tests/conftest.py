@@ -33,6 +33,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("nnscaler")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: many tests wait, for processes that start or for what hangs, and use none meanwhile."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts under tests/text/ anew")
 
