@@ -33,8 +33,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("nnscaler")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores: many tests wait, for processes that start or for what hangs, and use none meanwhile."""
+    """One worker more than cores: many tests wait for processes that start or hang, and need no core meanwhile."""
     return len(os.sched_getaffinity(0)) + 1
 
 
