@@ -109,12 +109,12 @@ def _divided(model, sample, ranks: int, plan: str, specialise: bool) -> float:  
     """The share of FLOPs of matmul-like operations that this plan splits over tp."""
     import copy
 
-    from nnscaler.compile import make
+    from nnscaler.compile import WantedPlan, make
     from nnscaler.tracing import trace
     from nnscaler.transform.plan import SplitStep
 
     traced = trace(copy.deepcopy(model), sample, self_check=False, specialise=specialise)
-    planned = make(traced.graph, ranks, plan, None, 1, ())
+    planned = make(traced.graph, WantedPlan(ranks, plan))
     split = {n for s in planned.plan.steps if isinstance(s, SplitStep) and s.axis == "tp" for n in s.operations}
     flops = {name: s.flops for name, s in planned.signatures.items()}
     total = sum(flops.values())

@@ -29,7 +29,7 @@ def main() -> int:
         seconds = {"baseline": 0.0, "taught": 0.0}
         for number, bug in enumerate(EVERY):
             row = []
-            for name, localiser in (("baseline", first_divergent.localise), ("taught", localise_all)):
+            for name, localiser in (("baseline", first_divergent.first_difference), ("taught", localise_all)):
                 started = time.perf_counter()
                 found = score(made[bug.program], [bug], work / f"{name}_{number}", localiser)
                 seconds[name] += time.perf_counter() - started

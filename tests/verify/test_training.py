@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
-from nnscaler.runtime.program.program_directory import OpenedProgram, read_program
+from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.tracing.precision import exact
 
@@ -32,7 +32,7 @@ def ranks_of(plan: str) -> int:
 @pytest.fixture(scope="module", params=PLANS, ids=[plan for plan, _ in PLANS])
 def saved(
     request: pytest.FixtureRequest, tiny: Callable[[], nn.Module], batch: Batch, tmp_path_factory: Any
-) -> OpenedProgram:
+) -> ProgramDirectory:
     plan, micro_batches = request.param
     compiled: Program = nnscaler.parallelize(
         tiny(), batch, ranks=ranks_of(plan), plan=plan, micro_batches=micro_batches
@@ -40,7 +40,7 @@ def saved(
     return read_program(compiled.save(tmp_path_factory.mktemp("program")))
 
 
-def on_ranks(program: OpenedProgram, work: Callable[[RankExecutor], Any], **options: Any) -> list[Any]:
+def on_ranks(program: ProgramDirectory, work: Callable[[RankExecutor], Any], **options: Any) -> list[Any]:
     """work(executor) on every rank, without dropout, in float64."""
     state, observe = options.pop("state", program.state()), options.pop("observe", None)
 
@@ -63,7 +63,7 @@ def eager(tiny: Callable[[], nn.Module], batch: Batch) -> nn.Module:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, inf])
 @pytest.mark.parametrize("share", [0.5, 2.0])
 def test_the_norm_is_that_of_the_whole_model(
-    saved: OpenedProgram, tiny: Callable[[], nn.Module], batch: Batch, norm_type: float, share: float
+    saved: ProgramDirectory, tiny: Callable[[], nn.Module], batch: Batch, norm_type: float, share: float
 ) -> None:
     model = eager(tiny, batch)
     trained = [p for p in model.parameters() if p.grad is not None]
@@ -85,13 +85,13 @@ def test_the_norm_is_that_of_the_whole_model(
         assert factors == pytest.approx([min(1.0, share)] * len(factors), rel=1e-5)
 
 
-def test_a_norm_that_does_not_exist(saved: OpenedProgram, batch: Batch) -> None:
+def test_a_norm_that_does_not_exist(saved: ProgramDirectory, batch: Batch) -> None:
     with pytest.raises(ProgramError, match="norm of type -1"):
         on_ranks(saved, lambda executor: executor.clip_grad_norm(1.0, -1.0))
 
 
 @pytest.mark.parametrize("scale", [1024.0, 2.0**-10, 3.0])
-def test_the_loss_scale_is_taken_out(saved: OpenedProgram, batch: Batch, scale: float) -> None:
+def test_the_loss_scale_is_taken_out(saved: ProgramDirectory, batch: Batch, scale: float) -> None:
     def work(executor: RankExecutor) -> list[Tensor | None]:
         loss = executor.step(batch)
         return [None if loss is None else loss.clone(), *(p.grad for p in executor.parameters.values())]
@@ -107,7 +107,7 @@ def test_the_loss_scale_is_taken_out(saved: OpenedProgram, batch: Batch, scale: 
                 assert torch.equal(a, b)
 
 
-def test_a_scaled_loss_starts_backward_from_the_scale(saved: OpenedProgram, batch: Batch) -> None:
+def test_a_scaled_loss_starts_backward_from_the_scale(saved: ProgramDirectory, batch: Batch) -> None:
     """The gradients inside of backward are larger: what float16 needs."""
     seen: dict[float, dict[str, Tensor]] = {1.0: {}, 64.0: {}}
     for scale, tensors in seen.items():
@@ -124,12 +124,12 @@ def test_a_scaled_loss_starts_backward_from_the_scale(saved: OpenedProgram, batc
     )
 
 
-def test_a_scale_that_the_dtype_lacks(saved: OpenedProgram, batch: Batch) -> None:
+def test_a_scale_that_the_dtype_lacks(saved: ProgramDirectory, batch: Batch) -> None:
     with pytest.raises(ProgramError, match="infinite in the loss's dtype"):
         on_ranks(saved, lambda executor: executor.step(batch), loss_scale=1e300, precision="float32")
 
 
-def test_forward_only_is_the_loss_and_changes_nothing(saved: OpenedProgram, batch: Batch) -> None:
+def test_forward_only_is_the_loss_and_changes_nothing(saved: ProgramDirectory, batch: Batch) -> None:
     def work(executor: RankExecutor) -> Any:
         without = executor.forward_only(batch)
         assert all(p.grad is None for p in executor.parameters.values()) and executor.context.step == 0
@@ -151,7 +151,7 @@ def descend(executor: RankExecutor, batch: Batch) -> None:
 
 
 def test_a_checkpoint_goes_on_under_another_plan(
-    saved: OpenedProgram, tiny: Callable[[], nn.Module], batch: Batch, tmp_path: Path
+    saved: ProgramDirectory, tiny: Callable[[], nn.Module], batch: Batch, tmp_path: Path
 ) -> None:
     """With dropout, whose draws depend on the number of the step."""
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_goes_on_under_another_plan(
     assert not torch.equal(middle.state["words.weight"], end.state["words.weight"])
 
 
-def test_checkpoints_that_are_not_whole(saved: OpenedProgram, tmp_path: Path) -> None:
+def test_checkpoints_that_are_not_whole(saved: ProgramDirectory, tmp_path: Path) -> None:
     on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path))
     (tmp_path / "rank_1.pt").rename(tmp_path / "kept")
     with pytest.raises(ProgramError, match="mixes or lacks files"):
@@ -200,7 +200,7 @@ def test_checkpoints_that_are_not_whole(saved: OpenedProgram, tmp_path: Path) ->
 
 
 def test_a_checkpoint_is_a_state_dict_of_the_model(
-    saved: OpenedProgram, tiny: Callable[[], nn.Module], tmp_path: Path
+    saved: ProgramDirectory, tiny: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """The head's weight is the embedding's: the program holds it under one of its names."""
     on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path), tied=saved.manifest.tied)
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_a_state_dict_of_the_model(
     assert state["head.weight"] is state["words.weight"]
 
 
-def test_optimizer_steps_are_counted_and_not_batches(saved: OpenedProgram, batch: Batch) -> None:
+def test_optimizer_steps_are_counted_and_not_batches(saved: ProgramDirectory, batch: Batch) -> None:
     """Two batches of one step draw different numbers, and so does a step that is made again."""
 
     def work(executor: RankExecutor) -> Any:
