@@ -348,10 +348,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         raise NoManifest(f"{folder} has no {MANIFEST}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{file} is not JSON: {error}") from None
     if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
-        raise ManifestError(f"{file} has format {manifest['format']}, and this nnscaler reads format {FORMAT}")
+        raise ManifestError(f"{file} has format {manifest['format']!r}, and this nnscaler reads format {FORMAT}")
     try:
         return decode(Manifest, manifest)
     except RecordError as error:

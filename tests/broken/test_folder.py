@@ -239,6 +239,34 @@ def test_another_sample_batch(normed: Original, folder: Path) -> None:
         verified(normed, folder)
 
 
+def test_a_sample_batch_that_the_model_does_not_take(normed: Original, folder: Path) -> None:
+    """The record agrees with the batch, and neither with the model's inputs."""
+    file = folder / "inputs.pt"
+    batch = {name: value[:1].clone() for name, value in torch.load(file, weights_only=True).items()}
+    for changed, words in ((batch, "float32[1, "), ({}, "has nothing for the input `")):
+        torch.save(changed, file)
+        recorded = {name: encode(entry) for name, entry in describe_state(changed).items()}
+        change_manifest(folder, lambda manifest, recorded=recorded: manifest.update(batch=recorded))
+        report = verified(normed, folder)
+        assert report.exit_code == 1
+        assert {finding.code for finding in report.findings} == {"record_differs"}
+        assert words in report.findings[0].message
+
+
+def test_a_record_of_another_shape(normed: Original, folder: Path) -> None:
+    change_manifest(folder, lambda manifest: manifest["state"]["norm.weight"].update(shape=[9]))
+    report = verified(normed, folder)
+    assert report.exit_code == 1
+    assert "manifest.json has `norm.weight` as float32[9], and state.pt has float32[" in report.findings[0].message
+
+
+def test_a_state_that_is_gone_with_one_hash(normed: Original, folder: Path) -> None:
+    (folder / "state.pt").unlink()
+    change_manifest(folder, lambda manifest: manifest["state"]["norm.weight"].update(sha256=None))
+    with pytest.raises(NnscalerError, match=r"state\.pt does not exist"):
+        verified(normed, folder)
+
+
 def role(manifest: dict[str, Any]) -> Any:
     return manifest["roles"][0]
 

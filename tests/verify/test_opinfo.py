@@ -20,6 +20,7 @@ def shared() -> dict[str, OpInfoEntry]:
     return {entry.name: entry for entry in entries()}
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("samples", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_annotations_hold_on_torchs_samples(shared: dict[str, OpInfoEntry], samples: int) -> None:
     results = [r for entry in shared.values() for r in sample_results(entry, samples)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class Project:
 @pytest.fixture
 def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Compiled with a loss of its own; the current folder is elsewhere."""
-    name = request.node.name  # operators are registered once per process
+    name = re.sub(r"\W", "_", request.node.name)  # operators are registered once per process
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / f"operators_{name}.py").write_text(OPERATORS.replace("NAME", name))
@@ -124,11 +125,15 @@ def test_a_changed_operator_file_is_named(project: Project) -> None:
     assert message in report.findings[0].message
 
 
-def test_an_operator_file_without_a_record_is_named(project: Project) -> None:
+@pytest.mark.parametrize("how", ["no_record", "no_hash"])
+def test_an_operator_file_without_a_record_is_named(project: Project, how: str) -> None:
     """Its hash would not be compared with the file as it is now."""
     file = project.program / "manifest.json"
     manifest = json.loads(file.read_text())
-    del manifest["operator_files"][project.operators.name]
+    if how == "no_hash":
+        manifest["operator_files"][project.operators.name]["sha256"] = None
+    else:
+        del manifest["operator_files"][project.operators.name]
     file.write_text(json.dumps(manifest))
     report = project.verify()
     assert report.exit_code == 1

@@ -83,7 +83,7 @@ class OpenedProgram:
         Raises NnscalerError `not_a_program` where the file is missing or cannot be read.
         """
         file = self.path / "state.pt"
-        if not file.is_file() and any(entry.sha256 is None for entry in self.manifest.state.values()):
+        if not file.is_file() and all(entry.sha256 is None for entry in self.manifest.state.values()):
             return None
         return _tensors(file)
 

@@ -7,6 +7,8 @@ says, or raised: no row is left out.
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -33,6 +35,12 @@ def died_unexpectedly(row: object, event: Died | TimedOut) -> RuntimeError:
     """Return the error about a row whose process ended where none should."""
     how = event.how if isinstance(event, Died) else "its time was up"
     return RuntimeError(f"the process of {row} ended outside of a run: {how}\n{event.trace}")
+
+
+def ended_by_a_kernel(event: Died) -> bool:
+    """Return whether the process was ended by what a kernel did, and not from outside: by a kill, or for its memory."""
+    code = os.waitstatus_to_exitcode(event.status)
+    return -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE)
 
 
 def _raised(row: Row, event: Died | TimedOut) -> Row:

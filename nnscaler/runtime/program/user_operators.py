@@ -113,6 +113,8 @@ def locate(file: str, beside: Path) -> Path | None:
     recorded = () if record is None else (beside / (record.from_here or file), Path(record.file))
     places = (beside / file, *recorded, Path(file))
     found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
+    if found and record is not None and record.sha256 is None:
+        raise ProgramError(f"{beside / MANIFEST} has no hash of {file}, from which operators come: compile again")
     digest = None if record is None else record.sha256
     same = found if digest is None else [path for path in found if sha256(path.read_bytes()).hexdigest() == digest]
     if found and not same:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -289,6 +290,7 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
     folder = tmp_path / "program"
     folder.mkdir()
     (folder / "role_0.py").write_text(USES_REGISTRY.format(file=str(tmp_path / "model.py")))
+    digest = hashlib.sha256((tmp_path / "model.py").read_bytes()).hexdigest()
     manifest = {
         "format": 1,
         "model": {"name": "Twice", "file": "model.py"},
@@ -301,7 +303,7 @@ def test_a_user_s_op_registry_in_the_current_folder_is_not_ours(repository: Path
         "tensors": {},
         "state": encode(describe_state({"w": torch.tensor(3.0)})),
         "batch": {},
-        "operator_files": {str(tmp_path / "model.py"): {"file": str(tmp_path / "model.py"), "sha256": None}},
+        "operator_files": {str(tmp_path / "model.py"): {"file": str(tmp_path / "model.py"), "sha256": digest}},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     torch.save({"w": torch.tensor(3.0)}, folder / "state.pt")

@@ -130,7 +130,7 @@ def direct(*rows: str) -> list[DrawnCall]:
 def test_a_died_process_is_unsound_and_the_others_go_on() -> None:
     def dying(call: RuleCall) -> tuple[State, ...]:
         if "nansum" in str(call.overload):
-            os._exit(9)
+            os.abort()
         return conclude(call)
 
     names = ["aten.linear.default", "aten.nansum.default", "aten.outer.default"]
@@ -139,6 +139,13 @@ def test_a_died_process_is_unsound_and_the_others_go_on() -> None:
     assert [bool(result.unsound) for result in results.values()] == [False, True, False]
     assert "process" in results[names[1]].unsound[0].problem
     assert results[names[2]].verified >= QUICK.wanted
+
+
+@pytest.mark.apart
+def test_a_process_that_is_ended_from_outside_is_an_error() -> None:
+    """It says nothing of the rule: not that it is unsound, and not that a planted mistake is found."""
+    with pytest.raises(RuntimeError, match="ended outside of a run"):
+        fuzz_in_children({"aten.outer.default": direct("aten.outer.default")}, lambda call: os._exit(9), effort=QUICK)
 
 
 def test_a_rule_that_says_nothing_is_short_and_no_pass() -> None:

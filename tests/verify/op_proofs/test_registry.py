@@ -131,6 +131,7 @@ def _rows(full: bool) -> tuple[SurveyRow, ...]:
 ALL = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a third", "all"])
 
 
+@pytest.mark.early
 @ALL
 def test_most_is_proved(full: bool) -> None:
     """Every claim about three of four operators, and four of five claims: a block that has to know its place, and what
@@ -141,6 +142,7 @@ def test_most_is_proved(full: bool) -> None:
     assert sum(row.targets for row in rows) > (3000 if full else 1000)
 
 
+@pytest.mark.early
 @ALL
 def test_the_others_are_known_and_say_why(full: bool) -> None:
     incomplete = {row.operator: row.blockers for row in _rows(full) if not row.complete}
@@ -150,6 +152,7 @@ def test_the_others_are_known_and_say_why(full: bool) -> None:
         assert any(UNPROVED[name] in blocker for blocker in blockers), (name, blockers)
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("name", ["aten.linear.default", "aten.scaled_dot_product_attention.default"])
 def test_a_row_counts_what_there_is_to_prove(name: str) -> None:
     (row,) = (row for row in _rows(False) if row.operator == name)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -95,13 +97,22 @@ def test_a_survivor_is_counted() -> None:
 def test_a_wrong_call_that_ends_its_process_is_refuted_and_the_table_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     dying = MUTANTS["index/hook dropped: aten.ctc_loss.Tensor"]
     verify_spec = operator_run.verify_spec
-    monkeypatch.setattr(
-        operator_run, "verify_spec", lambda s, o: os._exit(3) if s is dying.wrong else verify_spec(s, o)
-    )
+    monkeypatch.setattr(operator_run, "verify_spec", lambda s, o: os.abort() if s is dying.wrong else verify_spec(s, o))
     table = run_operators([dying, _one(wrong=True)], _SILENT)
     assert [m.judgement.codes for m in table.mutants] == [("operator_died",), ("annotation_wrong",)]
     assert table.killed == table.twins == 2 and not table.mutants[0].named
-    assert "exited with code 3" in table.mutants[0].judgement.message
+    assert "SIGABRT" in table.mutants[0].judgement.message
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("end", [lambda: os._exit(3), lambda: os.kill(os.getpid(), signal.SIGKILL)])
+def test_a_process_that_is_ended_from_outside_refutes_nothing(
+    end: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = MUTANTS["index/hook dropped: aten.ctc_loss.Tensor"]
+    monkeypatch.setattr(operator_run, "verify_spec", lambda s, o: end())
+    found = operator_run.judge_wrong(dying)
+    assert not found.refuted and found.codes == ("operator_died",)
 
 
 def test_a_twin_that_fails_makes_the_kill_worthless() -> None:

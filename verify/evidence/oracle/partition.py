@@ -93,13 +93,20 @@ class Partition:
         return random_arguments(shape, axes, place, dict(zip(names, states, strict=True)))
 
 
-def make_partition(signature: Signature, choices: Sequence[Choice], parts: Sequence[int]) -> Partition:
-    """Make the partition. Raises Refusal where the operator's hook cannot do this split."""
+def states_of(
+    signature: Signature, choices: Sequence[Choice]
+) -> tuple[tuple[tuple[State, ...], ...], tuple[tuple[State, ...], ...]]:
+    """Return the states of each input and of each output, one for every axis."""
     call = signature.call
     per_axis_in = [input_states(signature, c) for c in choices]
     per_axis_out = [output_states(signature, c, len(call.outputs)) for c in choices]
     states_in = tuple(tuple(states[i] for states in per_axis_in) for i in range(len(call.tensors())))
-    states_out = tuple(tuple(states[i] for states in per_axis_out) for i in range(len(call.outputs)))
+    return states_in, tuple(tuple(states[i] for states in per_axis_out) for i in range(len(call.outputs)))
+
+
+def make_partition(signature: Signature, choices: Sequence[Choice], parts: Sequence[int]) -> Partition:
+    """Make the partition. Raises Refusal where the operator's hook cannot do this split."""
+    states_in, states_out = states_of(signature, choices)
 
     def lays(states: Sequence[tuple[State, ...]]) -> tuple[Lay, ...]:
         return tuple(lay_of(s, parts) for s in states)

@@ -28,7 +28,15 @@ from verify.evidence.inputs.operand_shards import local_shape, ranks_of
 from verify.evidence.inputs.values import refill, varied
 from verify.evidence.options import OpOptions
 from verify.evidence.oracle.checked_kernels import runs_checked
-from verify.evidence.oracle.partition import AXES, Compared, Partition, ShardRaised, compare_partition, make_partition
+from verify.evidence.oracle.partition import (
+    AXES,
+    Compared,
+    Partition,
+    ShardRaised,
+    compare_partition,
+    make_partition,
+    states_of,
+)
 from verify.evidence.oracle.random_calls import whole_arguments
 from verify.evidence.oracle.tolerance import Bound, float64_bound, low_bound
 from verify.evidence.oracle.whole import Whole, run_whole
@@ -276,17 +284,17 @@ class Runner:
         return case.inputs.sample, case.inputs.sizes, case.choices, case.parts, case.uneven
 
     def _make(self, signature: Signature, case: Case) -> Partition | str:
-        try:
-            partition = make_partition(signature, case.choices, case.parts)
-        except Refusal as refusal:
-            return Declined(refusal)
+        states_in, states_out = states_of(signature, case.choices)
         shapes = [t.shape for t in signature.call.tensors()]
         shapes_out = [() if o is None else o.shape for o in signature.call.outputs]
-        for states, shape in zip((*partition.states_in, *partition.states_out), (*shapes, *shapes_out), strict=True):
+        for states, shape in zip((*states_in, *states_out), (*shapes, *shapes_out), strict=True):
             reason = explain_illegal(states, case.parts, shape)
             if reason is not None:
                 return reason
-        return partition
+        try:
+            return make_partition(signature, case.choices, case.parts)
+        except Refusal as refusal:
+            return Declined(refusal)
 
     def run(self, case: Case) -> CaseResult:
         """Run one case. Raises WholeRaised and AnnotationError."""

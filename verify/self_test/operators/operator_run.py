@@ -17,7 +17,7 @@ from verify.processes.subprocess_isolation import run_apart
 from verify.results.verdict import Verdict
 from verify.self_test.operators.mutants import backward, index, layout, rank, reduction, state
 from verify.self_test.operators.mutants.mutant import OperatorMutant
-from verify.self_test.runner import Progress, run_rows
+from verify.self_test.runner import Progress, ended_by_a_kernel, run_rows
 
 
 def operator_mutants() -> tuple[OperatorMutant, ...]:
@@ -63,7 +63,7 @@ def judge_wrong(mutant: OperatorMutant, safeguards: Safeguards | None = None) ->
     if isinstance(found, Judgement):
         return found
     how = found.how if isinstance(found, Died) else "its time was up"
-    verdict = Verdict.REFUTED if isinstance(found, Died) else Verdict.INCONCLUSIVE
+    verdict = Verdict.REFUTED if isinstance(found, Died) and ended_by_a_kernel(found) else Verdict.INCONCLUSIVE
     return Judgement(verdict, ("operator_died",), f"the process that ran `{mutant.name}` was ended: {how}")
 
 

@@ -21,7 +21,7 @@ from verify.self_test.rules.rule_fuzz import (
     fuzz_rule,
     replaced,
 )
-from verify.self_test.runner import run_rows_apart
+from verify.self_test.runner import died_unexpectedly, ended_by_a_kernel, run_rows_apart
 
 ENOUGH = 50  # claims of a rule that must have been compared
 
@@ -136,7 +136,9 @@ class _Row:
 
 
 def _died(row: _Row, event: Died | TimedOut) -> _Row:
-    code = os.waitstatus_to_exitcode(event.status) if isinstance(event, Died) else None
+    if not isinstance(event, Died) or not ended_by_a_kernel(event):
+        raise died_unexpectedly(row, event)
+    code = os.waitstatus_to_exitcode(event.status)
     result = RuleResult(row.name, asked=1)
     problem = f"the process ended with {code} while a claim was compared"
     result.unsound.append(Unsound(row.name, "?", "?", problem, "?"))

@@ -74,7 +74,8 @@ def check_manifest(
             f"{MANIFEST} has no hash of {name}, and the role programs take operators from it",
             "nobody knows whether they compute what they did",
         )
-        for name in sorted(named - files)
+        for name in sorted(named)
+        if name not in files or manifest.operator_files[name].sha256 is None
     ]
     return len(right) + len(files | named), [*wrong, *left_out, *_operator_files(sorted(files), folder)]
 
@@ -151,8 +152,15 @@ def check_batch(
         if found.get(name) != recorded.get(name):
             message = f"`{name}` in {BATCH} is not the one that the program was compiled with"
             finder.add(BATCH, 0, Mistake("record_differs", message, "the launcher trains on this batch"))
+    inputs = {tensor.name: tensor for tensor in graph.tensors.values() if tensor.role == "input"}
+    for name, tensor in inputs.items():
+        entry = recorded.get(name)
+        if entry is None or (entry.dtype, tuple(entry.shape)) != (tensor.dtype, tuple(tensor.shape)):
+            here = "nothing" if entry is None else f"{entry.dtype}{list(entry.shape)}"
+            message = f"{MANIFEST} has {here} for the input `{name}`, which is {tensor.dtype}{list(tensor.shape)}"
+            finder.add(BATCH, 0, Mistake("record_differs", message, "the launcher trains on this batch", name))
     verdict = Verdict.REFUTED if finder.count else Verdict.TESTED_EXACT
-    check = Check("sample batch", verdict, len({*recorded, *found}), finder.count, supporting=True)
+    check = Check("sample batch", verdict, len({*recorded, *found, *inputs}), finder.count, supporting=True)
     return CheckOutcome(check, finder.take())
 
 
@@ -196,6 +204,10 @@ def _other_values(
 ) -> Mistake | None:
     replaced = stored.own_weights and tensor.role != "constant" and name in stored.replaceable
     right = stored.recorded.get(name)
+    if right is not None and (right.dtype, right.shape) != (found.dtype, found.shape):
+        here, there = (f"{entry.dtype}{list(entry.shape)}" for entry in (right, found))
+        message = f"{MANIFEST} has `{name}` as {here}, and {STATE} has {there}"
+        return Mistake("record_differs", message, "the program cannot start", tensor.name)
     if replaced:
         return None
     if right is None:
