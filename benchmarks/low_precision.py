@@ -37,7 +37,7 @@ from verify.programs.execution.rank_program import RankResult, role_file
 from verify.programs.low_precision.measure import measured
 from verify.programs.low_precision.noise import draw, targets_of
 from verify.programs.low_precision.run import Calibration, LowPrecisionResult, calibrate, compare
-from verify.programs.program_directory import OpenedProgram, open_program
+from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import exact_tolerance
 from verify.results.verdict import Verdict, merge

@@ -1,4 +1,4 @@
-"""What the planner gains by treating equal layers as a chain, against its solver of whole graphs alone.
+"""Measure the planner's chain of equal layers against its solver of whole graphs alone.
 
     python benchmarks/planner_layers.py                          12, 24, 48 and 96 layers, and Llama 3 405B
     python benchmarks/planner_layers.py --layers 48 --ranks 64
@@ -45,7 +45,7 @@ STATE = 18  # bytes of a parameter in half precision, its gradient and its optim
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: of which model, on how many ranks, in which space, within how many bytes a rank."""
+    """A question to the planner: the model, how many ranks, the space that is searched, and the bytes of a rank."""
 
     name: str
     graph: Any
@@ -56,7 +56,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one search says; `step` is infinite where it finds no plan that fits."""
+    """The answer of one search; `step` is infinite where it finds no plan that fits."""
 
     seconds: float
     step: float

@@ -1,4 +1,4 @@
-"""What layouts mean, written by definition: the one second opinion on how values are cut and how gradients lie.
+"""Layouts by definition: the one second opinion on how values are cut and how gradients lie.
 
 `nnscaler.runtime.cut` and `nnscaler.ir.layout` are the product's. What is here shares nothing with them, and takes the
 compiler's states and the runtime's alike.
@@ -17,7 +17,7 @@ _GRADIENT = {"Replicated": "Partial", "Partial": "Replicated"}  # a copy's gradi
 
 
 class Cut(Protocol):
-    """What a `Sharded` state, or an axis of a split identifier, says of a dim."""
+    """The cut of a dim, as a `Sharded` state or an axis of a split identifier has it."""
 
     @property
     def outer(self) -> int: ...

@@ -304,7 +304,7 @@ _GROUPED: tuple[Sample, ...] = (
     S("nnscaler.grouped_mm", F(18, 24), F(6, 24, 12), Tensor((6,), "offsets", 15), splits="m k g n"),
 )
 
-_RECURRENT_SAMPLES: tuple[Sample, ...] = (*_RECURRENT, *_SPECTRAL, *_GROUPED)
+_NETWORKS: tuple[Sample, ...] = (*_RECURRENT, *_SPECTRAL, *_GROUPED)
 
 
 SAMPLES: tuple[Sample, ...] = (
@@ -315,5 +315,5 @@ SAMPLES: tuple[Sample, ...] = (
     *_REDUCTIONS,
     *_NORMS,
     *_FACTORIES,
-    *_RECURRENT_SAMPLES,
+    *_NETWORKS,
 )

@@ -168,7 +168,7 @@ _CUT: tuple[Sample, ...] = (
 
 # Samples: more ways to cut, join and turn.
 
-_PIECES_SAMPLES: tuple[Sample, ...] = (
+_PIECES: tuple[Sample, ...] = (
     S("moveaxis.int", F(6, 12, 18), 0, 2, splits="a b c"),
     S("moveaxis.intlist", F(6, 12, 18), [0, 1], [2, 0], splits="a b c"),
     S("swapdims", F(6, 12, 18), 0, -1, splits="a b c"),
@@ -200,4 +200,4 @@ _PIECES_SAMPLES: tuple[Sample, ...] = (
 )
 
 
-SAMPLES: tuple[Sample, ...] = (*_VIEWS, *_ORDER, *_REPEAT, *_JOIN, *_CUT, *_PIECES_SAMPLES)
+SAMPLES: tuple[Sample, ...] = (*_VIEWS, *_ORDER, *_REPEAT, *_JOIN, *_CUT, *_PIECES)

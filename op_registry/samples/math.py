@@ -157,7 +157,7 @@ _ATTENTION: tuple[Sample, ...] = (
 
 # Samples: the parts of batch norm.
 
-_BATCH_NORM_SAMPLES: tuple[Sample, ...] = (
+_BATCH_NORM: tuple[Sample, ...] = (
     S("nnscaler.batch_mean", F(12, 6, 18), splits="b c s0"),
     S("nnscaler.batch_mean", F(24, 12), splits="b c"),
     S("nnscaler.batch_mean", F(6, 12, 4, 18), splits="b c s0 s1"),
@@ -170,4 +170,4 @@ _BATCH_NORM_SAMPLES: tuple[Sample, ...] = (
 )
 
 
-SAMPLES: tuple[Sample, ...] = (*_PRODUCTS, *_SUMS, *_FROZEN, *_NORMS, *_ATTENTION, *_BATCH_NORM_SAMPLES)
+SAMPLES: tuple[Sample, ...] = (*_PRODUCTS, *_SUMS, *_FROZEN, *_NORMS, *_ATTENTION, *_BATCH_NORM)

@@ -215,7 +215,7 @@ _SPECIAL: tuple[Sample, ...] = (
     *(S(f"special_{n}.x_scalar", 0.5, I(12, high=4), splits="a") for n in _POLYNOMIALS),
 )
 
-_SPECIAL_SAMPLES: tuple[Sample, ...] = (*_ALIASES, *_PAIRS, *_SPECIAL)
+_SPECIAL_FUNCTIONS: tuple[Sample, ...] = (*_ALIASES, *_PAIRS, *_SPECIAL)
 
 
-SAMPLES: tuple[Sample, ...] = (*_UNARY, *_BINARY, *_ARITHMETIC, *_CHOICE, *_CASTS, *_SPECIAL_SAMPLES)
+SAMPLES: tuple[Sample, ...] = (*_UNARY, *_BINARY, *_ARITHMETIC, *_CHOICE, *_CASTS, *_SPECIAL_FUNCTIONS)

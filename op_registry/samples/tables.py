@@ -273,7 +273,7 @@ _SPEECH: tuple[Sample, ...] = (
     S("ctc_loss.IntList", F(8, 3, 5), I(3, 3, high=5, low=1), [8, 7, 8], [3, 2, 1]),
 )
 
-_LOSSES_SAMPLES: tuple[Sample, ...] = (*_POINTWISE, *_VECTORS, *_CLASSES, *_SPEECH)
+_LOSSES: tuple[Sample, ...] = (*_POINTWISE, *_VECTORS, *_CLASSES, *_SPEECH)
 
 
 SAMPLES: tuple[Sample, ...] = (
@@ -283,5 +283,5 @@ SAMPLES: tuple[Sample, ...] = (
     *_FACTORIES,
     *_POINTWISE_LOSSES,
     *_LABEL_LOSSES,
-    *_LOSSES_SAMPLES,
+    *_LOSSES,
 )

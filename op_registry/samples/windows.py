@@ -138,7 +138,7 @@ _OVERLAPS: tuple[Sample, ...] = (
     S("conv_transpose3d.input", F(2, 8, 2, 3, 3), F(8, 4, 2, 2, 2), F(8), groups=2, splits="b c g o y1 y2"),
 )
 
-_POOLS_IMAGES: tuple[Sample, ...] = (
+_MORE_POOLS: tuple[Sample, ...] = (
     S("avg_pool1d", F(4, 6, 24), [2], splits="a b p0"),
     S("avg_pool1d", F(4, 6, 12), [3], [1], [1], splits="a b y0"),
     S("avg_pool1d", F(4, 6, 12), [3], [1], [1], False, False, splits="a b"),
@@ -197,7 +197,7 @@ _SAMPLED: tuple[Sample, ...] = (
     S("col2im", F(4, 24, 42), [5, 6], [2, 2], [1, 1], [1, 1], [1, 1], splits="*0 c"),
 )
 
-_IMAGES_SAMPLES: tuple[Sample, ...] = (*_PATCHES, *_OVERLAPS, *_POOLS_IMAGES, *_RESIZED, *_SAMPLED)
+_IMAGES: tuple[Sample, ...] = (*_PATCHES, *_OVERLAPS, *_MORE_POOLS, *_RESIZED, *_SAMPLED)
 
 
-SAMPLES: tuple[Sample, ...] = (*_CONVOLUTIONS, *_POOLS, *_IMAGES_SAMPLES)
+SAMPLES: tuple[Sample, ...] = (*_CONVOLUTIONS, *_POOLS, *_IMAGES)

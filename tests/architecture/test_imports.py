@@ -38,7 +38,7 @@ LATE = {
     ("verify.programs.subject", "nnscaler.*"): "a record of what is to be verified is made without torch",
     ("verify.programs.entry_point", "verify.*"): "a request that cannot be verified is refused without torch",
     ("verify.evidence.inputs.user_code", "nnscaler.runtime*"): "targets are read without torch",
-    ("verify.programs.program_directory", "nnscaler.runtime*"): "a manifest is read without torch",
+    ("verify.programs.opened_program", "nnscaler.runtime*"): "a manifest is read without torch",
 }
 
 

@@ -20,7 +20,7 @@ from nnscaler.records import RecordError, decode, encode
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import read_program
 from tests import traced_examples
-from verify.programs.program_directory import open_program
+from verify.programs.opened_program import open_program
 
 PLANS = [("gpt", "dp=2,tp=2,pp=2", 4), ("gpt", "dp=2,zero=3", 1), ("moe", "pp=2", 2), ("moe", "dp=3,tp=2", 1)]
 

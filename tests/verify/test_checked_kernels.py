@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from op_registry.samples import SAMPLES, Sample, replace_tensors
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from verify.evidence.oracle.checked_kernels import CheckedKernels
+from verify.evidence.oracle.checked_kernels import CheckedKernels, runs_checked
 
 aten = torch.ops.aten
 Attention = Callable[..., Tensor]
@@ -69,3 +70,16 @@ WRONG: dict[str, Callable[[], object]] = {
 def test_tensors_that_are_too_short(name: str) -> None:
     with CheckedKernels(), pytest.raises(ProgramError, match=rf"{name}.*does not check this on CPUs"):
         WRONG[name]()
+
+
+def test_a_kernel_whose_error_is_caught_has_run() -> None:
+    """It may check its sizes this time, and read past its tensors the next."""
+    x = torch.randn(3, 4)
+
+    def refused() -> object:
+        with contextlib.suppress(RuntimeError):
+            return aten._linalg_solve_ex(torch.randn(3, 3), x[:2])
+        return x.sum()
+
+    assert not runs_checked(refused)
+    assert runs_checked(x.sum)

@@ -50,6 +50,7 @@ class AtenCall:
     results    lists flattened, with a `TensorUse` for each tensor; empty where it raised
     graded     autograd was recording
     within     the operator that was called, where this one is part of what that was followed into
+    raised     the call raised, so that it made nothing
     """
 
     overload: Any  # torch._ops.OpOverload
@@ -57,13 +58,20 @@ class AtenCall:
     results: tuple[Any, ...]
     graded: bool
     within: Any = None
+    raised: bool = False
+
+    @property
+    def vain(self) -> bool:
+        """Return whether the call raised and left nothing behind: the operator caught it, and went on without it."""
+        tags = self.overload.tags
+        return self.raised and not (self.overload._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags)
 
 
 @dataclass(frozen=True)
 class OperatorTrace:
     """The record of an operator's run.
 
-    calls       forward pass first: `calls[:forward]`
+    calls       forward pass first: `calls[:forward]`; without those that were in vain
     outputs     None for what is no tensor
     cotangents  one per output; None where no gradient flows
     gradients   one per input; None where there is none
@@ -103,15 +111,23 @@ class Recording:
 
 
 class Observer(TorchDispatchMode):
-    """While open, `note` is called with each ATen operator that ran, its positional arguments and its result."""
+    """While open, `note` is called with each ATen operator that ran, its positional arguments and its result.
 
-    def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], object]) -> None:
+    `before` is called with each operator that is about to run, and may raise.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[Any, tuple[Any, ...], Any], object] = lambda overload, args, result: None,
+        before: Callable[[Any], object] = lambda overload: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.note = note
+        self.note, self.before = note, before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.before(func)
         result = func(*args, **(kwargs or {}))
         self.note(func, args, result)
         return result
@@ -145,13 +161,13 @@ class OperatorRecorder(TorchDispatchMode):
         if function is not None:
             return self._followed(function, func, args, given)
         arguments = self._noted(arguments_of(func, args, given))  # before the call, which may write to them
-        results: list[Any] = []
         try:
             result = self._computed(func, args, given)
-            results = flat(result)
-        finally:
-            noted = tuple(map(self._noted, results))
-            self.calls.append(AtenCall(func, arguments, noted, torch.is_grad_enabled(), self._within))
+        except BaseException:
+            self.calls.append(AtenCall(func, arguments, (), torch.is_grad_enabled(), self._within, raised=True))
+            raise
+        noted = tuple(map(self._noted, flat(result)))
+        self.calls.append(AtenCall(func, arguments, noted, torch.is_grad_enabled(), self._within))
         return result
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -229,7 +245,7 @@ class OperatorRecorder(TorchDispatchMode):
             for context in (*around, self):
                 stack.enter_context(context)
             result = function(*args, **kwargs)
-        outputs, forward = outputs_of(result), len(self.calls)
+        outputs, end = outputs_of(result), len(self.calls)
         ends = tuple(None if t is None else self.use(t) for t in outputs)
         make = self.recording.cotangent
         seeds = [make(t) if t is not None and t.requires_grad else None for t in outputs]
@@ -239,7 +255,9 @@ class OperatorRecorder(TorchDispatchMode):
         gradients = tuple(None if t is None else self.use(t) for t in found)
         if self._refused is not None:
             raise self._refused
-        return OperatorTrace(tuple(self.calls), forward, given, ends, cotangents, gradients, plain_of(result), outputs)
+        forward, backward = ([c for c in calls if not c.vain] for calls in (self.calls[:end], self.calls[end:]))
+        calls = (*forward, *backward)
+        return OperatorTrace(calls, len(forward), given, ends, cotangents, gradients, plain_of(result), outputs)
 
     def _noted(self, value: Any) -> Any:
         """Return the argument with a `TensorUse` for every tensor."""

@@ -15,7 +15,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.files import check_temporary
 from nnscaler.model_file import check_targets
 from nnscaler.plan_source import check_plan, ranks_asked, search_given
-from verify.programs.program_directory import open_program
+from verify.programs.opened_program import open_program
 from verify.programs.request import PROCESS_LIMIT, PlanRequest
 from verify.programs.subject import PlanSubject, RunContext, load_subject
 

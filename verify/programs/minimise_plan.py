@@ -31,7 +31,7 @@ from nnscaler.transform.plan import AssignStep, OrderStep, Plan, RecomputeStep, 
 from verify.programs.checks.logical import by_rank, holdings_of, put_together
 from verify.programs.execution.backends import Failure, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
-from verify.programs.program_directory import OpenedProgram, open_program
+from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory
 from verify.results.tolerance import difference, family_scale
 from verify.results.verdict import Verdict

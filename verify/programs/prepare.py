@@ -19,7 +19,7 @@ from nnscaler.ir.graph import Graph
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.sample_inputs import SampleInputs, flatten_inputs
 from nnscaler.transform.plan import Plan
-from verify.programs.program_directory import OpenedProgram, open_program
+from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import randomise_parameters, record_draws
 from verify.programs.reference.program_draws import Draw, UnmatchedDraws, draws_of, match_draws
 from verify.programs.request import PlanRequest

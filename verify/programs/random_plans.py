@@ -28,8 +28,8 @@ from nnscaler.tracing.sample_inputs import flatten_inputs
 from nnscaler.transform.candidates import Candidates, all_candidates
 from nnscaler.transform.complete_plan import follow_batch
 from nnscaler.transform.plan import AssignStep, Axes, Plan, RestStep, Step
+from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, matched_draws
-from verify.programs.program_directory import open_program
 from verify.programs.reference.eager import Settings, randomise_parameters, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.run import run_and_compare

@@ -25,8 +25,8 @@ from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task, TrialTask
+from verify.programs.opened_program import OpenedProgram
 from verify.programs.prepare import Prepared
-from verify.programs.program_directory import OpenedProgram
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, run_reference
 from verify.programs.request import PlanRequest
 from verify.programs.role_text import SourceMap

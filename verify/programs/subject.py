@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnscaler.model_file import load_model_file
 from nnscaler.plan_source import plan_source
-from verify.programs.program_directory import open_program
+from verify.programs.opened_program import open_program
 
 if TYPE_CHECKING:
     from torch import nn

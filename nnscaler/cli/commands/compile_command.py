@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     ranks = ranks_asked(request) or 2
     model = load_model_file(options.model, request.seed, request.loss_fn)
     from nnscaler.compile import parallelize
-    from verify.programs.program_directory import open_program
+    from verify.programs.opened_program import open_program
 
     program = parallelize(
         model.build(),

@@ -159,7 +159,7 @@ def _check_outputs(options: argparse.Namespace, request: PlanRequest) -> None:
         message = "--certificate writes what was proved, and --level run proves nothing"
         raise NnscalerError("usage", message, help="--level static, or all")
     if options.comm_profile is not None and options.program is not None:
-        from verify.programs.program_directory import open_program
+        from verify.programs.opened_program import open_program
 
         known_profile(open_program(options.program).manifest.communication_profile)
 

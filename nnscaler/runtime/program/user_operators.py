@@ -114,7 +114,7 @@ def locate(file: str, beside: Path) -> Path | None:
     places = (beside / file, *recorded, Path(file))
     found = list(dict.fromkeys(place.resolve() for place in places if place.is_file()))
     if found and record is not None and record.sha256 is None:
-        raise ProgramError(f"{beside / MANIFEST} has no hash of {file}, from which operators come: compile again")
+        raise _unrecorded(file, beside)
     digest = None if record is None else record.sha256
     same = found if digest is None else [path for path in found if sha256(path.read_bytes()).hexdigest() == digest]
     if found and not same:
@@ -136,5 +136,9 @@ def _record(file: str, beside: Path) -> OperatorFile | None:
     except ManifestError as error:
         raise ProgramError(f"{error}: compile again") from None
     if file.endswith(".py") and file not in recorded:
-        raise ProgramError(f"{beside / MANIFEST} has no hash of {file}, from which operators come: compile again")
+        raise _unrecorded(file, beside)
     return recorded.get(file)
+
+
+def _unrecorded(file: str, beside: Path) -> ProgramError:
+    return ProgramError(f"{beside / MANIFEST} has no hash of {file}, from which operators come: compile again")

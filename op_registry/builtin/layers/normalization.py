@@ -178,7 +178,7 @@ def _with_count(position: int) -> Callable[[Call, Shards], Call]:
     return localize
 
 
-_BATCH_NORM_SPECS: tuple[OperatorSpec, ...] = (
+_BATCH_NORM: tuple[OperatorSpec, ...] = (
     OperatorSpec("nnscaler.batch_mean", _mean, linear=linear_in({0}), localize=_with_count(1), uneven=True),
     OperatorSpec("nnscaler.batch_variance", _variance, localize=_with_count(2), uneven=True),
     OperatorSpec("nnscaler.batch_normalise", _normalise, linear=_normalise_linear),
@@ -202,5 +202,5 @@ SPECS: tuple[OperatorSpec, ...] = (
         "aten.native_group_norm.default", _native_group_norm, localize=_localize_native_group_norm, uneven=True
     ),
     *(OperatorSpec(f"aten.{name}", _native_batch_norm, detached=_STATISTICS) for name in _NATIVE),
-    *_BATCH_NORM_SPECS,
+    *_BATCH_NORM,
 )

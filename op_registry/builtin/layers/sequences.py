@@ -149,7 +149,7 @@ def _gru_cell(call: Call) -> str:
 
 _NAMES = ("gru", "rnn_tanh", "rnn_relu")
 
-_RECURRENT_SPECS: tuple[OperatorSpec, ...] = (
+_RECURRENT: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.lstm.input", _layers(2), draws_if=(5, 6)),
     *(OperatorSpec(f"aten.{name}.input", _layers(1), draws_if=(5, 6)) for name in _NAMES),
     *(  # packed: lengths are values
@@ -176,5 +176,5 @@ SPECS: tuple[OperatorSpec, ...] = (
         draws_if=(4,),
         backward_flops=2.5,  # five products for two: one of them makes the scores again
     ),
-    *_RECURRENT_SPECS,
+    *_RECURRENT,
 )

@@ -177,7 +177,7 @@ def _spec(name: str, spatial: int, transposed: bool = False) -> OperatorSpec:
     )
 
 
-# Pooling: batch and channels are free; positions are as `_windows_pooling` says, where a result is one number per
+# Pooling: batch and channels are free; positions are as `_pool_windows` says, where a result is one number per
 # window.
 # Adaptive pools have windows of one size where the result's size divides the input's; an average over a whole dim
 # is a reduction over it.
@@ -199,7 +199,7 @@ def _free(call: Call, spatial: int) -> list[str]:
     return letters(tensor(call, 0, "self").ndim - spatial, avoid="pxyk")
 
 
-def _windows_pooling(call: Call, spatial: int) -> list[Window]:
+def _pool_windows(call: Call, spatial: int) -> list[Window]:
     x, result = tensor(call, 0, "self"), output_shape(call)
     kernel = per_dim(call.get(1, "kernel_size"), spatial, 1)
     stride = per_dim(call.get(2, "stride") or kernel, spatial, 1)
@@ -228,7 +228,7 @@ def _blocks_work(call: Call, windows: Sequence[Window]) -> bool:
 
 def _pool(spatial: int) -> AnnotationFunction:
     def annotation(call: Call) -> AnnotationResult:
-        windows = _windows_pooling(call, spatial)
+        windows = _pool_windows(call, spatial)
         before, after, sizes = dims(windows, _blocks_work(call, windows))
         free = _free(call, spatial)
         return annotate([[*free, *before]], [[*free, *after]]), sizes
@@ -238,7 +238,7 @@ def _pool(spatial: int) -> AnnotationFunction:
 
 def _localize_pool(spatial: int) -> Callable[[Call, Shards], Call]:
     def localize(call: Call, shards: Shards) -> Call:
-        windows = _windows_pooling(call, spatial)
+        windows = _pool_windows(call, spatial)
         block = blocks(shards, windows)
         if block is None:
             return call
@@ -315,7 +315,7 @@ _INDEXED = {
     f"{name.format(n)}.default": n for n in (1, 2, 3) for name in ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
 }
 
-_POOLING_SPECS: tuple[OperatorSpec, ...] = (
+_POOLING: tuple[OperatorSpec, ...] = (
     *(
         OperatorSpec(
             f"aten.{kind}_pool{n}d.default",
@@ -349,5 +349,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("conv_transpose1d.default", 1, transposed=True),
     _spec("conv_transpose2d.input", 2, transposed=True),
     _spec("conv_transpose3d.input", 3, transposed=True),
-    *_POOLING_SPECS,
+    *_POOLING,
 )

@@ -129,7 +129,7 @@ def _like_other(call: Call) -> str:
 
 _NAMES = ("to.dtype", "to.dtype_layout", "to.device", "_to_copy.default")
 
-_CASTS_SPECS: tuple[OperatorSpec, ...] = (
+_CASTS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", "* -> *", moves="cast", keeps_nothing=True) for name in _NAMES),
     OperatorSpec("aten.type_as.default", _like_other, moves="cast", keeps_nothing=True),
     OperatorSpec("aten.to.other", _like_other, moves="cast", keeps_nothing=True),
@@ -138,7 +138,7 @@ _CASTS_SPECS: tuple[OperatorSpec, ...] = (
 
 # The functions of `torch.special`: element by element.
 
-_UNARY_SPECIAL = """
+_SPECIAL_UNARY = """
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammaln i0 i0e
     i1 i1e log1p log_ndtr logit modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln
     ndtr ndtri polygamma psi round scaled_modified_bessel_k0 scaled_modified_bessel_k1 sinc spherical_bessel_j0
@@ -156,8 +156,8 @@ _OVERLOADS = (
     *((name, ("default", "n_scalar", "x_scalar")) for name in _POLYNOMIALS),
 )
 
-_SPECIAL_SPECS: tuple[OperatorSpec, ...] = (
-    *(OperatorSpec(f"aten.special_{name}.default", "* -> *") for name in _UNARY_SPECIAL),
+_SPECIAL: tuple[OperatorSpec, ...] = (
+    *(OperatorSpec(f"aten.special_{name}.default", "* -> *") for name in _SPECIAL_UNARY),
     *(
         OperatorSpec(f"aten.special_{name}.{overload}", broadcasting)
         for name, overloads in _OVERLOADS
@@ -218,6 +218,6 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"nnscaler.{name}", "* -> *", random=True)
         for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
     ),
-    *_CASTS_SPECS,
-    *_SPECIAL_SPECS,
+    *_CASTS,
+    *_SPECIAL,
 )

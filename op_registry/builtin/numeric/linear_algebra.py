@@ -145,7 +145,7 @@ def _localize_cross(call: Call, shards: Shards) -> Call:
 
 _EITHER = linear_in({0}, {1})
 
-_DISTANCE_SPECS: tuple[OperatorSpec, ...] = (
+_DISTANCES: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.cosine_similarity.default", _cosine_similarity),
     OperatorSpec("aten.pairwise_distance.default", _pairwise_distance),
     OperatorSpec("aten.cdist.default", _cdist),
@@ -173,5 +173,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.linalg_householder_product.default", _batched(2, 1)),
     *(OperatorSpec(f"aten.{name}.default", all_frozen) for name in ("cov", "corrcoef")),
     OperatorSpec("aten.vander.default", _vander, localize=_localize_vander),
-    *_DISTANCE_SPECS,
+    *_DISTANCES,
 )

@@ -215,7 +215,7 @@ def _einsum(call: Call) -> str:
     return annotate(inputs, [[dim(n, sizes[n]) for n in output]])
 
 
-_EINSUM_SPECS: tuple[OperatorSpec, ...] = (
+_EINSUM: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.einsum.default", _einsum, linear=linear_in_each, flops=product_flops),
 )
 
@@ -240,7 +240,7 @@ def _localize(call: Call, shards: Shards) -> Call:
     return Call("nnscaler.grouped_mm", (a, b, ends, row, group), {}, call.outputs)
 
 
-_EXPERTS_SPECS: tuple[OperatorSpec, ...] = tuple(
+_GROUPED: tuple[OperatorSpec, ...] = tuple(
     OperatorSpec(
         name,
         "m k+, g+ k+ n, e^ -> m n",
@@ -285,6 +285,6 @@ SPECS: tuple[OperatorSpec, ...] = (
         OperatorSpec(f"aten.{name}.default", _chain, linear=linear_in_each)
         for name in ("chain_matmul", "linalg_multi_dot")
     ),
-    *_EINSUM_SPECS,
-    *_EXPERTS_SPECS,
+    *_EINSUM,
+    *_GROUPED,
 )

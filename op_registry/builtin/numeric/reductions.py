@@ -222,7 +222,7 @@ def _trapezoid(cumulative: bool) -> AnnotationFunction:
 _TRAPEZOIDS = {"trapezoid": False, "trapz": False, "cumulative_trapezoid": True}
 _SOFTMAXES = "softmax.int log_softmax.int special_softmax.default special_log_softmax.default".split()
 
-_SCAN_SPECS: tuple[OperatorSpec, ...] = (
+_SCANS: tuple[OperatorSpec, ...] = (
     *(OperatorSpec(f"aten.{name}", along()) for name in _SOFTMAXES),
     *(OperatorSpec(f"aten.{name}.default", along()) for name in ("_softmax", "_log_softmax", "_safe_softmax")),
     OperatorSpec("aten.cumsum.default", along(), linear=unless_cast),
@@ -284,7 +284,7 @@ def _searchsorted(call: Call) -> str:
     return annotate([rows, *[result] * (places is not None), *[rows] * sorters], [result])
 
 
-_ORDERING_SPECS: tuple[OperatorSpec, ...] = (
+_SORTS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.sort.default", _sorting(1)),
     OperatorSpec("aten.sort.stable", _sorting(2)),
     OperatorSpec("aten.argsort.default", _sorting(1, outputs=1)),
@@ -309,6 +309,6 @@ SPECS: tuple[OperatorSpec, ...] = (
     *_extreme_specs(),
     *_norm_specs(),
     *_frozen_specs(),
-    *_SCAN_SPECS,
-    *_ORDERING_SPECS,
+    *_SCANS,
+    *_SORTS,
 )

@@ -271,7 +271,7 @@ def _of_matrices(call: Call) -> str:
     return annotate([inputs], [[*(n for i, n in enumerate(names) if i not in pair), str(output_shape(call)[-1])]])
 
 
-_DIAGONAL_SPECS: tuple[OperatorSpec, ...] = (
+_DIAGONALS: tuple[OperatorSpec, ...] = (
     OperatorSpec("aten.diag.default", _whole, linear=_FIRST),
     OperatorSpec("aten.linalg_diagonal.default", _of_matrices, linear=_FIRST),
     OperatorSpec("aten.diagflat.default", _whole, linear=_FIRST),
@@ -317,5 +317,5 @@ SPECS: tuple[OperatorSpec, ...] = (
     _spec("meshgrid.indexing", _meshgrid, linear_in_all),
     _spec("pixel_shuffle.default", _pixel_shuffle),
     _spec("pixel_unshuffle.default", _pixel_unshuffle),
-    *_DIAGONAL_SPECS,
+    *_DIAGONALS,
 )

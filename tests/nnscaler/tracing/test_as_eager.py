@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
 from nnscaler.tracing import trace
-from nnscaler.tracing.export import run_export as as_eager
+from nnscaler.tracing.export import run_export
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
@@ -46,8 +46,8 @@ def test_code_that_asks_whether_it_is_exported() -> None:
 
 
 def test_without_the_shim_it_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(as_eager, "_QUESTIONS", ())
-    monkeypatch.setattr(as_eager, "_FLAGS", ())
+    monkeypatch.setattr(run_export, "_QUESTIONS", ())
+    monkeypatch.setattr(run_export, "_FLAGS", ())
     with pytest.raises(NnscalerError, match="the traced graph is not the model"):
         trace(Asks(), (X,))
 

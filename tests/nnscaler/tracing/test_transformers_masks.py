@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Operation, Slot
 from nnscaler.tracing import trace
-from nnscaler.tracing.export import run_export as as_eager
+from nnscaler.tracing.export import run_export
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 IDS = torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -65,8 +65,8 @@ def test_a_model_whose_mask_differs_under_export(hf: ModuleType, monkeypatch: py
     model = hf.PaliGemmaForConditionalGeneration(config).train()
     batch = {"input_ids": IDS.clamp(max=30), "labels": IDS}
     assert trace(model, batch).notes == ()
-    monkeypatch.setattr(as_eager, "_QUESTIONS", ())
-    monkeypatch.setattr(as_eager, "_FLAGS", ())
+    monkeypatch.setattr(run_export, "_QUESTIONS", ())
+    monkeypatch.setattr(run_export, "_FLAGS", ())
     with pytest.raises(NnscalerError, match="the traced graph is not the model"):
         trace(model, batch)
 
@@ -81,8 +81,8 @@ def test_a_default_mask_that_is_made_in_eager_alone(hf: ModuleType) -> None:
 
 
 def test_without_the_shim_masks_are_explicit(hf: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(as_eager, "_QUESTIONS", ())
-    monkeypatch.setattr(as_eager, "_FLAGS", ())
+    monkeypatch.setattr(run_export, "_QUESTIONS", ())
+    monkeypatch.setattr(run_export, "_FLAGS", ())
     op = next(
         op
         for op in trace(llama(hf), {"input_ids": IDS, "labels": IDS}).graph.operations

@@ -17,8 +17,8 @@ from tests.broken import models
 from tests.broken.planting import Edit, plant
 from verify.programs.execution.rank_program import Task
 from verify.programs.localise import localise_all
+from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared, prepare
-from verify.programs.program_directory import open_program
 from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
 from verify.programs.role_text import SourceMap

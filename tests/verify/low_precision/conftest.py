@@ -21,7 +21,7 @@ from verify.programs.checks.context import CheckOutcome, Comparison
 from verify.programs.checks.logical import holdings_of
 from verify.programs.execution.rank_program import Entry, RankResult, role_file
 from verify.programs.low_precision import NoiseRow, low_precision_outcomes
-from verify.programs.program_directory import OpenedProgram, open_program
+from verify.programs.opened_program import OpenedProgram, open_program
 from verify.programs.reference.eager import Trajectory, logical_state, names_of, randomise_parameters, run_reference
 from verify.results.tolerance import exact_tolerance
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -162,3 +165,36 @@ def test_a_user_operator_with_index_arithmetic() -> None:
     wrong = prove_function(rotated, "s (2 d^) -> s (2 d^)", "s", floats(12, 8), 3, contiguous=contiguous)
     assert not wrong.proved
     assert wrong.counter_example is not None
+
+
+def _added(x: torch.Tensor) -> object:
+    return x + torch.zeros(x.shape[0] + 2, x.shape[1] + 3, dtype=x.dtype)
+
+
+def _multiplied(x: torch.Tensor) -> object:
+    return x.mm(torch.zeros(x.shape[1] + 3, 2, dtype=x.dtype))
+
+
+def _selected(x: torch.Tensor) -> object:
+    return x.select(0, 99)
+
+
+@pytest.mark.parametrize("attempt", [_added, _multiplied, _selected])
+def test_a_call_that_raised_and_was_caught_is_no_step(attempt: Callable[[torch.Tensor], object]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError, IndexError):
+            attempt(x)
+        return x.flip(1).flip(1) * 2
+
+    proof = prove_function(function, "a b -> a b", "a", floats(4, 3))
+    assert proof.proved, proof.reason
+
+
+def test_a_call_that_raised_and_may_have_written_stops_the_proof() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        with contextlib.suppress(RuntimeError):
+            y += torch.zeros(x.shape[0] + 2, x.shape[1] + 3, dtype=x.dtype)
+        return y * 2
+
+    assert not prove_function(function, "a b -> a b", "a", floats(4, 3)).proved

@@ -15,7 +15,7 @@ from torch._decomp import core_aten_decompositions
 
 from tests.verify.op_proofs_bounded.calls import CALLS, Call, draw, wants_gradient
 from verify.evidence.inputs.concrete_call import dtype_name, outputs_of
-from verify.evidence.smt import interpret as semantics
+from verify.evidence.smt import interpret as interpreter
 from verify.evidence.smt.algebra import Numbers, Unsupported, literal
 from verify.evidence.smt.interpret import RULES, interpret
 from verify.evidence.smt.semantics.rule import Array
@@ -127,7 +127,7 @@ def test_decompositions_round_no_size() -> None:
 
 def test_a_wrong_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {**RULES, "aten.tanh.default": RULES["aten.sigmoid.default"]}
-    monkeypatch.setattr(semantics, "RULES", wrong)
+    monkeypatch.setattr(interpreter, "RULES", wrong)
     tensors = draw("f2,3", 0)
     trace = traced(torch.tanh, tensors, [True])
     with pytest.raises(AssertionError, match="output 0"):

@@ -20,7 +20,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.manifest import MANIFEST, read_manifest
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import read_program
-from verify.programs.program_directory import open_program
+from verify.programs.opened_program import open_program
 from verify.programs.typing import check, check_program
 from verify.programs.typing.lines.forms import NoCall, canonical
 from verify.programs.typing.lines.operations import Typer

@@ -43,7 +43,7 @@ def _checks(overload: Any) -> bool:
 def runs_checked(run: Callable[[], object]) -> bool:
     """Return whether a function runs only kernels that check their sizes. Raises what the function raises."""
     checked: list[bool] = []
-    with Observer(lambda overload, args, result: checked.append(_checks(overload))):
+    with Observer(before=lambda overload: checked.append(_checks(overload))):
         run()
     return all(checked)
 

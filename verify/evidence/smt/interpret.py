@@ -17,13 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify.evidence.smt.algebra import Numbers, Unsupported, kind_of_dtype, literal
-from verify.evidence.smt.semantics import index as semantics_index
-from verify.evidence.smt.semantics import loss as semantics_loss
-from verify.evidence.smt.semantics import make as semantics_make
-from verify.evidence.smt.semantics import normalise as semantics_normalise
-from verify.evidence.smt.semantics import pointwise as semantics_pointwise
-from verify.evidence.smt.semantics import reduce as semantics_reduce
-from verify.evidence.smt.semantics import window as semantics_window
+from verify.evidence.smt.semantics import index, loss, make, normalise, pointwise, reduce, window
 from verify.evidence.smt.semantics.rule import Array, Given, Rule
 from verify.evidence.smt.trace import StoragePlace, StorageStep, StorageTrace
 
@@ -32,13 +26,13 @@ from verify.evidence.smt.trace import StoragePlace, StorageStep, StorageTrace
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **semantics_pointwise.RULES,
-        **semantics_reduce.RULES,
-        **semantics_make.RULES,
-        **semantics_index.RULES,
-        **semantics_window.RULES,
-        **semantics_normalise.RULES,
-        **semantics_loss.RULES,
+        **pointwise.RULES,
+        **reduce.RULES,
+        **make.RULES,
+        **index.RULES,
+        **window.RULES,
+        **normalise.RULES,
+        **loss.RULES,
     }
 )
 

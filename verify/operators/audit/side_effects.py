@@ -23,7 +23,7 @@ from torch import Tensor
 
 from op_registry.spec import OperatorSpec
 
-from verify.evidence.inputs import random_state as randomness
+from verify.evidence.inputs import random_state
 from verify.evidence.inputs.concrete_call import ConcreteCall, function_of
 from verify.operators.audit.handwritten import plain
 from verify.operators.audit.watched import (
@@ -76,7 +76,7 @@ class _Audit:
 
     def run(self, seed: int) -> Watched:
         """Run forward and backward, with the global generators seeded; always the same cotangents."""
-        randomness.seed_all(SEEDS + seed)
+        random_state.seed_all(SEEDS + seed)
         return watch(self.function, self.concrete, torch.Generator().manual_seed(self.seed))
 
 
@@ -99,7 +99,7 @@ def audit(
     names = tensor_names(spec, concrete.call, run)
     subject = _Audit(spec, concrete, run, names, seed, compare and concrete.compare)
     reason = ""
-    with randomness.kept():
+    with random_state.kept():
         try:
             _probe(subject, strides)
         except Exception as error:  # noqa: BLE001 - whatever the operator raises is the answer
@@ -113,12 +113,12 @@ def audit(
 
 
 def _probe(subject: _Audit, strides: bool) -> None:
-    randomness.seed_all(SEEDS + subject.seed)
+    random_state.seed_all(SEEDS + subject.seed)
     unrecorded = _without_gradients(subject)
-    randomness.seed_all(SEEDS + subject.seed)
-    before = randomness.states()
+    random_state.seed_all(SEEDS + subject.seed)
+    before = random_state.states()
     first = subject.run(subject.seed)
-    moved = randomness.moved(before, randomness.states())
+    moved = random_state.moved(before, random_state.states())
     _changed(subject, first.changes)
     _repeats(subject, first, moved)
     subject.count += 1
@@ -308,7 +308,7 @@ def _strides(subject: _Audit, first: Watched) -> None:
     if all(t.is_contiguous() for t in leaves):
         return
     cotangents = [None if c is None else strided(c) for c in first.cotangents]
-    randomness.seed_all(SEEDS + subject.seed)
+    random_state.seed_all(SEEDS + subject.seed)
     try:
         other = watch(subject.function, subject.concrete, None, leaves, cotangents)
     except Exception as error:  # noqa: BLE001 - refusing such inputs is no wrong result

@@ -18,8 +18,8 @@ from verify.programs.checks.context import CheckOutcome, Comparison, Tally, merg
 from verify.programs.checks.logical import Holding, holdings_of
 from verify.programs.execution.backends import Failure, finding_of, run_simulator
 from verify.programs.execution.rank_program import RankResult, Task
+from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared
-from verify.programs.program_directory import open_program
 from verify.programs.request import PlanRequest
 from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding

@@ -31,7 +31,7 @@ from verify.programs.execution.variable_recording import (
     compare_variable,
     variables_of,
 )
-from verify.programs.program_directory import OpenedProgram
+from verify.programs.opened_program import OpenedProgram
 from verify.programs.role_text import Assignment, SourceMap, assignments_of
 from verify.results.finding import Finding
 from verify.results.tolerance import family_scale, largest

@@ -25,7 +25,7 @@ from verify.programs.localise.logical import Logical, interpret, next_state
 from verify.programs.localise.shard_sampling import Dealer
 from verify.programs.localise.statements import Foreign, Instrumented, Statement, instrument
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.programs.program_directory import OpenedProgram
+from verify.programs.opened_program import OpenedProgram
 
 T = TypeVar("T")
 

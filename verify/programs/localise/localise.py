@@ -25,7 +25,7 @@ from verify.programs.localise.stage_boundaries import wrong_ends
 from verify.programs.localise.statements import Statement, shown
 from verify.programs.localise.stored_tensors import wrongly_held
 from verify.programs.localise.teacher_forcing import Teacher
-from verify.programs.program_directory import OpenedProgram
+from verify.programs.opened_program import OpenedProgram
 from verify.programs.role_text import SourceMap
 from verify.results.finding import Finding
 

@@ -38,7 +38,7 @@ from verify.programs.low_precision.noise import (
     subject_of,
     targets_of,
 )
-from verify.programs.program_directory import OpenedProgram
+from verify.programs.opened_program import OpenedProgram
 from verify.programs.reference.eager import Trajectory
 from verify.results.finding import Finding
 from verify.results.report import Check

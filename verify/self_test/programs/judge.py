@@ -20,8 +20,8 @@ from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure, finding_of, run_simulator
 from verify.programs.execution.rank_program import RankResult
 from verify.programs.localise import localise_apart
+from verify.programs.opened_program import open_program
 from verify.programs.prepare import Prepared
-from verify.programs.program_directory import open_program
 from verify.programs.reference.eager import Settings, logical_state, run_reference
 from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import make_comparison, make_task

@@ -21,7 +21,7 @@ import torch
 from verify.processes.pool import Died
 from verify.processes.subprocess_isolation import run_apart
 from verify.programs.checks.context import CheckOutcome
-from verify.programs.program_directory import open_program
+from verify.programs.opened_program import open_program
 from verify.programs.run import run_and_compare
 from verify.programs.single_steps import Beside
 from verify.self_test.programs.corpus import BASES, NAMES, SMALL, TIMEOUT, TINY, Spec, build, specs

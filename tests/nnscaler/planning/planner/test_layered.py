@@ -21,7 +21,7 @@ from nnscaler.planning.planner.find_plan import find_plan
 from nnscaler.planning.planner.layered_graph import PlanningCache
 from nnscaler.planning.planner.result import partition_of, plan_of
 from nnscaler.planning.planner.stage_partition_dp import best_cut
-from nnscaler.planning.solver import eliminate as orders
+from nnscaler.planning.solver import eliminate as elimination
 from nnscaler.transform.apply import apply_plan
 from tests.nnscaler.planning.planner.planned import deep, subject_of
 
@@ -60,7 +60,7 @@ def test_what_is_a_chain() -> None:
 
 def test_what_is_too_wide_for_a_chain_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     chained = search(subject_of(deep(9), 2), 2, PLENTY)
-    monkeypatch.setattr(orders, "CAP", 2**14)  # as if the layers met in many choices
+    monkeypatch.setattr(elimination, "CAP", 2**14)  # as if the layers met in many choices
     subject = subject_of(deep(9), 2)
     assert subject.chain(2, 1) is None
     plain = search(subject, 2, PLENTY)
