@@ -74,11 +74,11 @@ def test_tensors_that_are_too_short(name: str) -> None:
 
 def test_a_kernel_whose_error_is_caught_has_run() -> None:
     """It may check its sizes this time, and read past its tensors the next."""
-    x = torch.randn(3, 4)
+    a, x = torch.randn(3, 3), torch.randn(3, 4)
 
     def refused() -> object:
         with contextlib.suppress(RuntimeError):
-            return aten._linalg_solve_ex(torch.randn(3, 3), x[:2])
+            return aten._linalg_solve_ex(a, x[:2])
         return x.sum()
 
     assert not runs_checked(refused)
