@@ -31,6 +31,7 @@ from nnscaler.runtime.program.program_directory import (
     rank_with_loss,
     read_program,
 )
+from nnscaler.runtime.training.batch import Batch
 from nnscaler.runtime.training.checkpoint import (
     CannotWrite,
     Checkpoint,
@@ -39,7 +40,7 @@ from nnscaler.runtime.training.checkpoint import (
     save_checkpoint,
     written,
 )
-from nnscaler.runtime.training.executor import Batch, ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.role import Buffer, Observer, Parameter, RunContext, Stage
-from nnscaler.runtime.shards import ravel, shard, unravel
+from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
+from nnscaler.runtime.training.at_rest import AtRest, divisions_of
 from nnscaler.runtime.training.autocast import dtype_named
 
 State = Mapping[str, Tensor]
@@ -28,7 +29,8 @@ class StageBuilder:
         self._precision = precision
         self._device = device
         self._run = run
-        self._shared: dict[tuple[str, int, bool], torch.nn.Parameter] = {}
+        self._shared: dict[tuple[str, int, bool], tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+        self.resting: list[AtRest] = []  # of all stages, in order
 
     def build(self, stage_class: type[Stage], observer: Observer | None = None) -> Stage:
         """Raises ProgramError when the rank is not in the stage's mesh, or the state lacks a tensor."""
@@ -45,7 +47,9 @@ class StageBuilder:
         self._connect(stage)
         for trained, declared in ((True, stage.parameters), (False, stage.frozen)):
             for name, description in declared.items():
-                setattr(stage, name, self._parameter(stage, description, trained))
+                leaf, rest = self._parameter(stage, description, trained)
+                setattr(stage, name, leaf)
+                stage.at_rest[name] = rest
         for name, stored in (*stage.buffers.items(), *stage.constants.items()):
             setattr(stage, name, self._cut(stage, stored))
         return stage
@@ -56,12 +60,22 @@ class StageBuilder:
             ranks = tuple(stage.ranks[ravel({**here, axis: i}, stage.axes)] for i in range(size))
             setattr(stage, axis, AxisGroup(axis, size, here[axis], ranks, self._communicator))
 
-    def _parameter(self, stage: Stage, description: Parameter, trained: bool) -> torch.nn.Parameter:
+    def _parameter(
+        self, stage: Stage, description: Parameter, trained: bool
+    ) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Return the leaf, and the tensor at rest: one object where they are the same."""
         key = (description.fqn, stage.ranks.index(stage.rank), trained)
         if key not in self._shared or not description.copies:
-            parameter = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
-            parameter.description = description  # type: ignore[attr-defined]
-            self._shared[key] = parameter
+            rest = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
+            rest.description = description  # type: ignore[attr-defined]
+            leaf = rest
+            dtype = dtype_named(description.dtype, self._precision)
+            if description.rest or rest.dtype != dtype:
+                shape = local_shape(description.shape, description.states, stage.sizes(), stage.coordinates())
+                leaf = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device), requires_grad=trained)
+                divisions = divisions_of(stage, description)
+                self.resting.append(AtRest(leaf, rest, divisions, description.scatter))
+            self._shared[key] = (leaf, rest)
         return self._shared[key]
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
@@ -72,10 +86,11 @@ class StageBuilder:
         if tuple(logical.shape) != shape:
             raise ProgramError(f"{where} has shape {tuple(logical.shape)} in the state, {shape} in the program")
         try:
-            piece = shard(logical.detach(), description.states, stage.sizes(), stage.coordinates())
+            piece = shard(logical.detach(), description.at_rest, stage.sizes(), stage.coordinates())
         except ValueError as error:
             raise ProgramError(f"{where}: {error}") from error
-        return piece.to(self._device, dtype_named(description.dtype, self._precision))
+        dtype = description.master if isinstance(description, Parameter) and description.master else description.dtype
+        return piece.to(self._device, dtype_named(dtype, self._precision))
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:
