@@ -68,8 +68,8 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
     misplaced = _wrong_rest(reading, stored, tensor)
     if misplaced:
         message = f"`{stored.fqn}` cannot rest so: {misplaced}"
-        cause = "the optimizer would update elements that no rank, or several, put back"
-        found.append(Mistake("not_covered", message, cause, tensor.name))
+        why = "the optimizer would update elements that no rank, or several, put back"
+        found.append(Mistake("not_covered", message, why, tensor.name))
     unknown = [a for a in stored.reduce if a not in reading.stage.axes]
     sharded = [a for a in stored.reduce if a in stored.states]
     if unknown or sharded or len(set(stored.reduce)) < len(stored.reduce):
