@@ -1,0 +1,1 @@
+"""Train a program: optimizers, data, checkpoints, and the loop around them."""
