@@ -27,6 +27,7 @@ from nnscaler.training.updates import (
     drawn,
     optimizer_name,
     refusal,
+    said_by,
     trajectory,
 )
 
@@ -78,14 +79,14 @@ class UpdateSplit:
         return self.elementwise or (not self.coupled and dim in self.free.get(ndim, ()))
 
     def __str__(self) -> str:
-        """`elementwise`, or along which dims it may be cut: `1 dim: none; 2 dims: 0`."""
+        """`elementwise`, or along which dims a parameter may be cut: `1 dim: none; 2 dims: 0`."""
         if self.elementwise:
             return "elementwise"
         parts = [
             f"{ndim} dim{'s' if ndim > 1 else ''}: {', '.join(map(str, sorted(dims))) or 'none'}"
             for ndim, dims in sorted(self.free.items())
         ]
-        return "; ".join(parts) + ("; parameters depend on each other" if self.coupled else "")
+        return "; ".join(parts)
 
 
 def split_of(cls: Any, defaults: Mapping[str, Any]) -> UpdateSplit:
@@ -135,16 +136,14 @@ def _tested(question: _Question) -> UpdateSplit:
             whole = trial.run([lambda t: t])
             coupled = coupled or not _same(trial.run([lambda t: t, lambda t: 3 * t + 1])[0], whole[0])
         except Exception as error:
-            raise _untestable(optimizer_name(cls), error) from None
+            refused[ndim] = f"{type(error).__name__}: {said_by(error)}"
+            continue
         free[ndim] = frozenset(dim for dim in range(ndim) if trial.survives(whole[0], dim))
+    if not free:
+        message = f"the step of {optimizer_name(cls)} cannot be tried on gradients alone: {refused[2]}"
+        help = "an optimizer whose step() needs no closure, and reads only parameters, their gradients and its own state"
+        raise NnscalerError("no_update", message, help=help)
     return UpdateSplit(optimizer_name(cls), MappingProxyType(free), MappingProxyType(refused), coupled, False)
-
-
-def _untestable(name: str, error: Exception) -> NnscalerError:
-    text = (str(error).strip().splitlines() or [""])[0]
-    message = f"the step of {name} cannot be tried on gradients alone: {type(error).__name__}: {text}"
-    help = "an optimizer whose step() needs no closure, and reads only parameters, their gradients and its own state"
-    return NnscalerError("no_update", message, help=help)
 
 
 @dataclass(frozen=True)

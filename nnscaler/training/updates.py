@@ -6,7 +6,8 @@ Any class of `torch.optim.Optimizer` will do; its own code runs. What its state 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,16 +21,16 @@ from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
 
 from nnscaler.errors import NnscalerError
 
-OptimizerClass = Callable[..., Optimizer]  # a subclass of Optimizer, called with parameters and hyper-parameters
+OptimizerClass = type[Any]  # a subclass of Optimizer, called with parameters and hyper-parameters
 SIZES = (6, 5, 4, 3)  # of the dims of parameters to try an update on: all different, so that dims are told apart
 AGES = (0, 1, 12)  # steps before the one that is looked at: at the 6th RAdam changes its formula
 _HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable"})  # hyper-parameters that do not say what is computed
 
 
 def optimizer_name(cls: type) -> str:
-    """`torch.optim.AdamW` for torch's own classes, the module and name of another one."""
+    """`torch.optim.AdamW` for torch's own classes, the name of another one."""
     public = f"torch.optim.{cls.__name__}"
-    return public if getattr(torch.optim, cls.__name__, None) is cls else f"{cls.__module__}.{cls.__qualname__}"
+    return public if getattr(torch.optim, cls.__name__, None) is cls else cls.__qualname__
 
 
 def check_class(cls: Any, defaults: Mapping[str, Any]) -> str | None:
@@ -59,7 +60,7 @@ def refusal(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int) -> str:
     try:
         cls([nn.Parameter(torch.zeros(SIZES[:dims]))], **_what_is_computed(defaults))
     except Exception as error:
-        return _said(error)
+        return said_by(error)
     return ""
 
 
@@ -70,7 +71,8 @@ def _signature(cls: type) -> str:
     return f"({', '.join(shown)})"
 
 
-def _said(error: Exception) -> str:
+def said_by(error: Exception) -> str:
+    """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -112,7 +114,15 @@ class Update:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the tensors in its state: `exp_avg`."""
-        return tuple(path.strip("['\"]") for path in self.paths)
+        return tuple(re.sub(r"\W+", "_", path).strip("_") or "state" for path in self.paths)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Tell `inspect` a name for each tensor of the state."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        tensors = [inspect.Parameter(name, kind, annotation=Tensor) for name in ("parameter", "gradient", *self.names)]
+        steps = inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY, default=AGES[-1], annotation=int)
+        return inspect.Signature([*tensors, steps])
 
     def __call__(self, parameter: Tensor, gradient: Tensor, *state: Tensor, steps: int = AGES[-1]) -> tuple[Tensor, ...]:
         """Return the parameter and the state after the step. The arguments are not changed.
@@ -134,6 +144,11 @@ class Update:
         # what is not there after the first step stays as it is
         after = [made.get(path, old.clone()) for path, old in zip(self.paths, state, strict=True)]
         return (tensor.detach(), *after)
+
+    def example(self, parameter: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors of the state after a step with each of the gradients."""
+        (found,) = trajectory(self.cls, self.defaults, [parameter], [[gradient] for gradient in gradients])
+        return tuple(found[path] for path in self.paths)
 
 
 def make_update(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int = 2) -> Update:
