@@ -97,7 +97,7 @@ def split_of(cls: Any, defaults: Mapping[str, Any]) -> UpdateSplit:
     """
     known = check_class(cls, defaults)
     if known is None:
-        return tested_split(cls, defaults)
+        return tried_split(cls, defaults)
     name = optimizer_name(cls)
     refused = {n: said for n in range(1, len(SIZES) + 1) if (said := refusal(cls, defaults, n))}
     accepted = [n for n in range(1, len(SIZES) + 1) if n not in refused]
@@ -106,7 +106,7 @@ def split_of(cls: Any, defaults: Mapping[str, Any]) -> UpdateSplit:
     )
 
 
-def tested_split(cls: OptimizerClass, defaults: Mapping[str, Any]) -> UpdateSplit:
+def tried_split(cls: OptimizerClass, defaults: Mapping[str, Any]) -> UpdateSplit:
     """Test along which dims an update may be cut: on real values, whole and in shards. One answer is kept for a class
     and its hyper-parameters. Raises as `split_of`."""
     return _tested(_Question(cls, repr(sorted(defaults.items())), dict(defaults)))
