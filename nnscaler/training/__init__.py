@@ -1,1 +1,1 @@
-"""Train a program: optimizers, data, checkpoints, and the loop around them."""
+"""From a compiled program to a training run: the engine of a rank, optimizers, data, checkpoints and the trainer."""
