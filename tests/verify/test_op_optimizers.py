@@ -13,8 +13,8 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.find_operator import matching
 from verify.evidence.options import OpOptions
 from verify.operators.run.job import address_of
-from verify.operators.run.targets import find_jobs
 from verify.operators.run.many import run_one
+from verify.operators.run.targets import find_jobs
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 
@@ -59,7 +59,7 @@ def error_of(*targets: str, **more: Any) -> NnscalerError:
 def test_elementwise_steps_are_proved_for_all_sizes(target: str) -> None:
     report = report_on(target)
     assert report.verdict.passes
-    assert splits(report) == {f"split `*{i}` (spatial)": Verdict.PROVED for i in range(2)}
+    assert splits(report) == {f"split `*{i}` (spatial)": Verdict.PROVED_ALL_SIZES for i in range(2)}
 
 
 @pytest.mark.long
@@ -68,7 +68,7 @@ def test_every_annotation_of_torchs_optimizers_holds(target: str) -> None:
     report = report_on(target, options=OpOptions())
     assert report.verdict.passes and not report.findings
     kind = UPDATES[target.partition("(")[0]]
-    assert list(splits(report).values()) == ([Verdict.PROVED] * 2 if kind == "elementwise" else [])
+    assert list(splits(report).values()) == ([Verdict.PROVED_ALL_SIZES] * 2 if kind == "elementwise" else [])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_needs_the_whole_is_frozen(target: str, annotation: str) -> None:
 def test_the_widest_annotation_is_found_and_proved() -> None:
     report = report_on(f"{FILE}::RowNorm")
     assert "a b^, a b^, a -> a b^, a" in report.setting
-    assert splits(report) == {"split `a` (spatial)": Verdict.PROVED}
+    assert splits(report) == {"split `a` (spatial)": Verdict.PROVED_ALL_SIZES}
 
 
 def test_hyper_parameters_are_part_of_the_address() -> None:
