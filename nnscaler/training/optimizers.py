@@ -1,7 +1,7 @@
 """Which shards an optimizer may be given, and groups of parameters by pattern.
 
-An update says along which dims of a parameter it may be cut: the registry for torch's own classes, a test on the spot for
-any other one, which runs it whole and on shards.
+An update says along which dims of a parameter it may be cut: the registry for torch's own classes, and for any other
+one a test on the spot, which runs it whole and on shards.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _tested(question: _Question) -> UpdateSplit:
         try:
             whole = trial.run([lambda t: t])
             coupled = coupled or not _same(trial.run([lambda t: t, lambda t: 3 * t + 1])[0], whole[0])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever the user's step raises on such parameters
             refused[ndim] = f"{type(error).__name__}: {said_by(error)}"
             continue
         free[ndim] = frozenset(dim for dim in range(ndim) if trial.survives(whole[0], dim))
@@ -160,7 +160,7 @@ class _Trial:
         for kept in (rows[:1], rows[1:], rows[::2], rows[1::2]):
             try:
                 (piece,) = self.run([lambda t, kept=kept: t.index_select(dim, kept)])
-            except Exception:  # it refuses the piece: then it needs the whole
+            except Exception:  # noqa: BLE001 - it refuses the piece: then it needs the whole
                 return False
             if not _same(piece, {path: _piece(value, self.shape, dim, kept) for path, value in whole.items()}):
                 return False
@@ -267,7 +267,7 @@ def parameter_groups(
     here     those that this rank has
     groups   pattern (as `*.bias`) -> hyper-parameters; the first that matches any name of a parameter counts
 
-    Every rank gets the same groups in the same order, some of them perhaps empty, so that schedulers do the same on all.
+    Every rank gets the same groups in the same order, some of them perhaps empty: schedulers do the same on all.
     Raises NnscalerError for a pattern without a parameter and for a hyper-parameter that the optimizer does not take.
     """
     taken: dict[str, str] = {}

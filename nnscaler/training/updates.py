@@ -59,7 +59,7 @@ def refusal(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int) -> str:
     """Return what the optimizer says of a parameter with so many dims; empty where it takes one."""
     try:
         cls([nn.Parameter(torch.zeros(SIZES[:dims]))], **_what_is_computed(defaults))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the class raises is what it says
         return said_by(error)
     return ""
 

@@ -79,7 +79,7 @@ def test_every_annotation_of_torchs_optimizers_holds(target: str) -> None:
     ],
 )
 def test_a_norm_of_the_whole_is_not_elementwise(target: str, annotation: str) -> None:
-    report = report_on(target, annotation, OpOptions(cases=6, explain=False))
+    report = report_on(target, annotation, OpOptions(cases=1, explain=False, prove=False))
     assert set(splits(report).values()) == {Verdict.REFUTED}
     assert {finding.code for finding in report.findings} == {"annotation_wrong"}
 
