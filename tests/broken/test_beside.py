@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime.training import checkpoint, gradients, stored
+from nnscaler.runtime.training import boxes, checkpoint, gradients
 from nnscaler.runtime.training.executor import RankExecutor
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
@@ -133,9 +133,9 @@ def test_a_checkpoint_without_buffers(monkeypatch: Patch, normed: Original) -> N
 
 
 def test_a_checkpoint_that_swaps_shards(monkeypatch: Patch, small_sharded: Original) -> None:
-    right = stored.logical_indices
+    right = boxes.logical_indices
     monkeypatch.setattr(
-        stored,
+        boxes,
         "logical_indices",
         lambda shape, states, sizes, at: right(shape, states, sizes, {a: sizes[a] - 1 - i for a, i in at.items()}),
     )

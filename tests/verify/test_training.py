@@ -17,6 +17,7 @@ from nnscaler.codegen.program import Program
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
 from nnscaler.runtime.training import checkpoint
+from nnscaler.runtime.training.boxes import leads
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
 from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.tracing.precision import exact
@@ -192,8 +193,8 @@ def test_checkpoints_that_are_not_whole(
     before = load_checkpoint(folder)
     stored = checkpoint.stored_tensors
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "stored_tensors", lambda *a: [replace(s, first=s.leads) for s in stored(*a)])
-        if any(s.first and not s.leads for found in on_ranks(saved, stored_of) for s in found):
+        patch.setattr(checkpoint, "stored_tensors", lambda *a: [replace(s, first=leads(s)) for s in stored(*a)])
+        if any(s.first and not leads(s) for found in on_ranks(saved, stored_of) for s in found):
             with pytest.raises(ProgramError, match="were written by no rank|rank 0 failed"):
                 on_ranks(saved, lambda executor: save_checkpoint(executor, folder))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]  # nothing half-written, and the old one as it was
@@ -207,7 +208,7 @@ def test_checkpoints_that_are_not_whole(
 
 
 def stored_of(executor: RankExecutor) -> list[StoredTensor]:
-    return checkpoint.stored_tensors(executor.stages.values(), executor.tied)
+    return checkpoint.stored_tensors(list(executor.stages.values()), executor.tied)
 
 
 def test_a_checkpoint_is_a_state_dict_of_the_model(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.training.boxes import boxes_of
 from nnscaler.runtime.training.dcp import Folder, Shard, complete, sync_folder, whole, write_part
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
@@ -171,7 +172,7 @@ def highest(communicator: Communicator, value: int) -> int:
 
 def model_shards(stored: Sequence[StoredTensor], *, to_write: bool) -> list[Shard]:
     """Return the shards of parameters and buffers: those of which this rank has the first copy, or all to be read."""
-    return [Shard((MODEL, s.fqn), s.shape, s.boxes(), s.tensor) for s in stored if s.first or not to_write]
+    return [Shard((MODEL, s.fqn), s.shape, boxes_of(s), s.tensor) for s in stored if s.first or not to_write]
 
 
 def run_objects(record: RunRecord) -> dict[tuple[str, ...], object]:
@@ -194,7 +195,7 @@ def save_checkpoint(executor: RankExecutor, folder: str | Path) -> None:
     """
     path, communicator, context = Path(folder), executor.communicator, executor.context
     record = RunRecord(context.step, context.passes, communicator.world_size, executor.tied)
-    shards = model_shards(stored_tensors(executor.stages.values(), executor.tied), to_write=True)
+    shards = model_shards(stored_tensors(list(executor.stages.values()), executor.tied), to_write=True)
     temporary = path.with_name(path.name + SAVING)
 
     def step(rank: int | None, work: Callable[[], object]) -> None:

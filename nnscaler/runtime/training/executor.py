@@ -23,7 +23,7 @@ from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, 
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
 from nnscaler.runtime.training.batch import Batch, BatchCutter
-from nnscaler.runtime.training.build import StageBuilder, stages_of
+from nnscaler.runtime.training.build import Held, Key, StageBuilder, stages_of
 from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
@@ -77,6 +77,9 @@ class RankExecutor:
 
     `parameters` maps (stage index, attribute) to the trainable parameters as they lie between steps, each with its
     `.description`; a tied parameter that two stages hold on this rank occurs twice, as one object.
+
+    `share`: an executor of the same model for batches of another size. The two have their parameters and their counts
+    of steps in common; `take_buffers` hands buffers over.
     Raises ProgramError for a role or a state that does not fit.
     """
 
@@ -89,6 +92,7 @@ class RankExecutor:
         settings: ExecutorSettings = ExecutorSettings(),
         *,
         observe: Observe | None = None,
+        share: RankExecutor | None = None,
     ) -> None:
         if rank != communicator.rank:
             raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
@@ -96,19 +100,22 @@ class RankExecutor:
         self.rank, self.communicator = rank, communicator
         self.precision, self.device = settings.precision, torch.device(settings.device)
         first, passes = settings.first_step, settings.first_pass
-        self.context = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
+        own = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
+        self.context: RunContext = own if share is None else share.context
         self.tied = tuple(tuple(names) for names in settings.tied)
         self.loss_scale = settings.loss_scale
         self._cutter = BatchCutter(dict(settings.shapes), settings.cut_axes)
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
-        builder = StageBuilder(communicator, state, self.precision, self.device, self.context)
+        given = {} if share is None else share.held
+        builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given)
         with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
             (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }
+        self.held: Mapping[Key, Held] = builder.held
         self._resting = tuple(builder.resting)
         self._gradients = Gradients(self.stages, self._resting, communicator)
         self._mail = Mail(communicator, self.device)
@@ -161,6 +168,14 @@ class RankExecutor:
             norm = gradient_norm(stages, self.communicator, norm_type)
         clip_gradients(stages, norm, max_norm)
         return norm
+
+    def take_buffers(self, other: RankExecutor) -> None:
+        """Go on with the buffers that another executor of the model has now."""
+        theirs = {d.fqn: getattr(s, name) for s in other.stages.values() for name, d in s.buffers.items()}
+        for stage in self.stages.values():
+            for name, description in stage.buffers.items():
+                if description.fqn in theirs:
+                    setattr(stage, name, theirs[description.fqn])
 
     @property
     def buffers(self) -> dict[tuple[int, str], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -141,7 +141,7 @@ def names_of_stages() -> AbstractContextManager[None]:
     """A checkpoint in which each stage counts its blocks from zero."""
     right = checkpoint.stored_tensors
 
-    def wrong(stages: Iterable[Stage], tied: Iterable[Sequence[str]] = ()) -> list[StoredTensor]:
+    def wrong(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) -> list[StoredTensor]:
         return [
             replace(entry, fqn=entry.fqn.replace(f"blocks.{stage.index}.", "blocks.0."))
             for stage in stages
