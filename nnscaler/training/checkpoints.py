@@ -30,9 +30,7 @@ from torch import Tensor
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.text import print_graph
 from nnscaler.runtime.communication.communicator import Communicator
-from nnscaler.runtime.training.boxes import boxes_of
 from nnscaler.runtime.training.checkpoint import (
-    MODEL,
     SAVING,
     CannotWrite,
     RunRecord,
@@ -45,10 +43,11 @@ from nnscaler.runtime.training.checkpoint import (
     run_objects,
     telling,
 )
-from nnscaler.runtime.training.dcp import Folder, Shard, key_of, part_of, write_part
+from nnscaler.runtime.training.dcp import Folder, Shard, part_of, write_part
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizer_state import Entries, held_by, optimizer_entries, read_optimizer
 from nnscaler.training.run_folder import RunFolder
+from nnscaler.training.weights import as_user_error, check_known, read_model
 
 _POLL = 0.02  # seconds between two looks at the parts of other ranks
 
@@ -217,7 +216,7 @@ class Checkpoints:
             error: Exception | None = None
             try:
                 opened = Folder(path)
-                _read_model(engine, opened)
+                read_model(engine, opened)
                 if optimizer is not None:
                     read_optimizer(optimizer, held_by(engine.parameters, engine.stored()), opened)
                 _read_parts(opened, {name: part for name, part in parts.items() if part is not None})
@@ -226,7 +225,7 @@ class Checkpoints:
             except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
                 error = raised
             everywhere(communicator, error, f"loading {path}")
-            _check_known(engine, opened)
+            check_known(engine, opened)
         return chosen
 
     def steps(self) -> list[int]:
@@ -308,12 +307,9 @@ class Checkpoints:
         while missing and not saving.cancelled.is_set():
             missing = [rank for rank in missing if not part_of(saving.temporary, rank).exists()]
             if missing and time.monotonic() > end:
-                why = (
-                    f"the part of rank {missing[0]} did not come in {self.patience:g} seconds: is the folder on a file"
-                )
-                saving.error = CannotWrite(
-                    f"cannot write the checkpoint {saving.folder}: {why} system of all machines?"
-                )
+                why = f"the part of rank {missing[0]} did not come in {self.patience:g} seconds"
+                shared = "is the folder on a file system of all machines?"
+                saving.error = CannotWrite(f"cannot write the checkpoint {saving.folder}: {why}: {shared}")
                 return False
             if missing:
                 saving.cancelled.wait(_POLL)
@@ -342,43 +338,6 @@ class Checkpoints:
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.synchronize()
         return copies
-
-
-def _read_model(engine: Engine, folder: Folder) -> None:
-    """Fill this rank's tensors. Raises NnscalerError("other_model"), which names the tensor."""
-    found = folder.contents.tensors
-    shards: list[Shard] = []
-    for entry in engine.stored():
-        name = next((n for n in (entry.fqn, *entry.names) if key_of((MODEL, n)) in found), None)
-        if name is None:
-            raise other_model(folder.path, f"it has no `{entry.fqn}`")
-        shape, dtype = found[key_of((MODEL, name))]
-        if shape != entry.shape or dtype.is_floating_point != entry.tensor.dtype.is_floating_point:
-            kinds = [
-                f"{str(t).removeprefix('torch.')}{list(s)}"
-                for t, s in ((dtype, shape), (entry.tensor.dtype, entry.shape))
-            ]
-            raise other_model(folder.path, f"`{entry.fqn}` is {kinds[0]} in it, and the program's is {kinds[1]}")
-        shards.append(Shard((MODEL, name), entry.shape, boxes_of(entry), entry.tensor))
-    folder.read(shards)
-
-
-def _check_known(engine: Engine, folder: Folder) -> None:
-    """Check that some rank holds each tensor of the checkpoint's model. Every rank calls it."""
-    names = sorted(path[-1] for path in folder.contents.paths.values() if path[0] == MODEL)
-    mine = {name for entry in engine.stored() for name in (entry.fqn, *entry.names)}
-    held = torch.tensor([int(name in mine) for name in names], device=engine.device)
-    if not names:
-        return
-    anywhere = engine.communicator.all_reduce(held, tuple(range(engine.world_size)), "max").tolist()
-    unknown = next((name for name, there in zip(names, anywhere, strict=True) if not there), None)
-    if unknown is not None:
-        raise other_model(folder.path, f"the program has no `{unknown}`")
-
-
-def other_model(path: Path, why: str) -> NnscalerError:
-    """Return the error for a checkpoint that does not fit the program."""
-    return NnscalerError("other_model", f"{path} is a checkpoint of another model: {why}")
 
 
 def _read_parts(folder: Folder, parts: Mapping[str, Stateful]) -> None:

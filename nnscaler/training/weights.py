@@ -124,9 +124,7 @@ class SafetensorFiles:
             files = sorted({path / file for file in named.values()})
         if not files:
             message = f"{path} holds neither a checkpoint nor safetensors"
-            raise NnscalerError(
-                "no_such_file", message, help="name a step_... folder, or one that has model.safetensors"
-            )
+            raise NnscalerError("no_such_file", message, help="name a step_... folder, or one with model.safetensors")
         for file in files:
             with self._open(file) as opened:
                 self.file_of.update(dict.fromkeys(opened.keys(), file))
