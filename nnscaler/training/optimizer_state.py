@@ -3,7 +3,7 @@
 optimizer.class                         its name
 optimizer.groups                        hyper-parameters of its groups, in order
 optimizer.param_groups.<name>           hyper-parameters of the group that a parameter is in
-optimizer.state.<name>.<entry>          a tensor with the parameter's shape lies as the parameter; others are stored once
+optimizer.state.<name>.<entry>          a tensor of the parameter's shape lies as it does; others are stored once
 """
 
 from __future__ import annotations

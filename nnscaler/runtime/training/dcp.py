@@ -299,7 +299,7 @@ class _Told:
 def _load_planner(
     entries: Mapping[str, Any], shards: Sequence[Shard], objects: Sequence[str], values: dict[str, Any]
 ) -> LoadPlanner:
-    """Return a planner that reads each stored chunk that a shard overlaps once, and puts its parts where they belong."""
+    """Return a planner that reads each chunk that shards overlap once, and puts its parts where they belong."""
     from torch.distributed.checkpoint import planner as dcp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
