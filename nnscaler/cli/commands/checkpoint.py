@@ -92,9 +92,9 @@ def run_convert(options: argparse.Namespace) -> int:
     """Write the model of a checkpoint for others."""
     from nnscaler.training.export import FILE_BYTES, Export, export, open_checkpoint
 
-    format = options.format or ("transformers" if options.config else "safetensors")
+    form = options.format or ("transformers" if options.config else "safetensors")
     size = options.file_bytes or FILE_BYTES
-    how = Export(format, options.prefix, options.dtype or "", options.config, size)
+    how = Export(form, options.prefix, options.dtype or "", options.config, size)
     for file in export(open_checkpoint(options.path), options.out, how):
         options.console.result(f"{file}")
     return ExitCode.VERIFIED

@@ -26,10 +26,10 @@ from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.training.boxes import Box
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner
 
-CHUNK = 8 << 20  # bytes
+CHUNK = 4 << 20  # bytes
 METADATA = ".metadata"
 Path_ = tuple[str, ...]  # where an entry stands in the nested state dict that torch's tools make of a folder
 
@@ -105,7 +105,7 @@ def complete(folder: Path, ranks: int) -> None:
     Raises ProgramError where elements of a tensor are in no part.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.storage import WriteResult
 
     reader, merged = FileSystemReader(folder), Metadata({}, planner_data={})
@@ -301,33 +301,23 @@ def _load_planner(
 ) -> LoadPlanner:
     """Return a planner that reads each chunk that shards overlap once, and puts its parts where they belong."""
     from torch.distributed.checkpoint import planner as dcp
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
     class Planner(dcp.LoadPlanner):
         def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
             """Nothing: the entries are known."""
 
         def create_local_plan(self) -> dcp.LoadPlan:
-            self.parts: dict[MetadataIndex, list[tuple[Shard, dcp.ReadItem]]] = {}
-            for shard in shards:
-                key = key_of(shard.path)
-                entry = entries[key]
-                held = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in shard.boxes]
-                for item in create_read_items_for_chunk_list(key, entry, held):
-                    self.parts.setdefault(item.storage_index, []).append((shard, item))
-            self.chunks = {index: self._chunk(index) for index in self.parts}
-            items = [self._item(index, dcp.LoadItemType.TENSOR, chunk.sizes) for index, chunk in self.chunks.items()]
-            items += [self._item(MetadataIndex(key), dcp.LoadItemType.BYTE_IO, (0,)) for key in objects]
+            self.parts = _overlaps(entries, shards)
+            items = [self._item(index, parts) for index, parts in self.parts.items()]
+            items += [_read(dcp, dcp.LoadItemType.BYTE_IO, MetadataIndex(key), (0,)) for key in objects]
             return dcp.LoadPlan(items)
 
-        def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
-            found: ChunkStorageMetadata = entries[index.fqn].chunks[index.index]
-            return found
-
-        def _item(self, index: MetadataIndex, kind: dcp.LoadItemType, lengths: Sequence[int]) -> dcp.ReadItem:
-            zeros = torch.Size([0] * len(lengths))
-            return dcp.ReadItem(kind, index, zeros, index, zeros, torch.Size(lengths))
+        def _item(self, index: MetadataIndex, parts: list[tuple[Shard, dcp.ReadItem]]) -> dcp.ReadItem:
+            """What one box of a shard takes of a chunk goes there at once; what several take, by way of the chunk."""
+            if len(parts) == 1:
+                return parts[0][1]
+            return _read(dcp, dcp.LoadItemType.TENSOR, index, entries[index.fqn].chunks[index.index].sizes)
 
         def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
             return global_plan
@@ -339,14 +329,40 @@ def _load_planner(
             values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
 
         def resolve_tensor(self, read_item: dcp.ReadItem) -> Tensor:
-            dtype = entries[read_item.storage_index.fqn].properties.dtype
-            return torch.empty(read_item.lengths, dtype=dtype)
+            parts = self.parts[read_item.storage_index]
+            if len(parts) == 1:
+                return self._target(*parts[0])
+            return torch.empty(read_item.lengths, dtype=entries[read_item.storage_index.fqn].properties.dtype)
 
         def commit_tensor(self, read_item: dcp.ReadItem, tensor: Tensor) -> None:
-            for shard, item in self.parts[read_item.storage_index]:
-                assert item.dest_index.index is not None
-                box = shard.boxes[item.dest_index.index]
-                target = Box((), _add(box.local, item.dest_offsets), tuple(item.lengths)).of(shard.tensor.detach())
-                target.copy_(Box((), tuple(item.storage_offsets), tuple(item.lengths)).of(tensor))
+            parts = self.parts[read_item.storage_index]
+            for shard, item in parts if len(parts) > 1 else ():
+                self._target(shard, item).copy_(Box((), tuple(item.storage_offsets), tuple(item.lengths)).of(tensor))
+
+        def _target(self, shard: Shard, item: dcp.ReadItem) -> Tensor:
+            assert item.dest_index.index is not None
+            box = shard.boxes[item.dest_index.index]
+            return Box((), _add(box.local, item.dest_offsets), tuple(item.lengths)).of(shard.tensor.detach())
 
     return Planner()
+
+
+def _overlaps(entries: Mapping[str, Any], shards: Sequence[Shard]) -> dict[MetadataIndex, list[tuple[Shard, ReadItem]]]:
+    """Return, for each stored chunk that is needed, what the boxes of shards take of it."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    found: dict[MetadataIndex, list[tuple[Shard, ReadItem]]] = {}
+    for shard in shards:
+        key = key_of(shard.path)
+        held = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in shard.boxes]
+        for item in create_read_items_for_chunk_list(key, entries[key], held):
+            found.setdefault(item.storage_index, []).append((shard, item))
+    return found
+
+
+def _read(dcp: Any, kind: Any, index: MetadataIndex, lengths: Sequence[int]) -> ReadItem:
+    """Return the request for all of an entry. `dcp`: the module of planners."""
+    zeros = torch.Size([0] * len(lengths))
+    item: ReadItem = dcp.ReadItem(kind, index, zeros, index, zeros, torch.Size(lengths))
+    return item
