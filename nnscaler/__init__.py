@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from nnscaler.errors import NnscalerError
     from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto import AutoPlan
+    from nnscaler.training.checkpoints import Checkpoints
     from nnscaler.training.engine import Engine, start
     from nnscaler.training.scaler import LossScaler
+    from nnscaler.training.weights import load_weights
     from nnscaler.transform.plan import Plan
 
 __all__ = [
     "AutoPlan",
+    "Checkpoints",
     "Engine",
     "LossScaler",
     "NnscalerError",
@@ -27,6 +30,7 @@ __all__ = [
     "Precision",
     "Program",
     "__version__",
+    "load_weights",
     "parallelize",
     "register_op",
     "start",
@@ -34,12 +38,14 @@ __all__ = [
 
 _HOMES = {
     "AutoPlan": "nnscaler.planning.auto",
+    "Checkpoints": "nnscaler.training.checkpoints",
     "Engine": "nnscaler.training.engine",
     "LossScaler": "nnscaler.training.scaler",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
     "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
+    "load_weights": "nnscaler.training.weights",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",
     "start": "nnscaler.training.engine",

@@ -82,6 +82,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
     `defaults`: of verify-op and verify-plan, as the project sets them; each takes those that it has.
     """
     from nnscaler.cli.commands import (
+        checkpoint,
         compile_command,
         explain,
         gate,
@@ -108,6 +109,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         compile_command,
         plan,
         profile,
+        checkpoint,
         verify_op,
         gate,
         explain,
