@@ -1,0 +1,1 @@
+"""Train with a program: engine, data, checkpoints, and the run of a file."""
