@@ -13,17 +13,30 @@ if TYPE_CHECKING:
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
     from nnscaler.planning.auto import AutoPlan
+    from nnscaler.training.engine import Engine, start
     from nnscaler.transform.plan import Plan
 
-__all__ = ["AutoPlan", "NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"]
+__all__ = [
+    "AutoPlan",
+    "Engine",
+    "NnscalerError",
+    "Plan",
+    "Program",
+    "__version__",
+    "parallelize",
+    "register_op",
+    "start",
+]
 
 _HOMES = {
     "AutoPlan": "nnscaler.planning.auto",
+    "Engine": "nnscaler.training.engine",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
     "Program": "nnscaler.codegen.program",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",
+    "start": "nnscaler.training.engine",
 }
 
 

@@ -1,1 +1,1 @@
-"""Train with a program: engine, data, checkpoints, and the run of a file."""
+"""From a compiled program to a training run: the engine of a rank, optimizers, data, checkpoints and the trainer."""

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from nnscaler.errors import NnscalerError
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
-ZERO = 3  # the stage of ZeRO that there is
+SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
+ZERO = 3  # the stage of ZeRO that the planner searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,19 @@ class RecomputeStep:
 
 @dataclass(frozen=True, slots=True)
 class RestStep:
-    """Between their uses, keep the parameters sharded over the axis, and with them their gradients and what the
-    optimizer has of them (ZeRO-3, fully sharded data parallel). They are gathered where they are read.
+    """Keep parameters, and what the optimizer has of them, sharded over an axis whose ranks all read them (Rajbhandari
+    et al., ZeRO, 2020).
 
-    A parameter is named by itself, by a module that has it, or by a glob."""
+    parameters   each named by itself, by a module that has it, or by a glob
+    axis         of the mesh
+    zero         3: between their uses, gathered where they are read; 1 and 2: between steps, gathered once before the
+                 first forward. Gradients are divided where they arise (3), after each backward (2), after the last (1)
+    """
 
     kind: ClassVar[str] = "rest"
     parameters: tuple[str, ...]
     axis: str = DP
+    zero: int = ZERO
 
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
@@ -164,8 +170,10 @@ class Plan:
 
         It ends with `zero=3` where parameters rest in shards, `some` where not all do.
         """
-        rest = [pattern for step in self.steps if isinstance(step, RestStep) for pattern in step.parameters]
-        zero = "" if not rest else " zero=3" if "*" in rest else " some zero=3"
+        rest = [step for step in self.steps if isinstance(step, RestStep)]
+        stages = "+".join(str(zero) for zero in sorted({step.zero for step in rest}))
+        some = "" if any("*" in step.parameters for step in rest) else "some "
+        zero = f" {some}zero={stages}" if rest else ""
         if self.stage_axes:
             return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
         return _describe(self.mesh) + zero
@@ -225,6 +233,9 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
         if isinstance(values.get(name), str):
             values[name] = (values[name],)
     _check_types(kind, values, f"{source}: step {position} ({entry['step']})")
+    if kind is RestStep and values.get("zero", ZERO) not in (1, 2, 3):
+        message = f"{source}: step {position} (rest): zero is {values['zero']}, and ZeRO has the stages 1, 2 and 3"
+        raise NnscalerError("plan_illegal", message)
     try:
         return kind(**values)  # type: ignore[no-any-return]
     except TypeError as error:
