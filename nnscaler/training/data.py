@@ -22,27 +22,17 @@ from torch.utils.data import IterableDataset, Sampler, default_collate, get_work
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.training.batch import DataPart
 
 Collate = Callable[[list[Any]], Any]
 LABELS_IGNORED = -100  # what torch's cross_entropy leaves out
 
 
-@dataclass(frozen=True)
-class DataPart:
-    """The share that a rank has of each batch. Ranks of one part (of tp, of pp) read the same samples.
-
-    index  of the part
-    count  of parts
-    """
-
-    index: int
-    count: int
-
-    def rows(self, size: int) -> range:
-        """Return this part's rows of a batch of `size`: contiguous, of sizes that differ by one, larger ones first."""
-        each, more = divmod(size, self.count)
-        start = self.index * each + min(self.index, more)
-        return range(start, start + each + (self.index < more))
+def rows_of(part: DataPart, size: int) -> range:
+    """Return the part's rows of a batch of `size`: contiguous, of sizes that differ by one, the larger ones first."""
+    each, more = divmod(size, part.count)
+    start = part.index * each + min(part.index, more)
+    return range(start, start + each + (part.index < more))
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,7 @@ class _Batches(Sampler[list[int]]):
         samples, end = self._order.indices(self._place.epoch, self._size), self._order.end(self._size)
         for start in range(self._place.samples, end, self._order.batch_size):
             batch = samples[start : min(start + self._order.batch_size, end)]
-            rows = self._part.rows(len(batch))
+            rows = rows_of(self._part, len(batch))
             yield batch[rows.start : rows.stop].tolist() or [~int(batch[0])]
 
 
@@ -161,7 +151,7 @@ class _Stream(IterableDataset[tuple[Any, int, Any]]):
             if len(batch) < self._order.batch_size and self._order.drop_last:
                 return
             if number % turns == turn:
-                mine = self._part.rows(len(batch))
+                mine = rows_of(self._part, len(batch))
                 found = (batch[mine.start : mine.stop] or batch[:1], not mine)
                 yield self._collate(found), len(batch), self._state(rows)
             number += 1

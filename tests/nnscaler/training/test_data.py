@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from nnscaler.errors import NnscalerError
-from nnscaler.training.data import DataPart, Loader, PackedRows, loader, pack
+from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.data import Loader, PackedRows, loader, pack, rows_of
 
 from op_registry.annotation.splits import balanced
 
@@ -89,7 +90,7 @@ def test_parts_make_up_the_same_batches_in_every_epoch(kind: str) -> None:
 def test_rows_lie_as_the_program_cuts_them() -> None:
     for size in range(12):
         for count in range(1, 6):
-            cut = [DataPart(index, count).rows(size) for index in range(count)]
+            cut = [rows_of(DataPart(index, count), size) for index in range(count)]
             assert sum(map(list, cut), []) == list(range(size))
             if size >= count and size % count:
                 assert tuple(map(len, cut)) == balanced(size, count)
