@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nnscaler.codegen.program import Program
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
+    from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto import AutoPlan
     from nnscaler.training.engine import Engine, start
     from nnscaler.transform.plan import Plan
@@ -21,6 +22,7 @@ __all__ = [
     "Engine",
     "NnscalerError",
     "Plan",
+    "Precision",
     "Program",
     "__version__",
     "parallelize",
@@ -33,6 +35,7 @@ _HOMES = {
     "Engine": "nnscaler.training.engine",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
+    "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",
