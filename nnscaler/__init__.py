@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto import AutoPlan
     from nnscaler.training.engine import Engine, start
+    from nnscaler.training.trainer import Trainer
     from nnscaler.transform.plan import Plan
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Program",
+    "Trainer",
     "__version__",
     "parallelize",
     "register_op",
@@ -37,6 +39,7 @@ _HOMES = {
     "Plan": "nnscaler.transform.plan",
     "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
+    "Trainer": "nnscaler.training.trainer",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",
     "start": "nnscaler.training.engine",

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 from nnscaler.config import Document, read_document
 from nnscaler.errors import NnscalerError
+from nnscaler.plan_source import CompileRequest, check_plan, ranks_asked
 from nnscaler.training.settings import HookSettings, TrainSettings
 
 SHORT: Mapping[str, str] = MappingProxyType(
@@ -25,17 +26,16 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "batch_size": "data.batch_size",
     }
 )
+_FLOATS = ("", "float64", "float32", "bfloat16", "float16")
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "device": ("auto", "cpu", "cuda"),
         "schedule.per": ("step", "epoch"),
         "checkpoints.best": ("min", "max"),
-        "precision.dtype": ("", "float64", "float32", "bfloat16", "float16"),
+        **{f"precision.{name}": _FLOATS for name in ("param", "reduce", "output", "dtype")},
     }
 )
 _LEAST: Mapping[str, int] = MappingProxyType({"accumulation": 1, "data.batch_size": 1, "loggers.every": 1})
-_TARGETS = ("model", "loss", "data.source", "hooks")  # files that a TOML file names from its own folder
-_FILES = ("search.cluster", "search.constraints", "search.profile", "plan")
 _OPEN = ("optimizer", "schedule")  # tables whose other keys are arguments
 _WANTED = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
@@ -97,13 +97,51 @@ def check_settings(settings: TrainSettings, file: Path | None = None) -> None:
         raise _bad(f"{of}the profiler's first step is {settings.profiler.first} and its last {settings.profiler.last}")
 
 
+def compile_request(settings: TrainSettings, ranks: int | None) -> CompileRequest:
+    """Return what the settings say of model and plan. Without a plan it is data parallel."""
+    search = settings.search
+    return CompileRequest(
+        model=settings.model or None,
+        loss_fn=settings.loss or None,
+        seed=settings.seed,
+        ranks=ranks,
+        plan=settings.plan or f"dp={ranks or 1}",
+        schedule=settings.pipeline or None,
+        micro_batches=settings.micro_batches or None,
+        cluster=search.cluster or None,
+        memory=search.memory or None,
+        constraints=search.constraints or None,
+        profile=search.profile or None,
+    )
+
+
+def ranks_of(settings: TrainSettings) -> int:
+    """Return how many ranks the run has: as said, else as the plan says, else 1. Checks what can be said of the plan.
+
+    Raises NnscalerError: plan_illegal, usage.
+    """
+    request = compile_request(settings, settings.ranks or None)
+    check_plan(request)
+    return ranks_asked(request) or 1
+
+
 def _read(document: Document) -> TrainSettings:
     record: TrainSettings = _record(TrainSettings, document.content, (), document)
     return _relative(record, document.file.parent)
 
 
-def _record(record: type, table: Mapping[str, Any], path: tuple[str, ...], document: Document) -> Any:
+def settings_of(table: Mapping[str, Any]) -> TrainSettings:
+    """Return the settings that keyword arguments give, tables as dicts. Raises NnscalerError `bad_settings`."""
+    record: TrainSettings = _record(TrainSettings, table, (), None)
+    return record
+
+
+def _record(record: type, table: Mapping[str, Any], path: tuple[str, ...], document: Document | None) -> Any:
     """Return the record that a table gives."""
+
+    def error(path: tuple[str, ...], message: str, help: str | None = None) -> NnscalerError:
+        return NnscalerError("bad_settings", message, document.place(path) if document is not None else None, help)
+
     known = {item.name: _default(item) for item in fields(record) if item.name != "arguments"}
     values: dict[str, Any] = {}
     more: dict[str, Any] = {}
@@ -111,17 +149,20 @@ def _record(record: type, table: Mapping[str, Any], path: tuple[str, ...], docum
         here = (*path, key)
         if key not in known:
             if not (path and path[-1] in _OPEN):
-                raise document.error(here, _unknown(here, known), _nearest(".".join(here), list(known)))
+                raise error(here, _unknown(here, known), _nearest(".".join(here), list(known)))
             more[key] = value
         elif is_dataclass(known[key]):
+            if isinstance(value, type(known[key])):
+                values[key] = value
+                continue
             if not isinstance(value, dict):
-                raise document.error(here, f"`{key}` is a table: [{key}]")
+                raise error(here, f"`{key}` is a table: [{key}]")
             values[key] = _record(type(known[key]), value, here, document)
         else:
             try:
                 values[key] = _checked(".".join(here), known[key], value)
-            except NnscalerError as error:
-                raise error.at(document.place(here)) from None
+            except NnscalerError as wrong:
+                raise error(here, wrong.message, wrong.help) from None
     return record(**values, **({"arguments": more} if more else {}))
 
 

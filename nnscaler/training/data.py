@@ -191,6 +191,11 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         """The epoch that the next batch is of; after the last batch of one still that."""
         return self._place.epoch
 
+    @property
+    def samples(self) -> int:
+        """How many samples of the epoch were handed out, to all parts together."""
+        return self._place.samples
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
         self._place.epoch, self._place.samples, self._place.stream = epoch, 0, None

@@ -60,11 +60,19 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class PrecisionSettings:
-    """How numbers are held.
+    """How numbers are held, with the meanings of FSDP2's MixedPrecisionPolicy. Parameters rest in the model's dtypes.
 
-    dtype  of every floating tensor of the program ("float64", "float32", "bfloat16"); empty: the model's own
+    param        dtype to which parameters are cast for forward and backward, such as "bfloat16"; empty: as they rest
+    reduce       dtype in which gradients are summed over ranks; empty: float32, or the parameter's if that is wider
+    output       dtype to which the model's floating outputs are cast; empty: as they are
+    cast_inputs  cast floating inputs to `param`
+    dtype        of every floating tensor, those at rest too: "float64", to compare runs; empty: the model's own
     """
 
+    param: str = ""
+    reduce: str = ""
+    output: str = ""
+    cast_inputs: bool = True
     dtype: str = ""
 
 
