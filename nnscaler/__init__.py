@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from nnscaler.planning.auto import AutoPlan
     from nnscaler.training.engine import Engine, start
     from nnscaler.training.trainer import Trainer
+    from nnscaler.training.scaler import LossScaler
     from nnscaler.transform.plan import Plan
 
 __all__ = [
     "AutoPlan",
     "Engine",
+    "LossScaler",
     "NnscalerError",
     "Plan",
     "Precision",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "AutoPlan": "nnscaler.planning.auto",
     "Engine": "nnscaler.training.engine",
+    "LossScaler": "nnscaler.training.scaler",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
     "Precision": "nnscaler.ir.precision",

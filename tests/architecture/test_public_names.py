@@ -7,7 +7,19 @@ import importlib
 import pytest
 
 FRONT_DOORS = {
-    "nnscaler": ["AutoPlan", "NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"],
+    "nnscaler": [
+        "AutoPlan",
+        "Engine",
+        "LossScaler",
+        "NnscalerError",
+        "Plan",
+        "Precision",
+        "Program",
+        "__version__",
+        "parallelize",
+        "register_op",
+        "start",
+    ],
     "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"],
     "op_registry": [
         "Annotation",

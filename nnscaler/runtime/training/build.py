@@ -87,16 +87,11 @@ class StageBuilder:
         key = (description.fqn, stage.ranks.index(stage.rank), trained)
         if key in self.held and description.copies:
             return self.held[key]
-        known = self._given.get(key)
+        known = self._known(stage, description, key)
         if known is None:
             rest = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
         else:
             rest = known.rest
-            shape = local_shape(description.shape, description.at_rest, stage.sizes(), stage.coordinates())
-            if dict(known.description.at_rest) != dict(description.at_rest) or tuple(rest.shape) != shape:
-                where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
-                theirs, ours = dict(known.description.at_rest), dict(description.at_rest)
-                raise ProgramError(f"{where} lies as {ours} between steps, and in the program before as {theirs}")
         leaf = rest
         dtype = dtype_named(description.dtype, self._precision)
         if description.rest or rest.dtype != dtype:
@@ -110,6 +105,23 @@ class StageBuilder:
             rest.description = description  # type: ignore[attr-defined]
         self.held[key] = Held(leaf, rest, description)
         return self.held[key]
+
+    def _known(self, stage: Stage, description: Parameter, key: Key) -> Held | None:
+        """Return the given parameter of this name; one that nothing reads here is left out where it lies otherwise.
+
+        Raises ProgramError where another program's parameter lies otherwise between steps.
+        """
+        known = self._given.get(key)
+        if known is None:
+            return None
+        shape = local_shape(description.shape, description.at_rest, stage.sizes(), stage.coordinates())
+        if dict(known.description.at_rest) == dict(description.at_rest) and tuple(known.rest.shape) == shape:
+            return known
+        if not description.used:
+            return None
+        where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
+        theirs, ours = dict(known.description.at_rest), dict(description.at_rest)
+        raise ProgramError(f"{where} lies as {ours} between steps, and in the program before as {theirs}")
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
         logical = self._state.get(description.fqn)
