@@ -38,7 +38,6 @@ from nnscaler.runtime.training.checkpoint import (
     check_writable,
     load_checkpoint,
     save_checkpoint,
-    written,
 )
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
@@ -173,8 +172,7 @@ def _train(
             optimizer.step()
         _report(value, number, _told(norm, skipped), options)
     if options.save is not None:
-        with written(options.save, place.rank):
-            save_checkpoint(executor, options.save)
+        save_checkpoint(executor, options.save)
     if place.world_size > 1:
         communicator.barrier(range(place.world_size))  # a rank that leaves early cuts connections of others
         leave()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime.role import Stage
-from nnscaler.runtime.training import checkpoint, gradients
+from nnscaler.runtime.training import boxes, checkpoint, gradients
 from nnscaler.runtime.training.executor import RankExecutor
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
@@ -126,25 +125,19 @@ def test_forward_only_forgets_a_micro_batch(monkeypatch: Patch, small_staged: Or
 
 
 def test_a_checkpoint_without_buffers(monkeypatch: Patch, normed: Original) -> None:
-    pieces = checkpoint._pieces
-
-    def parameters(stage: Stage) -> Any:
-        held = {d.fqn for d in stage.buffers.values()}
-        return (piece for piece in pieces(stage) if piece["name"] not in held)
-
-    monkeypatch.setattr(checkpoint, "_pieces", parameters)
-    monkeypatch.setattr(checkpoint, "_names", lambda _: set())
+    right = checkpoint.stored_tensors
+    monkeypatch.setattr(checkpoint, "stored_tensors", lambda *a: [s for s in right(*a) if s.kind != "buffer"])
     report = normed.verify(normed.folder)
     assert codes(report) == {"checkpoint_differs"} and failed(report) == {"save and load"}
     assert any("norm.running_mean" in finding.message for finding in report.findings)
 
 
 def test_a_checkpoint_that_swaps_shards(monkeypatch: Patch, small_sharded: Original) -> None:
-    indices = checkpoint.logical_indices
+    right = boxes.logical_indices
     monkeypatch.setattr(
-        checkpoint,
+        boxes,
         "logical_indices",
-        lambda shape, states, sizes, at: indices(shape, states, sizes, {a: sizes[a] - 1 - i for a, i in at.items()}),
+        lambda shape, states, sizes, at: right(shape, states, sizes, {a: sizes[a] - 1 - i for a, i in at.items()}),
     )
     assert codes(small_sharded.verify(small_sharded.folder)) == {"checkpoint_differs"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import nnscaler
 from nnscaler.codegen.program import Program
 from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simulator
 from nnscaler.runtime.program.program_directory import ProgramDirectory, read_program
+from nnscaler.runtime.training import checkpoint
+from nnscaler.runtime.training.boxes import leads
 from nnscaler.runtime.training.checkpoint import load_checkpoint, save_checkpoint
+from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.tracing.precision import exact
 
 Batch = Mapping[str, Tensor]
@@ -181,30 +185,38 @@ def test_a_checkpoint_goes_on_under_another_plan(
     assert not torch.equal(middle.state["words.weight"], end.state["words.weight"])
 
 
-def test_checkpoints_that_are_not_whole(saved: ProgramDirectory, tmp_path: Path) -> None:
-    on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path))
-    (tmp_path / "rank_1.pt").rename(tmp_path / "kept")
-    with pytest.raises(ProgramError, match="mixes or lacks files"):
-        load_checkpoint(tmp_path)
-    part = torch.load(tmp_path / "kept", weights_only=True)
-    torch.save({**part, "step": 7}, tmp_path / "rank_1.pt")
-    with pytest.raises(ProgramError, match="mixes or lacks files"):
-        load_checkpoint(tmp_path)
-    first = torch.load(tmp_path / "rank_0.pt", weights_only=True)
-    torch.save({**first, "pieces": []}, tmp_path / "rank_0.pt")
-    torch.save(part, tmp_path / "rank_1.pt")
-    with pytest.raises(ProgramError, match="are in no file"):
-        load_checkpoint(tmp_path)
+def test_checkpoints_that_are_not_whole(
+    saved: ProgramDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "saved"
+    on_ranks(saved, lambda executor: save_checkpoint(executor, folder))
+    before = load_checkpoint(folder)
+    stored = checkpoint.stored_tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "stored_tensors", lambda *a: [replace(s, first=leads(s)) for s in stored(*a)])
+        if any(s.first and not leads(s) for found in on_ranks(saved, stored_of) for s in found):
+            with pytest.raises(ProgramError, match="were written by no rank|rank 0 failed"):
+                on_ranks(saved, lambda executor: save_checkpoint(executor, folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]  # nothing half-written, and the old one as it was
+    after = load_checkpoint(folder)
+    assert all(torch.equal(before.state[name], tensor) for name, tensor in after.state.items())
+    folder.rename(tmp_path / "saved.old")  # killed while it was being replaced
+    assert set(load_checkpoint(folder).state) == set(before.state)
+    (tmp_path / "saved.old" / ".metadata").unlink()
     with pytest.raises(ProgramError, match="no checkpoint"):
-        load_checkpoint(tmp_path / "nothing")
+        load_checkpoint(folder)
+
+
+def stored_of(executor: RankExecutor) -> list[StoredTensor]:
+    return checkpoint.stored_tensors(list(executor.stages.values()), executor.tied)
 
 
 def test_a_checkpoint_is_a_state_dict_of_the_model(
     saved: ProgramDirectory, tiny: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """The head's weight is the embedding's: the program holds it under one of its names."""
-    on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path), tied=saved.manifest.tied)
-    state = load_checkpoint(tmp_path).state
+    on_ranks(saved, lambda executor: save_checkpoint(executor, tmp_path / "saved"), tied=saved.manifest.tied)
+    state = load_checkpoint(tmp_path / "saved").state
     model = tiny()
     model.load_state_dict(state)
     assert set(state) == set(model.state_dict())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,22 @@ import torch
 from nnscaler.records import encode
 from nnscaler.runtime import launch
 from nnscaler.runtime.program.program_directory import describe_state
+from nnscaler.runtime.training.checkpoint import RunRecord, begin, publish, run_objects
+from nnscaler.runtime.training.dcp import whole, write_part
 from tests.nnscaler.runtime_processes.test_launch import write_program_of_one_rank
 
 
 def replace_tensor(folder: Path, name: str, value: torch.Tensor | None) -> None:
     state = torch.load(folder / "state.pt", weights_only=True)
     torch.save({n: t for n, t in {**state, name: value}.items() if t is not None}, folder / "state.pt")
+
+
+def write_checkpoint(folder: Path, state: Mapping[str, torch.Tensor]) -> Path:
+    """Write a checkpoint of one rank at step 1."""
+    temporary = begin(folder)
+    write_part(temporary, 0, [whole(("model", n), t) for n, t in state.items()], run_objects(RunRecord(1, 1)))
+    publish(temporary, folder, 1)
+    return folder
 
 
 def test_weights_that_are_not_those_that_were_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,22 +112,20 @@ def test_a_checkpoint_takes_the_place_of_weights(tmp_path: Path, capsys: pytest.
     replace_tensor(tmp_path / "program", "second.weight", torch.ones(1, 3))
     assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 0
     capsys.readouterr()
-    for place, message in (("nothing", "is no checkpoint: it has no rank_0.pt"), ("other", "of another model")):
-        if place == "other":
-            piece = torch.load(tmp_path / "saved" / "rank_0.pt", weights_only=True)
-            piece["names"], piece["pieces"] = ["third"], [dict(piece["pieces"][0], name="third")]
-            (tmp_path / "other").mkdir()
-            torch.save(piece, tmp_path / "other" / "rank_0.pt")
+    write_checkpoint(tmp_path / "other", {"third": torch.ones(2)})
+    for place, message in (("nothing", "is no checkpoint: it has no .metadata"), ("other", "of another model")):
         assert launch.main([*arguments, "--load", str(tmp_path / place)]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_program_of_one_rank(tmp_path)
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "rank_0.pt").write_bytes(b"PK")
-    assert launch.main([str(tmp_path), "--load", str(tmp_path / "saved")]) == 2
-    assert "rank_0.pt cannot be read, it may be cut short" in capsys.readouterr().err
+    for file in (".metadata", "__0_0.distcp"):
+        saved = write_checkpoint(tmp_path / "saved", {"second.weight": torch.ones(1, 3)})
+        os.truncate(saved / file, (saved / file).stat().st_size // 2)
+        assert launch.main([str(tmp_path), "--load", str(saved)]) == 2
+        assert f"{saved} cannot be read, it may be cut short" in capsys.readouterr().err
+        shutil.rmtree(saved)
 
 
 def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,15 +133,10 @@ def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path, capsys: pytes
     arguments = [str(tmp_path / "program"), "--device", "cpu", "--steps", "1"]
     assert launch.main([*arguments, "--dtype", "float64", "--save", str(tmp_path / "saved")]) == 0
     assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 0  # in float32
-    file = tmp_path / "saved" / "rank_0.pt"
-    kept = torch.load(file, weights_only=True)
-    piece = next(piece for piece in kept["pieces"] if piece["name"] == "second.weight")
     for tensor, kind in ((torch.ones(2, 3), "float32[2, 3]"), (torch.ones(1, 3, dtype=torch.int64), "int64[1, 3]")):
-        indices = tuple(torch.arange(size) for size in tensor.shape)
-        piece.update(shape=tuple(tensor.shape), indices=indices, tensor=tensor)
-        torch.save(kept, file)
+        other = write_checkpoint(tmp_path / kind, {"second.weight": tensor})
         capsys.readouterr()
-        assert launch.main([*arguments, "--load", str(tmp_path / "saved")]) == 2
+        assert launch.main([*arguments, "--load", str(other)]) == 2
         told = f"is a checkpoint of another model: `second.weight` is {kind} in it, and the program's is float32[1, 3]"
         assert told in capsys.readouterr().err
 
@@ -156,4 +161,4 @@ def test_a_checkpoint_that_cannot_be_written(
     monkeypatch.setattr(torch, "save", full)
     assert launch.main([*arguments, "--save", str(tmp_path / "saved")]) == 2
     assert capsys.readouterr().err == f"error: cannot write the checkpoint {tmp_path}/saved: No space left on device\n"
-    assert not list((tmp_path / "saved").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "program"]

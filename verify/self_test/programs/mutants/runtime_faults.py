@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.training import checkpoint, gradients
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import Gradients, Holding, reduce_gradients
+from nnscaler.runtime.training.stored import StoredTensor
 
 Fault = Callable[[], AbstractContextManager[None]]
 Pairs = Sequence[tuple[Holding, Tensor]]
@@ -137,10 +139,13 @@ def mixed_shards(parameter: str) -> Fault:
 
 def names_of_stages() -> AbstractContextManager[None]:
     """A checkpoint in which each stage counts its blocks from zero."""
-    right = checkpoint._pieces
+    right = checkpoint.stored_tensors
 
-    def wrong(stage: Stage) -> Iterator[dict[str, Any]]:
-        for piece in right(stage):
-            yield {**piece, "name": piece["name"].replace(f"blocks.{stage.index}.", "blocks.0.")}
+    def wrong(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) -> list[StoredTensor]:
+        return [
+            replace(entry, fqn=entry.fqn.replace(f"blocks.{stage.index}.", "blocks.0."))
+            for stage in stages
+            for entry in right([stage], tied)
+        ]
 
-    return _replaced(checkpoint, "_pieces", wrong)
+    return _replaced(checkpoint, "stored_tensors", wrong)
