@@ -108,7 +108,7 @@ def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict
 
 
 def loader_options(settings: TrainSettings, dataset: Any) -> dict[str, Any]:
-    """Return what `loader` takes besides dataset, batch size and part, for training. A stream comes in its own order."""
+    """Return what `loader` takes besides dataset, batch size and part; a stream comes in its own order."""
     data = settings.data
     stream = isinstance(dataset, torch.utils.data.IterableDataset)
     return {
@@ -194,7 +194,7 @@ def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, 
 
 
 def flops_of_step(program: Program) -> float:
-    """Return the floating point operations of the model in forward and backward of the batch that it was compiled for."""
+    """Return the floating point operations of forward and backward, of the batch that was compiled for."""
     return 3.0 * sum(s.flops for s in signatures(program.graph, default_registry()).values())
 
 

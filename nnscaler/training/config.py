@@ -241,7 +241,9 @@ def _checked(path: str, like: Any, value: Any) -> Any:
 
 def _relative(settings: TrainSettings, folder: Path) -> TrainSettings:
     """Return the settings with the files that they name looked for from `folder`."""
-    hooks = {item.name: tuple(_at(t, folder) for t in getattr(settings.hooks, item.name)) for item in fields(HookSettings)}
+    hooks = {
+        item.name: tuple(_at(t, folder) for t in getattr(settings.hooks, item.name)) for item in fields(HookSettings)
+    }
     search = {name: _at(getattr(settings.search, name), folder) for name in ("cluster", "constraints", "profile")}
     return replace(
         settings,
@@ -296,7 +298,9 @@ def _nearest(path: str, names: Sequence[str], mark: str = "") -> str:
     last = {name.rpartition(".")[2]: name for name in names}
     close = get_close_matches(path, names, n=2) or get_close_matches(path.rpartition(".")[2], last, n=1)
     found = [mark + last.get(name, name) for name in close]
-    return f"did you mean {' or '.join(found)}?" if found else f"`nnscaler train --help` lists {'them' if mark else 'all'}"
+    return (
+        f"did you mean {' or '.join(found)}?" if found else f"`nnscaler train --help` lists {'them' if mark else 'all'}"
+    )
 
 
 def _bad(message: str, help: str | None = None) -> NnscalerError:

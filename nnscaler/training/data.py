@@ -170,7 +170,9 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
     StatefulDataLoader keeps of each worker is not needed for that, and would tie a run to their number.
     """
 
-    def __init__(self, dataset: Any, order: Order, part: DataPart, collate: Collate, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, dataset: Any, order: Order, part: DataPart, collate: Collate, options: Mapping[str, Any]
+    ) -> None:
         self.order, self.part = order, part
         self._place = _Place()
         self._streams = isinstance(dataset, IterableDataset)

@@ -140,7 +140,9 @@ class Trainer:
         wanted = ranks_of(settings)
         if wanted != place.world_size and (settings.ranks or place.world_size == 1 or "=" in settings.plan):
             message = f"the run is for {wanted} ranks, and {place.world_size} run"
-            raise NnscalerError("wrong_ranks", message, help=f"torchrun --nproc-per-node {wanted} ..., or nnscaler train")
+            raise NnscalerError(
+                "wrong_ranks", message, help=f"torchrun --nproc-per-node {wanted} ..., or nnscaler train"
+            )
         self._parts: Parts = load_parts(settings, self._module, self._datasets)
         say = self._say
 

@@ -124,7 +124,9 @@ class Update:
         steps = inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY, default=AGES[-1], annotation=int)
         return inspect.Signature([*tensors, steps])
 
-    def __call__(self, parameter: Tensor, gradient: Tensor, *state: Tensor, steps: int = AGES[-1]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, parameter: Tensor, gradient: Tensor, *state: Tensor, steps: int = AGES[-1]
+    ) -> tuple[Tensor, ...]:
         """Return the parameter and the state after the step. The arguments are not changed.
 
         `steps`: how many were before; at 0 the optimizer begins, and what is given as its state is not read.
@@ -165,7 +167,10 @@ def make_update(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int = 2)
 
 
 def trajectory(
-    cls: OptimizerClass, defaults: Mapping[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    cls: OptimizerClass,
+    defaults: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
 ) -> list[dict[str, Tensor]]:
     """Run the optimizer, one step for each of `gradients` (one tensor per parameter).
 

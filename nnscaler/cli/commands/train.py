@@ -39,10 +39,10 @@ Train the model that RUN.toml names, on data, with checkpoints. A whole run:
   nnscaler train RUN.toml --ranks=2 --steps=8 --dtype=float64 --checkpoints.folder=runs/b
   torchrun --nproc-per-node 8 -m nnscaler train RUN.toml
 
-Without a terminal the console has a line for each step, `step 3  loss 2.302585092994046`. docs/train.md is the manual."""
+Without a terminal the console has a line for each step, `step 3  loss 2.302585092994046`. The manual: docs/train.md"""
 CODES = """exit codes:
-  0 trained   2 could not run, or a rank was lost (the message says why)   3 a loss was not finite: the optimizer did not
-  use it   101 a bug of nnScaler   130 interrupted   143 terminated"""
+  0 trained   2 could not run, or a rank was lost (the message says why)
+  3 a loss was not finite: the optimizer did not use it   101 a bug of nnScaler   130 interrupted   143 terminated"""
 
 
 class _Help(argparse.Action):
@@ -56,7 +56,11 @@ def help_text() -> str:
     """Return what `nnscaler train --help` shows."""
     from nnscaler.training.config import SHORT, all_options
 
-    lines = [HEAD, "", "options, each a key of the file as well (`--checkpoints.every=100` is `every` of [checkpoints]):"]
+    lines = [
+        HEAD,
+        "",
+        "options, each also a key of the file (`--checkpoints.every=100` is `every` of [checkpoints]):",
+    ]
     short = {path: name for name, path in SHORT.items()}
     for option in all_options():
         name = f"--{option.path}" + (f", --{short[option.path]}" if option.path in short else "")
@@ -65,7 +69,7 @@ def help_text() -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], exit_codes: str) -> None:  # noqa: ARG001 - one signature for all commands
     """Add the command to the parser. The options of a run are checked by what reads its file."""
     parser = commands.add_parser("train", help="train a model as a file says", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action=_Help, nargs=0)
@@ -129,8 +133,8 @@ def _without_verbosity(options: argparse.Namespace, console: Console) -> Sequenc
     if given.help:
         console.result(help_text().rstrip("\n"))
         raise SystemExit(0)
-    console.verbosity = max(0, min(verbosity(options), verbosity(given))) if given.quiet else max(
-        console.verbosity, verbosity(given)
+    console.verbosity = (
+        max(0, min(verbosity(options), verbosity(given))) if given.quiet else max(console.verbosity, verbosity(given))
     )
     console.color = given.color if given.color != "auto" else console.color
     return words

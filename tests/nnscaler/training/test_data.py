@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from op_registry.annotation.splits import balanced
+
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.training.data import Loader, PackedRows, loader, pack, rows_of
-
-from op_registry.annotation.splits import balanced
 
 
 class Numbers:
