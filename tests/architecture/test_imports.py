@@ -181,7 +181,7 @@ def test_imports_have_no_circle_through_functions(imports: Imports) -> None:
 
 
 def test_circles_for_type_checkers_are_known(imports: Imports) -> None:
-    """Imports under TYPE_CHECKING never run. Circles through them are those of the front door, which names what it has."""
+    """Imports under TYPE_CHECKING never run. Circles of them are those of the front door, which names what it has."""
     graph = dict(graph_of(imports, "at import", "for types"))
     assert all("nnscaler" in circle for circle in circles(graph))
     graph["nnscaler"] = type(graph["nnscaler"])()

@@ -195,7 +195,7 @@ def test_checkpoints_that_are_not_whole(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "stored_tensors", lambda *a: [replace(s, first=leads(s)) for s in stored(*a)])
         if any(s.first and not leads(s) for found in on_ranks(saved, stored_of) for s in found):
-            with pytest.raises(ProgramError, match="were written by no rank|rank 0 failed"):
+            with pytest.raises(ProgramError, match=r"were written by no rank|rank 0 failed"):
                 on_ranks(saved, lambda executor: save_checkpoint(executor, folder))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]  # nothing half-written, and the old one as it was
     after = load_checkpoint(folder)

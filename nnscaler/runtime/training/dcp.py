@@ -79,8 +79,8 @@ def write_part(folder: Path, rank: int, shards: Iterable[Shard], objects: Mappin
     The part is there when its list is, which is moved into its place at the end. Raises OSError, or a RuntimeError of
     torch with it behind.
     """
-    from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan
 
     planner = _save_planner(list(shards), objects)
@@ -104,11 +104,12 @@ def complete(folder: Path, ranks: int) -> None:
 
     Raises ProgramError where elements of a tensor are in no part.
     """
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
     from torch.distributed.checkpoint.storage import WriteResult
 
-    reader, merged, chunks = FileSystemReader(folder), Metadata({}, planner_data={}), {}
+    reader, merged = FileSystemReader(folder), Metadata({}, planner_data={})
+    chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], ChunkStorageMetadata]] = {}
     results: dict[MetadataIndex, WriteResult] = {}
     for rank in range(ranks):
         part = reader.read_metadata(rank=rank)
@@ -235,7 +236,7 @@ class Folder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self.path = Path(path)
@@ -270,7 +271,7 @@ class Folder:
         if lacking is not None:
             raise ProgramError(f"{self.path} has no `{lacking}`")
         values: dict[str, Any] = {}
-        planner = _load_planner(self._metadata, wanted, keys, values)
+        planner = _load_planner(self._metadata.state_dict_metadata, wanted, keys, values)
         with self._told():
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
             self._reader.read_data(plan, planner).wait()
@@ -296,9 +297,9 @@ class _Told:
 
 
 def _load_planner(
-    metadata: Metadata, shards: Sequence[Shard], objects: Sequence[str], values: dict[str, Any]
+    entries: Mapping[str, Any], shards: Sequence[Shard], objects: Sequence[str], values: dict[str, Any]
 ) -> LoadPlanner:
-    """Return a planner that reads each stored chunk that a shard overlaps once, and puts its parts where they belong."""
+    """Return a planner that reads each chunk that shards overlap once, and puts its parts where they belong."""
     from torch.distributed.checkpoint import planner as dcp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -311,7 +312,7 @@ def _load_planner(
             self.parts: dict[MetadataIndex, list[tuple[Shard, dcp.ReadItem]]] = {}
             for shard in shards:
                 key = key_of(shard.path)
-                entry = metadata.state_dict_metadata[key]
+                entry = entries[key]
                 held = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in shard.boxes]
                 for item in create_read_items_for_chunk_list(key, entry, held):
                     self.parts.setdefault(item.storage_index, []).append((shard, item))
@@ -321,7 +322,8 @@ def _load_planner(
             return dcp.LoadPlan(items)
 
         def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
-            return metadata.state_dict_metadata[index.fqn].chunks[index.index]
+            found: ChunkStorageMetadata = entries[index.fqn].chunks[index.index]
+            return found
 
         def _item(self, index: MetadataIndex, kind: dcp.LoadItemType, lengths: Sequence[int]) -> dcp.ReadItem:
             zeros = torch.Size([0] * len(lengths))
@@ -337,11 +339,12 @@ def _load_planner(
             values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
 
         def resolve_tensor(self, read_item: dcp.ReadItem) -> Tensor:
-            entry = metadata.state_dict_metadata[read_item.storage_index.fqn]
-            return torch.empty(read_item.lengths, dtype=entry.properties.dtype)
+            dtype = entries[read_item.storage_index.fqn].properties.dtype
+            return torch.empty(read_item.lengths, dtype=dtype)
 
         def commit_tensor(self, read_item: dcp.ReadItem, tensor: Tensor) -> None:
             for shard, item in self.parts[read_item.storage_index]:
+                assert item.dest_index.index is not None
                 box = shard.boxes[item.dest_index.index]
                 target = Box((), _add(box.local, item.dest_offsets), tuple(item.lengths)).of(shard.tensor.detach())
                 target.copy_(Box((), tuple(item.storage_offsets), tuple(item.lengths)).of(tensor))

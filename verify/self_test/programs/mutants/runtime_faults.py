@@ -15,7 +15,7 @@ from nnscaler.runtime.role import Parameter, Stage
 from nnscaler.runtime.training import checkpoint, gradients
 from nnscaler.runtime.training.executor import RankExecutor
 from nnscaler.runtime.training.gradients import Gradients, Holding, reduce_gradients
-from nnscaler.runtime.training.stored import StoredTensor
+from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 
 Fault = Callable[[], AbstractContextManager[None]]
 Pairs = Sequence[tuple[Holding, Tensor]]
@@ -139,7 +139,7 @@ def mixed_shards(parameter: str) -> Fault:
 
 def names_of_stages() -> AbstractContextManager[None]:
     """A checkpoint in which each stage counts its blocks from zero."""
-    right = checkpoint.stored_tensors
+    right = stored_tensors
 
     def wrong(stages: Sequence[Stage], tied: Sequence[Sequence[str]] = ()) -> list[StoredTensor]:
         return [
