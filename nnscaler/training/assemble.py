@@ -193,6 +193,16 @@ def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, 
     return _made(cls, (optimizer,), arguments, "schedule")
 
 
+def step_schedule(schedule: Any) -> None:
+    """Go on by a step. Raises NnscalerError("bad_settings") where the schedule has no more."""
+    try:
+        schedule.step()
+    except ValueError as error:
+        message = f"[schedule] {type(schedule).__name__}: {error}"
+        help = "a checkpoint has the schedule of the run that saved it: give that run its steps, or another folder"
+        raise NnscalerError("bad_settings", message, help=help) from error
+
+
 def flops_of_step(program: Program) -> float:
     """Return the floating point operations of forward and backward, of the batch that was compiled for."""
     return 3.0 * sum(s.flops for s in signatures(program.graph, default_registry()).values())

@@ -1,7 +1,8 @@
 """Read the settings of a training run from a TOML file and a command line.
 
-Every field of `TrainSettings` is a key of the file, `checkpoints.folder` one of the table `[checkpoints]`, and an option
-of the command, `--checkpoints.folder=runs/a`. A key that is not known is an error with the nearest name. Imports no torch.
+Every field of `TrainSettings` is a key of the file, `checkpoints.folder` one of the table `[checkpoints]`, and an
+option of the command, `--checkpoints.folder=runs/a`. A key that is not known is an error with the nearest name. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def read_settings(file: Path | None, words: Sequence[str] = ()) -> TrainSettings
     """Return the settings of a file with the options of a command line (`--a.b=value`, or `--a.b value`) in their
     places.
 
-    Files that a TOML file names are relative to its folder, those of the command line to the current one, and so is what
-    a run writes. Raises NnscalerError: `no_such_file`, `bad_settings`.
+    Files that a TOML file names are relative to its folder, those of the command line to the current one, and so is
+    what a run writes. Raises NnscalerError: `no_such_file`, `bad_settings`.
     """
     settings = TrainSettings() if file is None else _read(read_document(file))
     for path, text in _pairs(words):
@@ -149,7 +150,7 @@ def _record(record: type, table: Mapping[str, Any], path: tuple[str, ...], docum
         here = (*path, key)
         if key not in known:
             if not (path and path[-1] in _OPEN):
-                raise error(here, _unknown(here, known), _nearest(".".join(here), list(known)))
+                raise error(here, _unknown(here), _nearest(".".join(here), list(known)))
             more[key] = value
         elif is_dataclass(known[key]):
             if isinstance(value, type(known[key])):
@@ -289,7 +290,7 @@ def _docs(record: type) -> dict[str, str]:
     return told
 
 
-def _unknown(path: tuple[str, ...], known: Mapping[str, Any]) -> str:
+def _unknown(path: tuple[str, ...]) -> str:
     table = f"[{'.'.join(path[:-1])}]" if len(path) > 1 else "a run"
     return f"{table} has no key {path[-1]!r}"
 

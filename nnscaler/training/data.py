@@ -1,9 +1,9 @@
 """What each data part reads: its rows of each global batch, in an order that knows nothing of plans.
 
 The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
-that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same samples
-meet in the same step under every plan, and where a run is in its data is a place in that order: it is saved and loaded
-without a word of parts or worker processes.
+that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same
+samples meet in the same step under every plan, and where a run is in its data is a place in that order: it is saved and
+loaded without a word of parts or worker processes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Batches(Sampler[list[int]]):
         self._order, self._part, self._size, self._place = order, part, size, place
 
     def __len__(self) -> int:
-        return -(-self._order.end(self._size) // self._order.batch_size)
+        return (self._order.end(self._size) + self._order.batch_size - 1) // self._order.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         samples, end = self._order.indices(self._place.epoch, self._size), self._order.end(self._size)
@@ -203,7 +203,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
         self._place.epoch, self._place.samples, self._place.stream = epoch, 0, None
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has. Raises NnscalerError `bad_data` where only the end of a stream tells."""
+        """Return how many batches an epoch has. Raises NnscalerError `bad_data` for a stream: its end tells."""
         if self._streams:
             raise NnscalerError("bad_data", "a stream has no number of batches before it ends", help=_NO_LENGTH)
         return int(super().__len__())

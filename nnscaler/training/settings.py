@@ -35,7 +35,7 @@ class OptimizerSettings:
     """The optimizer; every other key of its table is an argument of the class, such as lr.
 
     name       a class of torch.optim, or `file.py::Class`
-    groups     pattern of parameter names -> arguments for these, the first that matches: "*.bias" = {weight_decay = 0.0}
+    groups     pattern of names -> arguments of these parameters, the first that fits: "*.bias" = {weight_decay = 0.0}
     arguments  the other keys
     """
 

@@ -2,8 +2,8 @@
 
     Trainer(model="gpt.py", data={"source": "text.py::datasets"}, steps=1000).fit()
 
-`nnscaler train run.toml` is this with the settings of a file, on ranks that it starts. Under torchrun every rank makes a
-trainer and calls `fit`; all of them do the same, and see the same loss.
+`nnscaler train run.toml` is this with the settings of a file, on ranks that it starts. Under torchrun every rank makes
+a trainer and calls `fit`; all of them do the same, and see the same loss.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from nnscaler.training.assemble import (
     make_program,
     make_schedule,
     peak_flops,
+    step_schedule,
 )
 from nnscaler.training.checkpoints import Checkpoints
 from nnscaler.training.config import ranks_of, settings_of
@@ -207,7 +208,7 @@ class Trainer:
                     return self._not_finite(norm)
                 self._report(group, norm, time.perf_counter() - begin)
                 if self.schedule is not None and (settings.schedule.per == "step" or self.loader.epoch != epoch):
-                    self.schedule.step()
+                    step_schedule(self.schedule)
                 if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
                     check_replicas(self.engine, self.step)
                 self._call("on_step")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nnscaler.cli.options import add_verbosity, verbosity
+from nnscaler.cli.options import add_verbosity
 from nnscaler.cli.output.exit_codes import ExitCode
 from nnscaler.errors import NnscalerError
 
@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
 
     console: Console = options.console
     words = _without_verbosity(options, console)
+    if words is None:
+        return ExitCode.VERIFIED
     settings = read_settings(options.file, words)
     inside = "RANK" in os.environ
     ranks = ranks_of(settings)
@@ -124,17 +126,16 @@ def _left(settings: TrainSettings) -> str:
     return f"; checkpoints are in {folder}" if folder else ""
 
 
-def _without_verbosity(options: argparse.Namespace, console: Console) -> Sequence[str]:
-    """Return the words that are for the run, after obeying -q, -v, --color and --help, which may stand among them."""
+def _without_verbosity(options: argparse.Namespace, console: Console) -> Sequence[str] | None:
+    """Return the words that are for the run, after obeying -q, -v and --color among them; None after --help."""
     parser = argparse.ArgumentParser(prog="nnscaler train", add_help=False, allow_abbrev=False)
     add_verbosity(parser)
     parser.add_argument("-h", "--help", action="store_true")
     given, words = parser.parse_known_args(options.words)
     if given.help:
         console.result(help_text().rstrip("\n"))
-        raise SystemExit(0)
-    console.verbosity = (
-        max(0, min(verbosity(options), verbosity(given))) if given.quiet else max(console.verbosity, verbosity(given))
-    )
+        return None
+    quiet, verbose = options.quiet or given.quiet, options.verbose or given.verbose
+    console.verbosity = 0 if quiet else 2 if verbose else 1
     console.color = given.color if given.color != "auto" else console.color
     return words
