@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,12 +21,12 @@ from nnscaler.compile import PlanSource, parallelize
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.precision import Precision
 from nnscaler.ir.signature import signatures
-from nnscaler.model_file import find_target, load_loss_function, user_function
+from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
 from nnscaler.plan_source import asked_search, plan_source
 from nnscaler.planning.cluster.found import found_cluster
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.training.config import compile_request
-from nnscaler.training.data import loader
+from nnscaler.training.data import Loader, loader
 from nnscaler.training.engine import Engine
 from nnscaler.training.optimizers import check_update, parameter_groups
 from nnscaler.training.settings import HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
@@ -94,7 +94,7 @@ def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict
     """Return the first global batch, by which the model is traced and the program compiled."""
     before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     whole = loader(dataset, settings.data.batch_size, DataPart(0, 1), **loader_options(settings, dataset))
-    batch = next(iter(whole), None)
+    batch = next(read_batches(whole, settings.data.source), None)
     if before is not None:
         dataset.load_state_dict(before)
     if batch is None:
@@ -105,6 +105,27 @@ def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict
         wanted = inspect.signature(model.forward).parameters
         return {name: tensor for name, tensor in batch.items() if name in wanted}
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+
+
+def read_batches(batches: Loader, source: str) -> Iterator[Any]:
+    """Yield the batches of an epoch. `source`: `file.py::function` of the dataset.
+
+    Raises NnscalerError `data_raised` for what reading them raises, with the user's own line.
+    """
+    found = iter(batches)
+    while True:
+        try:
+            batch = next(found)
+        except StopIteration:
+            return
+        except (NnscalerError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
+            first = (str(error).strip().splitlines() or [""])[0]
+            message = f"reading the data raises {type(error).__name__}: {first}"
+            raise NnscalerError("data_raised", message, place) from error
+        yield batch
 
 
 def loader_options(settings: TrainSettings, dataset: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import torch.distributed
 from torch import nn
 
 from nnscaler.errors import NnscalerError
-from nnscaler.model_file import user_frame
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.training.assemble import (
@@ -34,6 +33,7 @@ from nnscaler.training.assemble import (
     make_program,
     make_schedule,
     peak_flops,
+    read_batches,
     step_schedule,
 )
 from nnscaler.training.checkpoints import Checkpoints
@@ -257,12 +257,15 @@ class Trainer:
         empty = False
         while self.settings.steps or self.loader.epoch < self.settings.epochs:
             count = 0
-            for batch in _read(self.loader):
+            for batch in self._read(self.loader):
                 count += 1
                 yield batch
             if not count and empty:
                 raise NnscalerError("bad_data", "the training data has no batch")
             empty = not count
+
+    def _read(self, batches: Loader) -> Iterator[Batch]:
+        return read_batches(batches, self.settings.data.source)
 
     def _validate(self) -> None:
         settings = self.settings.validation
@@ -271,7 +274,7 @@ class Trainer:
             self._parts.validation, settings.batch_size or self.settings.data.batch_size, training=False
         )
         total, rows, count = 0.0, 0, 0
-        for batch in islice(_read(batches), settings.batches or None):
+        for batch in islice(self._read(batches), settings.batches or None):
             size = batches.samples - rows
             total, rows, count = total + float(self.engine.evaluate(batch)) * size, rows + size, count + 1
         if not rows:
@@ -348,24 +351,6 @@ class _Profiler:
 
     def __exit__(self, *error: object) -> None:
         self._write()
-
-
-def _read(batches: Loader) -> Iterator[Any]:
-    """Yield batches. Raises NnscalerError `data_raised` for what reading them raises."""
-    found = iter(batches)
-    while True:
-        try:
-            batch = next(found)
-        except StopIteration:
-            return
-        except (NnscalerError, MemoryError, OSError):
-            raise
-        except Exception as error:
-            place = user_frame(error, Path.cwd())
-            first = (str(error).strip().splitlines() or [""])[0]
-            message = f"reading the data raises {type(error).__name__}: {first}"
-            raise NnscalerError("data_raised", message, place) from error
-        yield batch
 
 
 def _joined(place: ProcessPlace | None, device: str) -> bool:

@@ -49,7 +49,8 @@ class _Help(argparse.Action):
     """Shows all options of a run; they are read only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.exit(0, help_text())
+        print(help_text(), end="")
+        parser.exit()
 
 
 def help_text() -> str:
