@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto import AutoPlan
     from nnscaler.training.engine import Engine, start
-    from nnscaler.training.trainer import Trainer
     from nnscaler.training.scaler import LossScaler
+    from nnscaler.training.trainer import Trainer
     from nnscaler.transform.plan import Plan
 
 __all__ = [

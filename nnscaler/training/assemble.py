@@ -28,7 +28,6 @@ from nnscaler.runtime.training.batch import DataPart
 from nnscaler.training.config import compile_request
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.engine import Engine
-from nnscaler.training.optimizers import check_update, parameter_groups
 from nnscaler.training.settings import HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
 from nnscaler.transform.plan import Plan
 
@@ -188,13 +187,12 @@ def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.O
 
     Raises NnscalerError: bad_settings, no_such_parameter, no_such_setting, update_needs_whole.
     """
-    cls = _class(settings.name, torch.optim, "optimizer.name")
+    cls: Any = _class(settings.name, torch.optim, "optimizer.name")
     _check_arguments(cls, settings.arguments, "optimizer")
-    stored = {entry.fqn: entry for entry in engine.stored() if entry.kind == "parameter"}
-    names = {entry.fqns[0]: entry.fqns for entry in engine.manifest.parameters if entry.trainable}
-    check_update(cls, settings.arguments, _resting(stored), complete=len(stored) == len(names))
-    groups = parameter_groups(cls, names, engine.parameters, settings.groups)
-    return _made(cls, (groups,), settings.arguments, "optimizer")  # type: ignore[no-any-return]
+    try:
+        return engine.optimizer(cls, settings.groups, **settings.arguments)
+    except (TypeError, ValueError) as error:
+        raise NnscalerError("bad_settings", f"[optimizer] {cls.__name__}: {error}") from error
 
 
 def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -211,7 +209,10 @@ def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, 
         asked = inspect.signature(cls).parameters.get(name)
         if steps and asked is not None and name not in arguments and not {"epochs", "steps_per_epoch"} & set(arguments):
             arguments[name] = steps
-    return _made(cls, (optimizer,), arguments, "schedule")
+    try:
+        return cls(optimizer, **arguments)
+    except (TypeError, ValueError) as error:
+        raise NnscalerError("bad_settings", f"[schedule] {cls.__name__}: {error}") from error
 
 
 def step_schedule(schedule: Any) -> None:
@@ -234,17 +235,6 @@ def peak_flops(device: torch.device, ranks: int, dtype: str) -> float | None:
     if device.type != "cuda":
         return None  # a processor has no figure that its maker states
     return found_cluster(ranks).device.flops(dtype or "float32") * ranks
-
-
-@dataclass(frozen=True)
-class _Resting:
-    fqn: str
-    shape: tuple[int, ...]
-    at_rest: Mapping[str, Any]
-
-
-def _resting(stored: Mapping[str, Any]) -> list[_Resting]:
-    return [_Resting(entry.fqn, entry.shape, entry.states) for entry in stored.values()]
 
 
 def _class(name: str, home: Any, option: str) -> Callable[..., Any]:
@@ -270,10 +260,3 @@ def _check_arguments(cls: Callable[..., Any], arguments: Mapping[str, Any], tabl
             close = get_close_matches(key, known, n=1)
             help = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
             raise NnscalerError("bad_settings", f"{cls.__name__} takes no {key!r}, which [{table}] sets", help=help)
-
-
-def _made(cls: Callable[..., Any], first: tuple[Any, ...], arguments: Mapping[str, Any], table: str) -> Any:
-    try:
-        return cls(*first, **arguments)
-    except (TypeError, ValueError) as error:
-        raise NnscalerError("bad_settings", f"[{table}] {cls.__name__}: {error}") from error

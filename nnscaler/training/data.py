@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_map
@@ -166,8 +166,8 @@ class _Stream(IterableDataset[tuple[Any, int, Any]]):
 class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
     """The batches of one data part, an epoch for each `iter`, which goes on from where the last one was left.
 
-    `state_dict` is the same on all parts and is loaded by any number of them, and of worker processes; what
-    StatefulDataLoader keeps of each worker is not needed for that, and would tie a run to their number.
+    `state_dict` is the same on all parts, and any number of them loads it, with any number of worker processes:
+    StatefulDataLoader's own, of each worker, would tie a run to their number.
     """
 
     def __init__(
@@ -298,8 +298,7 @@ def loader(
 # first of its document, predicted once.
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A run of a document's tokens in a row, and the tokens that they predict."""
 
     tokens: torch.Tensor

@@ -37,6 +37,7 @@ from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 from nnscaler.training.data import Loader, loader
+from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.sizes import (
     SentProgram,
     Shapes,
@@ -175,6 +176,19 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""
         return self.executor.clip_grad_norm(max_norm, norm_type)
+
+    def optimizer(
+        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer of `cls` over this rank's tensors between steps.
+
+        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `defaults`:
+        those of all others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
+        optimizer cannot update one by one.
+        """
+        names = {entry.fqns[0]: entry.fqns for entry in self.manifest.parameters if entry.trainable}
+        held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
+        return build_optimizer(cls, names, held, groups or {}, defaults)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

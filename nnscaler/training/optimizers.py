@@ -1,7 +1,7 @@
 """Which shards an optimizer may be given, and groups of parameters by pattern.
 
-An update says along which dims of a parameter it may be cut: the registry for torch's own classes, a test on the spot for
-any other one, which runs it whole and on shards.
+An update says along which dims of a parameter it may be cut: the registry for torch's own classes, and for any other
+one a test on the spot, which runs it whole and on shards.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from nnscaler.errors import NnscalerError
-from nnscaler.runtime.layout import Sharded, State
+from nnscaler.runtime.layout import Sharded
+from nnscaler.runtime.training.stored import StoredTensor
 from nnscaler.training.updates import (
     SIZES,
     OptimizerClass,
@@ -33,22 +35,6 @@ from nnscaler.training.updates import (
 
 STEPS = 12  # of a test: at the 6th RAdam changes its formula
 TOLERANCE = 1e-12  # relative and absolute: vector units round the elements at an end of a row otherwise
-
-
-class Resting(Protocol):
-    """A parameter between steps, as the runtime declares it.
-
-    fqn      its name
-    shape    logical
-    at_rest  its state on each axis
-    """
-
-    @property
-    def fqn(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def at_rest(self) -> Mapping[str, State]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +121,15 @@ def _tested(question: _Question) -> UpdateSplit:
         try:
             whole = trial.run([lambda t: t])
             coupled = coupled or not _same(trial.run([lambda t: t, lambda t: 3 * t + 1])[0], whole[0])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever the user's step raises on such parameters
             refused[ndim] = f"{type(error).__name__}: {said_by(error)}"
             continue
         free[ndim] = frozenset(dim for dim in range(ndim) if trial.survives(whole[0], dim))
     if not free:
         message = f"the step of {optimizer_name(cls)} cannot be tried on gradients alone: {refused[2]}"
-        help = "an optimizer whose step() needs no closure, and reads only parameters, their gradients and its own state"
+        help = (
+            "an optimizer whose step() needs no closure, and reads only parameters, their gradients and its own state"
+        )
         raise NnscalerError("no_update", message, help=help)
     return UpdateSplit(optimizer_name(cls), MappingProxyType(free), MappingProxyType(refused), coupled, False)
 
@@ -172,7 +160,7 @@ class _Trial:
         for kept in (rows[:1], rows[1:], rows[::2], rows[1::2]):
             try:
                 (piece,) = self.run([lambda t, kept=kept: t.index_select(dim, kept)])
-            except Exception:  # it refuses the piece: then it needs the whole
+            except Exception:  # noqa: BLE001 - it refuses the piece: then it needs the whole
                 return False
             if not _same(piece, {path: _piece(value, self.shape, dim, kept) for path, value in whole.items()}):
                 return False
@@ -193,8 +181,30 @@ def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
     )
 
 
+def build_optimizer(
+    cls: Any,
+    names: Mapping[str, Sequence[str]],
+    held: Sequence[StoredTensor],
+    groups: Mapping[str, Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> Optimizer:
+    """Return an optimizer of the parameters that this rank holds, in groups by pattern (`parameter_groups`).
+
+    Raises as `parameter_groups` and `check_update`, and what the class itself raises.
+    """
+    check_class(cls, defaults)
+    here = {tensor.fqn: tensor for tensor in held}
+    made = parameter_groups(cls, names, {fqn: tensor.tensor for fqn, tensor in here.items()}, groups)
+    for group in made:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        own = [here[fqn] for fqn in group["param_names"]]
+        check_update(cls, {**defaults, **settings}, own, complete=here.keys() >= names.keys())
+    optimizer: Optimizer = cls(made, **defaults)
+    return optimizer
+
+
 def check_update(
-    cls: Any, defaults: Mapping[str, Any], parameters: Iterable[Resting], complete: bool = True
+    cls: Any, defaults: Mapping[str, Any], parameters: Iterable[StoredTensor], complete: bool = True
 ) -> UpdateSplit:
     """Check that the optimizer may be given these parameters as they rest; return what it allows.
 
@@ -207,8 +217,10 @@ def check_update(
         if ndim in split.refused:
             message = f"{split.optimizer} does not take `{parameter.fqn}`, of shape {parameter.shape}"
             raise NnscalerError("optimizer_refused", f"{message}: {split.refused[ndim]}", help=_TWO)
-        for axis, state in parameter.at_rest.items():
-            if isinstance(state, Sharded) and not split.may_cut(state.dim, ndim):
+        for axis, state in parameter.states.items():
+            if not isinstance(state, Sharded) or parameter.sizes[axis] == 1:
+                continue
+            if not split.may_cut(state.dim, ndim):
                 raise _refused(split, parameter, axis, state)
     if split.coupled and not complete:
         message = f"what {split.optimizer} does to one parameter depends on others, and no rank has all of them"
@@ -220,7 +232,7 @@ _OTHER = "an elementwise optimizer, such as torch.optim.AdamW, takes every layou
 _TWO = "give it the parameters that it takes, and the others to a second optimizer"
 
 
-def _refused(split: UpdateSplit, parameter: Resting, axis: str, state: Sharded) -> NnscalerError:
+def _refused(split: UpdateSplit, parameter: StoredTensor, axis: str, state: Sharded) -> NnscalerError:
     ndim = len(parameter.shape)
     shape = " x ".join(map(str, parameter.shape))
     needs = "needs the whole parameter" if not split.free.get(ndim) else f"must not be cut along dim {state.dim}"
@@ -246,7 +258,7 @@ def _refused(split: UpdateSplit, parameter: Resting, axis: str, state: Sharded) 
 def parameter_groups(
     cls: Any,
     names: Mapping[str, Sequence[str]],
-    here: Mapping[str, nn.Parameter],
+    here: Mapping[str, Tensor],
     groups: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return the groups to make an optimizer of: one for each pattern, in order, then one for what none matches.
@@ -255,7 +267,7 @@ def parameter_groups(
     here     those that this rank has
     groups   pattern (as `*.bias`) -> hyper-parameters; the first that matches any name of a parameter counts
 
-    Every rank gets the same groups in the same order, some of them perhaps empty, so that schedulers do the same on all.
+    Every rank gets the same groups in the same order, some of them perhaps empty: schedulers do the same on all.
     Raises NnscalerError for a pattern without a parameter and for a hyper-parameter that the optimizer does not take.
     """
     taken: dict[str, str] = {}
@@ -269,7 +281,9 @@ def parameter_groups(
     made = [([fqn for fqn in names if taken.get(fqn) == pattern], overrides) for pattern, overrides in groups.items()]
     if rest or not made:
         made.append((rest, {}))
-    return [{"params": [(fqn, here[fqn]) for fqn in fqns if fqn in here], **overrides} for fqns, overrides in made]
+    own = [([fqn for fqn in fqns if fqn in here], overrides) for fqns, overrides in made]
+    # the names are a list of their own: torch does not take pairs where another group is empty
+    return [{"params": [here[n] for n in fqns], "param_names": fqns, **overrides} for fqns, overrides in own]
 
 
 def _check_pattern(
@@ -283,7 +297,9 @@ def _check_pattern(
     if all(fqn in taken for fqn in found):
         earlier = ", ".join(repr(p) for p in dict.fromkeys(taken[fqn] for fqn in found))
         message = f"the parameter group {pattern!r} is empty: all that it matches is in {earlier}, which comes first"
-        raise NnscalerError("no_such_parameter", message, help="the first pattern that matches counts: the narrow first")
+        raise NnscalerError(
+            "no_such_parameter", message, help="the first pattern that matches counts: the narrow first"
+        )
 
 
 def _check_overrides(cls: Any, pattern: str, overrides: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ def refusal(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int) -> str:
     """Return what the optimizer says of a parameter with so many dims; empty where it takes one."""
     try:
         cls([nn.Parameter(torch.zeros(SIZES[:dims]))], **_what_is_computed(defaults))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the class raises is what it says
         return said_by(error)
     return ""
 
@@ -199,7 +199,7 @@ def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def _run(cls: OptimizerClass, defaults: Mapping[str, Any], shape: tuple[int, ...], steps: int, seed: int) -> Optimizer:
     generator = torch.Generator().manual_seed(seed)
     tensor = nn.Parameter(drawn(shape, generator))
-    optimizer = cls([tensor], **defaults)
+    optimizer: Optimizer = cls([tensor], **defaults)
     with torch.no_grad():
         for _ in range(steps):
             tensor.grad = drawn(shape, generator)

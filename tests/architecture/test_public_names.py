@@ -21,7 +21,7 @@ FRONT_DOORS = {
         "register_op",
         "start",
     ],
-    "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"],
+    "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan", "vouch"],
     "op_registry": [
         "Annotation",
         "AnnotationError",

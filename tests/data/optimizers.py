@@ -8,7 +8,7 @@ class Lion(Optimizer):
     """Elementwise: the sign of a mean of gradients."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -25,7 +25,7 @@ class LAMB(Optimizer):
     """Adam's step, as long as the parameter is: norms of both."""
 
     def __init__(self, params, lr=1e-3, eps=1e-6):
-        super().__init__(params, dict(lr=lr, eps=eps))
+        super().__init__(params, {"lr": lr, "eps": eps})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -33,8 +33,7 @@ class LAMB(Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state.update(step=0, mean=torch.zeros_like(p), square=torch.zeros_like(p))
-                state["step"] += 1
+                    state.update(mean=torch.zeros_like(p), square=torch.zeros_like(p))
                 state["mean"].lerp_(p.grad, 0.1)
                 state["square"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
                 update = state["mean"] / (state["square"].sqrt() + group["eps"])
@@ -45,7 +44,7 @@ class RowNorm(Optimizer):
     """One second moment for each row of a matrix, so that rows are apart and columns are not."""
 
     def __init__(self, params, lr=1e-3):
-        super().__init__(params, dict(lr=lr))
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -60,7 +59,7 @@ class Clipped(Optimizer):
     """Divides every gradient by the norm of all."""
 
     def __init__(self, params, lr=1e-3):
-        super().__init__(params, dict(lr=lr))
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -75,7 +74,7 @@ class Late(Optimizer):
     """Elementwise for ten steps; then it takes the mean away."""
 
     def __init__(self, params, lr=1e-3):
-        super().__init__(params, dict(lr=lr))
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -13,8 +13,8 @@ from nnscaler.errors import NnscalerError
 from verify.evidence.inputs.find_operator import matching
 from verify.evidence.options import OpOptions
 from verify.operators.run.job import address_of
-from verify.operators.run.targets import find_jobs
 from verify.operators.run.many import run_one
+from verify.operators.run.targets import find_jobs
 from verify.results.report import Report
 from verify.results.verdict import Verdict
 
@@ -59,7 +59,7 @@ def error_of(*targets: str, **more: Any) -> NnscalerError:
 def test_elementwise_steps_are_proved_for_all_sizes(target: str) -> None:
     report = report_on(target)
     assert report.verdict.passes
-    assert splits(report) == {f"split `*{i}` (spatial)": Verdict.PROVED for i in range(2)}
+    assert splits(report) == {f"split `*{i}` (spatial)": Verdict.PROVED_ALL_SIZES for i in range(2)}
 
 
 @pytest.mark.long
@@ -67,8 +67,10 @@ def test_elementwise_steps_are_proved_for_all_sizes(target: str) -> None:
 def test_every_annotation_of_torchs_optimizers_holds(target: str) -> None:
     report = report_on(target, options=OpOptions())
     assert report.verdict.passes and not report.findings
-    kind = UPDATES[target.partition("(")[0]]
-    assert list(splits(report).values()) == ([Verdict.PROVED] * 2 if kind == "elementwise" else [])
+    name = target.partition("(")[0]
+    tested = name in ("torch.optim.ASGD", "torch.optim.Adamax") or "amsgrad" in target  # their traces are not followed
+    wanted = [Verdict.TESTED_EXACT if tested else Verdict.PROVED_ALL_SIZES] * 2
+    assert list(splits(report).values()) == (wanted if UPDATES[name] == "elementwise" else [])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_every_annotation_of_torchs_optimizers_holds(target: str) -> None:
     ],
 )
 def test_a_norm_of_the_whole_is_not_elementwise(target: str, annotation: str) -> None:
-    report = report_on(target, annotation, OpOptions(cases=6, explain=False))
+    report = report_on(target, annotation, OpOptions(cases=1, explain=False, prove=False))
     assert set(splits(report).values()) == {Verdict.REFUTED}
     assert {finding.code for finding in report.findings} == {"annotation_wrong"}
 
@@ -102,7 +104,7 @@ def test_what_needs_the_whole_is_frozen(target: str, annotation: str) -> None:
 def test_the_widest_annotation_is_found_and_proved() -> None:
     report = report_on(f"{FILE}::RowNorm")
     assert "a b^, a b^, a -> a b^, a" in report.setting
-    assert splits(report) == {"split `a` (spatial)": Verdict.PROVED}
+    assert splits(report) == {"split `a` (spatial)": Verdict.PROVED_ALL_SIZES}
 
 
 def test_hyper_parameters_are_part_of_the_address() -> None:

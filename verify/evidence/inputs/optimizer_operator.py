@@ -51,7 +51,7 @@ def split_arguments(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def torch_optimizer(text: str) -> type[Optimizer] | None:
-    """Return the class that `torch.optim.AdamW` names; None for other texts. Raises NnscalerError `unknown_operator`."""
+    """Return the class that `torch.optim.AdamW` names; None for other texts. Raises NnscalerError."""
     module, _, name = text.rpartition(".")
     if module != "torch.optim":
         return None

@@ -61,8 +61,8 @@ def verify_job(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) -
     if job.spec.annotation == "" and job.error is None:
         return _suggested(job, options)
     if job.error is None:
-        report = verify_spec(job.spec, options, reproduce, note)
-        return replace(report, notes=(*report.notes, *remarks(job.spec)))
+        verified = verify_spec(job.spec, options, reproduce, note)
+        return replace(verified, notes=(*verified.notes, *remarks(job.spec)))
     started = time.perf_counter()
     note(f"the whole operator under `{job.annotation}`")
     report = contradiction(job.spec, job.annotation, job.error, options)
