@@ -244,7 +244,7 @@ class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no type
 
 
 _OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
-_OTHER = "give what the run had, or call set_epoch(n) instead of load_state_dict to start an epoch"
+_OTHER = "give what the run had, or call set_epoch(n) instead, which starts an epoch"
 _NO_LENGTH = "count steps instead of epochs"
 _STREAM = "shuffle the stream itself, or give a dataset with __len__ and __getitem__"
 _FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.IterableDataset"
@@ -309,12 +309,10 @@ def pack(documents: Any, length: int) -> PackedRows | PackedStream:
     """Return a dataset of rows of `length` tokens, of a map-style or iterable dataset of documents.
 
     A document is a tensor of token ids, or a sequence of integers. A row is a dict of tensors of `length`:
-
         ids        tokens; 0 where the last row has none left
         labels     the next token of the same document; -100 at its end
         documents  number of the token's document in the row: attention is among equal ones
         positions  of the token in its document, counted from the start of the row where it started before
-
     Raises NnscalerError `bad_data`.
     """
     if length < 1:

@@ -170,7 +170,7 @@ class Engine:
         return self._told(running, running.executor.forward_only(rows))
 
     def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
-        """Return a loader of this data part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
+        """Return a loader of this part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
         return loader(dataset, batch_size, self.data_part, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

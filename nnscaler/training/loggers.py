@@ -140,7 +140,7 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("tensorboard", "loggers.tensorboard") from None
-        self._writer: Any = SummaryWriter(folder)  # type: ignore[no-untyped-call]  # as torch has it
+        self._writer: Any = SummaryWriter(folder)
 
     def step(self, report: StepReport) -> None:
         """Write what a step gives."""

@@ -66,6 +66,7 @@ class PrecisionSettings:
     reduce       dtype in which gradients are summed over ranks; empty: float32, or the parameter's if that is wider
     output       dtype to which the model's floating outputs are cast; empty: as they are
     cast_inputs  cast floating inputs to `param`
+    scale_loss   for float16: scale the loss by torch.amp.GradScaler's rule, and skip a step whose gradients overflow
     dtype        of every floating tensor, those at rest too: "float64", to compare runs; empty: the model's own
     """
 
@@ -73,6 +74,7 @@ class PrecisionSettings:
     reduce: str = ""
     output: str = ""
     cast_inputs: bool = True
+    scale_loss: bool = False
     dtype: str = ""
 
 

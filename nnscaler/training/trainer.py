@@ -43,6 +43,7 @@ from nnscaler.training.engine import Batch, Engine, start
 from nnscaler.training.local_ranks import STORE
 from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make_loggers, memory_in_use
 from nnscaler.training.replicas import check_replicas
+from nnscaler.training.scaler import LossScaler
 from nnscaler.training.settings import TrainSettings
 
 Ended = Literal["finished", "stopped", "not finite"]
@@ -154,6 +155,7 @@ class Trainer:
         dtype = settings.precision.dtype or None
         self.engine = start(program, dtype=dtype, device=settings.device, seed=settings.seed)
         self.optimizer = make_optimizer(settings.optimizer, self.engine)
+        self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
         self.loader = self._loader(self._parts.training, settings.data.batch_size, training=True)
         self._steps = self._count_steps()
         self.schedule = make_schedule(settings.schedule, self.optimizer, self._steps)
@@ -162,7 +164,7 @@ class Trainer:
             self.checkpoints = Checkpoints(
                 chosen.folder, chosen.every or None, chosen.keep or None, chosen.asynchronous, best=chosen.best
             )
-            self.step = self.checkpoints.load(self.engine, self.optimizer, self.schedule, self.loader)
+            self.step = self.checkpoints.load(self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
             if self.step:
                 self._say(f"going on     after step {self.step} of {chosen.folder}")
         self._flops = flops_of_step(program)
@@ -239,9 +241,13 @@ class Trainer:
                     parameter.grad /= len(group)
         clip = self.settings.clip
         norm = float(self.engine.clip_grad_norm_(clip)) if clip else None
-        if math.isfinite(norm or 0.0):
+        if self._scaler is not None:
+            made = self._scaler.step(self.optimizer)
+            self._scaler.update()
+            norm = norm if made else None  # what overflows at this scale does not end the run
+        elif math.isfinite(norm or 0.0):
             self.optimizer.step()
-            self.engine.zero_grad()
+        self.engine.zero_grad()
         return norm
 
     def _not_finite(self, norm: float | None) -> Ended:
@@ -292,7 +298,7 @@ class Trainer:
             return False
         if request:
             self.checkpoints.request()
-        done = self.checkpoints.save(self.step, self.engine, self.optimizer, self.schedule, self.loader)
+        done = self.checkpoints.save(self.step, self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
         if done:
             self._call("on_checkpoint")
         return done

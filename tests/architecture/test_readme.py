@@ -1,5 +1,5 @@
-"""The README's commands. `.ci/run` executes the first two by their own text, one after the other in one environment; the
-long test executes each of them in a fresh copy of the repository."""
+"""The README's commands. `.ci/run` executes the first two by their own text, one after the other in one environment;
+the long test executes each of them in a fresh copy of the repository."""
 
 from __future__ import annotations
 
