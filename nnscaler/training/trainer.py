@@ -369,4 +369,7 @@ def _joined(place: ProcessPlace | None, device: str) -> bool:
         join(backend, place.rank, place.world_size, chosen, Path(store) if store else None)
     except ProgramError as error:
         raise NnscalerError("wrong_ranks", str(error)) from error
+    except RuntimeError as error:  # of torch.distributed: a rank that does not come, say
+        first = str(error).splitlines()[0]
+        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {first}") from error
     return True

@@ -81,6 +81,11 @@ def die(trainer):  # of rank 1, once
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_first(trainer):  # of rank 1, where torchrun has not restarted it
+    if trainer.step == 3 and trainer.engine.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def say(trainer):
     print("hook", trainer.step, trainer.loss == trainer.loss)
 
@@ -229,7 +234,7 @@ def test_steps_are_profiled(folder: Path) -> None:
 BAD = {
     "--model=none.py": "there is no file 'none.py'",
     "--data.source=model.py::nothing": "has no function nothing()",
-    "--data.source=model.py::raising": "model.py:48   return",
+    "--data.source=model.py::raising": "model.py:53   return",
     "--optimizer.name=AdamX": "torch.optim has no such class",
     "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
     "--schedule.name=Cosine": "`schedule.name` is 'Cosine'",
@@ -294,6 +299,33 @@ def test_a_killed_rank_ends_the_run_which_goes_on_elsewhere(folder: Path, capsys
     whole = losses(capsys.readouterr().out)
     for step, loss in {**losses(out), **rest}.items():
         assert float(loss) == pytest.approx(float(whole[step]), rel=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_torchrun_restarts_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+    ]
+    words = ["nnscaler", "train", "-q", "run.toml", "--checkpoints.folder=runs", "--checkpoints.every=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    hook = "--hooks.on_step=model.py::die_first"
+    run = subprocess.run([*command, *words, hook], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^step (\d+)  loss", run.stdout, re.MULTILINE)[-5:] == ["3", "4", "5", "6", "7"]
+    assert train() == 0
+    whole = losses(capsys.readouterr().out)
+    assert {step: float(loss) for step, loss in losses(run.stdout).items()} == pytest.approx(
+        {step: float(loss) for step, loss in whole.items()}, rel=1e-12
+    )
 
 
 @pytest.mark.timeout(600)
