@@ -234,7 +234,7 @@ def test_steps_are_profiled(folder: Path) -> None:
 BAD = {
     "--model=none.py": "there is no file 'none.py'",
     "--data.source=model.py::nothing": "has no function nothing()",
-    "--data.source=model.py::raising": "model.py:53   return",
+    "--data.source=model.py::raising": "model.py:48   return",
     "--optimizer.name=AdamX": "torch.optim has no such class",
     "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
     "--schedule.name=Cosine": "`schedule.name` is 'Cosine'",
