@@ -97,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
         console.progress(f"start        {ranks} ranks")
         silent = ["-q"] if console.verbosity == 0 else []
         return run_local_ranks(["train", *silent, f"--color={console.color}", str(options.file), *words], ranks)
+    # Threads of OpenMP wait for each other by spinning, which takes the processors away from those that are waited for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     result = _fit(settings, console, os.environ.get("RANK", "0") == "0")
     if result.ended == "not finite":
         what = f"the loss of step {result.steps} is {result.loss}"
