@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nnscaler.training.checkpoints import Checkpoints
     from nnscaler.training.engine import Engine, start
     from nnscaler.training.scaler import LossScaler
+    from nnscaler.training.trainer import Trainer
     from nnscaler.training.weights import load_weights
     from nnscaler.transform.plan import Plan
 
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Program",
+    "Trainer",
     "__version__",
     "load_weights",
     "parallelize",
@@ -45,6 +47,7 @@ _HOMES = {
     "Plan": "nnscaler.transform.plan",
     "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
+    "Trainer": "nnscaler.training.trainer",
     "load_weights": "nnscaler.training.weights",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",

@@ -155,6 +155,22 @@ def load_loss_function(target: str) -> Callable[[Any, Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
+def user_function(target: str, default: str, example: str) -> Callable[..., Any]:
+    """Return the function, or class, that `file.py::name` names; called, it reports what it raises as the user's.
+
+    Raises NnscalerError as `find_target`, and as the import of the file.
+    """
+    path, name = find_target(target, example)
+    name = name or default
+    found: Callable[..., Any] = _function(import_user_file(path), path, name)
+
+    def guarded(*arguments: Any, seed: int | None = None, **named: Any) -> Any:
+        return _called(lambda: found(*arguments, **named), path, seed, f"{name}()")
+
+    guarded.__name__ = name
+    return guarded if not inspect.isclass(found) else found
+
+
 def _with_loss(model: Any, loss_fn: Callable[[Any, Any], Any]) -> Any:
     from torch import nn
 
@@ -237,12 +253,13 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
     )
 
 
-def _called(function: Callable[[], Any], path: Path, seed: int, what: str) -> Any:
+def _called(function: Callable[[], Any], path: Path, seed: int | None, what: str) -> Any:
     import torch
 
     from nnscaler.runtime.program.load_python import without_arguments
 
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     try:
         with without_arguments(str(path)):
             return function()

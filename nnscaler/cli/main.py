@@ -27,6 +27,7 @@ EPILOG = f"""examples:
   nnscaler verify-plan model.py --ranks 8                       search a plan, compile, run 8 processes, compare
   nnscaler compile model.py --ranks 4 --plan dp=2,tp=2 --out program/
   torchrun --nproc-per-node 4 -m nnscaler.runtime.launch program/
+  nnscaler train examples/gpt.toml --ranks=2                    train on data, with checkpoints
   nnscaler verify-op my_ops.py::my_op                           is the annotation true?
   nnscaler gate                                                 all that pyproject.toml lists
   nnscaler reproduce nns1:...                                   replay a finding
@@ -91,6 +92,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
         profile,
         reproduce,
         self_test,
+        train,
         verify_op,
         verify_plan,
     )
@@ -107,6 +109,7 @@ def build_parser(defaults: Mapping[str, object] | None = None) -> argparse.Argum
     for command in (
         verify_plan,
         compile_command,
+        train,
         plan,
         profile,
         checkpoint,

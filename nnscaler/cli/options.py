@@ -254,7 +254,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     add_verbosity(group)
 
 
-def add_verbosity(group: argparse._ArgumentGroup) -> None:
+def add_verbosity(group: argparse._ActionsContainer) -> None:
     """-q, -v and --color."""
     either = group.add_mutually_exclusive_group()
     either.add_argument("-q", "--quiet", action="store_true", help="results only, no progress")

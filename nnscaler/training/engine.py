@@ -36,6 +36,7 @@ from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.training.data import Loader, loader
 from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.sizes import (
     SentProgram,
@@ -167,6 +168,10 @@ class Engine:
         """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
         running, rows = self._prepared(batch, training=False)
         return self._told(running, running.executor.forward_only(rows))
+
+    def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
+        """Return a loader of this part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
+        return loader(dataset, batch_size, self.data_part, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""

@@ -15,6 +15,7 @@ FRONT_DOORS = {
         "Plan",
         "Precision",
         "Program",
+        "Trainer",
         "__version__",
         "parallelize",
         "register_op",

@@ -1,9 +1,10 @@
-"""The README's two commands. `.ci/run` executes them by their own text, one after the other in one environment; the
-long test executes each of them in a fresh copy of the repository."""
+"""The README's commands. `.ci/run` executes the first two by their own text, one after the other in one environment;
+the long test executes each of them in a fresh copy of the repository."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -60,11 +61,12 @@ def execute(command: str, folder: Path, **extra: str) -> str:
     return output
 
 
-def test_readme_has_two_commands() -> None:
-    verify, test = read_commands()
+def test_readme_has_three_commands() -> None:
+    verify, test, train = read_commands()
     install = "python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[test]' && "
     assert verify == install + "nnscaler verify-plan examples/gpt.py --ranks 8 --plan dp=2,tp=2,pp=2"
     assert test == install + "pytest -n auto"
+    assert train == "nnscaler train examples/gpt.toml"
 
 
 def ci_run(folder: Path, repository: Path, verify: str, test: str) -> subprocess.CompletedProcess[str]:
@@ -107,7 +109,7 @@ def test_readme_probe(repository: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2 * SECONDS + 60)
 def test_readme_commands_work(fresh_copy: Path, repository: Path) -> None:
-    verify, test = read_commands()
+    verify, test, train = read_commands()
     output = execute(verify, fresh_copy)
     assert output.strip().splitlines()[-1].startswith("VERIFIED  gpt.py on 8 ranks"), output
 
@@ -115,3 +117,7 @@ def test_readme_commands_work(fresh_copy: Path, repository: Path) -> None:
     this_file = Path(__file__).relative_to(repository)
     output = execute(test, fresh_copy, PYTEST_ADDOPTS=f"{this_file} -k test_readme_probe")
     assert "1 passed" in output.strip().splitlines()[-1], output
+
+    output = execute(f". .venv/bin/activate && {train} --loggers.every=150", fresh_copy)
+    found = float(re.findall(r"step 600  validation loss (\S+)", output)[-1])
+    assert found < 2.0, output  # as docs/train.md says

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from nnscaler.runtime.communication.communicator import ProgramError
 
@@ -78,11 +78,24 @@ def join(backend: str, rank: int, world_size: int, device: torch.device, store: 
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        store=None if store is None else FileStore(str(store), world_size),
+        store=_attempt_store(world_size) if store is None else FileStore(str(store), world_size),
         rank=rank,
         world_size=world_size,
         timeout=_NO_LIMIT,
     )
+
+
+def _attempt_store(world_size: int) -> PrefixStore | None:
+    """Return where the ranks of a restart by torchrun find each other; None: where torch looks by itself.
+
+    With its static rendezvous torchrun keeps one store for all attempts, in which the addresses of ended ranks stand.
+    """
+    variables = os.environ
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    agents = TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), world_size, is_master=False)
+    return PrefixStore(f"attempt {attempt}", agents)
 
 
 def leave() -> None:

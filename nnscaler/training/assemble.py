@@ -1,0 +1,262 @@
+"""What the settings of a run name, loaded and made: data, program, optimizer, schedule, hooks."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from op_registry.registry import default_registry
+
+from nnscaler.codegen.program import Program
+from nnscaler.compile import PlanSource, parallelize
+from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import Precision
+from nnscaler.ir.signature import signatures
+from nnscaler.model_file import find_target, load_loss_function, user_frame, user_function
+from nnscaler.plan_source import asked_search, plan_source
+from nnscaler.planning.cluster.found import found_cluster
+from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.config import compile_request
+from nnscaler.training.data import Loader, loader
+from nnscaler.training.engine import Engine
+from nnscaler.training.settings import HookSettings, OptimizerSettings, ScheduleSettings, TrainSettings
+from nnscaler.transform.plan import Plan
+
+Hook = Callable[[Any], object]  # of the trainer
+_MODEL = 'model = "model.py", or "model.py::factory"'
+_DATA = '[data] source = "data.py::datasets"'
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the settings name.
+
+    build       makes the model
+    described   the model, for the program's manifest
+    training    dataset
+    validation  dataset; None without one
+    hooks       point -> functions
+    """
+
+    build: Callable[[], nn.Module]
+    described: Mapping[str, str]
+    training: Any
+    validation: Any
+    hooks: Mapping[str, tuple[Hook, ...]]
+
+
+def load_parts(settings: TrainSettings, model: nn.Module | None = None, data: Any = None) -> Parts:
+    """Load what the settings name; `model` and `data` take the places of files.
+
+    Raises NnscalerError: as `find_target`, the import of the user's files and what they raise.
+    """
+    described = {"name": type(model).__name__}
+
+    def given() -> nn.Module:
+        assert model is not None
+        return model
+
+    build: Callable[[], nn.Module] = given
+    if model is None:
+        path, name = find_target(settings.model, _MODEL)
+        factory = user_function(settings.model, "build_model", _MODEL)
+        described = {"name": path.name, "file": str(path.resolve()), "factory": name or "build_model"}
+
+        def built() -> nn.Module:
+            made = factory(seed=settings.seed)
+            if not isinstance(made, nn.Module):
+                message = f"{described['factory']}() of {path.name} returns a {type(made).__name__}, not a model"
+                raise NnscalerError("model_incomplete", message)
+            return made
+
+        build = built
+    found = user_function(settings.data.source, "datasets", _DATA)(seed=settings.seed) if data is None else data
+    training, validation = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if validation is None and settings.validation.every:
+        help = "return (training, validation), or set validation.every = 0"
+        raise NnscalerError("bad_data", f"{settings.data.source} returns no data for validation", help=help)
+    points = {item.name: getattr(settings.hooks, item.name) for item in fields(HookSettings)}
+    hooks = {name: tuple(user_function(t, name, f"{name} = ...") for t in ts) for name, ts in points.items()}
+    return Parts(build, described, training, validation, hooks)
+
+
+def first_batch(settings: TrainSettings, dataset: Any, model: nn.Module) -> dict[str, Any] | tuple[Any, ...]:
+    """Return the first global batch, by which the model is traced and the program compiled."""
+    before = dataset.state_dict() if hasattr(dataset, "state_dict") else None
+    whole = loader(dataset, settings.data.batch_size, DataPart(0, 1), **loader_options(settings, dataset))
+    batch = next(read_batches(whole, settings.data.source), None)
+    if before is not None:
+        dataset.load_state_dict(before)
+    if batch is None:
+        raise NnscalerError("bad_data", "the training data has no batch")
+    if isinstance(batch, Mapping):
+        if not settings.data.packed or settings.loss:
+            return dict(batch)
+        wanted = inspect.signature(model.forward).parameters
+        return {name: tensor for name, tensor in batch.items() if name in wanted}
+    return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+
+
+def read_batches(batches: Loader, source: str) -> Iterator[Any]:
+    """Yield the batches of an epoch. `source`: `file.py::function` of the dataset.
+
+    Raises NnscalerError `data_raised` for what reading them raises, with the user's own line.
+    """
+    found = iter(batches)
+    while True:
+        try:
+            batch = next(found)
+        except StopIteration:
+            return
+        except (NnscalerError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            place = user_frame(error, Path(source.partition("::")[0]).resolve().parent)
+            first = (str(error).strip().splitlines() or [""])[0]
+            message = f"reading the data raises {type(error).__name__}: {first}"
+            raise NnscalerError("data_raised", message, place) from error
+        yield batch
+
+
+def loader_options(settings: TrainSettings, dataset: Any) -> dict[str, Any]:
+    """Return what `loader` takes besides dataset, batch size and part; a stream comes in its own order."""
+    data = settings.data
+    stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    return {
+        "shuffle": data.shuffle and not stream,
+        "seed": settings.seed,
+        "drop_last": data.drop_last,
+        "packed": data.packed or None,
+    }
+
+
+def make_program(
+    settings: TrainSettings, parts: Parts, rank: int, ranks: int, progress: Callable[[str, float, str], None] | None
+) -> Program:
+    """Compile the model. Where a plan is searched, rank 0 does, and the others take what it finds.
+
+    Raises NnscalerError as `nnscaler.parallelize`.
+    """
+    request = compile_request(settings, ranks)
+    model = parts.build()
+    batch = first_batch(settings, parts.training, model)
+    chosen = settings.precision
+    precision = Precision(chosen.param or None, chosen.reduce or None, chosen.output or None, chosen.cast_inputs)
+
+    def compiled(plan: PlanSource) -> Program:
+        return parallelize(
+            model,
+            batch,
+            ranks=ranks,
+            plan=plan,
+            schedule=None if isinstance(plan, Plan) else request.schedule,
+            micro_batches=request.micro_batches,
+            model=parts.described,
+            loss_fn=load_loss_function(settings.loss) if settings.loss else None,
+            precision=precision if chosen.param or chosen.reduce or chosen.output else None,
+            progress=progress,
+        )
+
+    if ranks == 1 or asked_search(request) is None:
+        return compiled(plan_source(request))
+    told: list[Any] = [None]
+    program: Program | None = None
+    if rank == 0:
+        try:
+            program = compiled(plan_source(request))
+            told = [program.plan.to_json()]
+        except NnscalerError as error:
+            told = [pickle.dumps(error)]
+    torch.distributed.broadcast_object_list(told, 0)
+    if isinstance(told[0], bytes):
+        raise pickle.loads(told[0])
+    return program or compiled(Plan.from_json(told[0], "plan.json"))
+
+
+def make_optimizer(settings: OptimizerSettings, engine: Engine) -> torch.optim.Optimizer:
+    """Return the optimizer over this rank's tensors between steps.
+
+    Raises NnscalerError: bad_settings, no_such_parameter, no_such_setting, update_needs_whole.
+    """
+    cls: Any = _class(settings.name, torch.optim, "optimizer.name")
+    _check_arguments(cls, settings.arguments, "optimizer")
+    try:
+        return engine.optimizer(cls, settings.groups, **settings.arguments)
+    except (TypeError, ValueError) as error:
+        raise NnscalerError("bad_settings", f"[optimizer] {cls.__name__}: {error}") from error
+
+
+def make_schedule(settings: ScheduleSettings, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Return the schedule of the learning rate; None where it stays. `steps`: of the run; 0: not known.
+
+    Raises NnscalerError `bad_settings`.
+    """
+    if not settings.name:
+        return None
+    cls = _class(settings.name, torch.optim.lr_scheduler, "schedule.name")
+    arguments = dict(settings.arguments)
+    _check_arguments(cls, arguments, "schedule")
+    for name in ("total_steps", "T_max", "total_iters"):
+        asked = inspect.signature(cls).parameters.get(name)
+        if steps and asked is not None and name not in arguments and not {"epochs", "steps_per_epoch"} & set(arguments):
+            arguments[name] = steps
+    try:
+        return cls(optimizer, **arguments)
+    except (TypeError, ValueError) as error:
+        raise NnscalerError("bad_settings", f"[schedule] {cls.__name__}: {error}") from error
+
+
+def step_schedule(schedule: Any) -> None:
+    """Go on by a step. Raises NnscalerError("bad_settings") where the schedule has no more."""
+    try:
+        schedule.step()
+    except ValueError as error:
+        message = f"[schedule] {type(schedule).__name__}: {error}"
+        help = "a checkpoint has the schedule of the run that saved it: give that run its steps, or another folder"
+        raise NnscalerError("bad_settings", message, help=help) from error
+
+
+def flops_of_step(program: Program) -> float:
+    """Return the floating point operations of forward and backward, of the batch that was compiled for."""
+    return 3.0 * sum(s.flops for s in signatures(program.graph, default_registry()).values())
+
+
+def peak_flops(device: torch.device, ranks: int, dtype: str) -> float | None:
+    """Return what `ranks` devices such as this one do a second at best; None where that is not known."""
+    if device.type != "cuda":
+        return None  # a processor has no figure that its maker states
+    return found_cluster(ranks).device.flops(dtype or "float32") * ranks
+
+
+def _class(name: str, home: Any, option: str) -> Callable[..., Any]:
+    """Return the class of torch, or what `file.py::name` names."""
+    if "::" in name or name.endswith(".py"):
+        return user_function(name, Path(name).stem, f'{option} = "file.py::name"')
+    found: Any = getattr(home, name, None)
+    if not callable(found):
+        names = [n for n in dir(home) if n[0].isupper()]
+        close = get_close_matches(name, names, n=2) or names[:8]
+        message = f"`{option}` is {name!r}, and {home.__name__} has no such class"
+        raise NnscalerError("bad_settings", message, help=f"one of its classes ({', '.join(close)}), or file.py::name")
+    return found  # type: ignore[no-any-return]
+
+
+def _check_arguments(cls: Callable[..., Any], arguments: Mapping[str, Any], table: str) -> None:
+    parameters = inspect.signature(cls).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = [name for name in parameters if name not in ("params", "optimizer")]
+    for key in arguments:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            help = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
+            raise NnscalerError("bad_settings", f"{cls.__name__} takes no {key!r}, which [{table}] sets", help=help)

@@ -1,0 +1,399 @@
+"""What each data part reads: its rows of each global batch, in an order that knows nothing of plans.
+
+The order of an epoch is a function of (seed, epoch). A batch is a run of that order, and a data part has the rows of it
+that the program cuts for it: a contiguous block, the larger ones first where the batch does not divide. So the same
+samples meet in the same step under every plan, and where a run is in its data is a place in that order: it is saved and
+loaded without a word of parts or worker processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.training.batch import DataPart
+
+Collate = Callable[[list[Any]], Any]
+LABELS_IGNORED = -100  # what torch's cross_entropy leaves out
+
+
+def rows_of(part: DataPart, size: int) -> range:
+    """Return the part's rows of a batch of `size`: contiguous, of sizes that differ by one, the larger ones first."""
+    each, more = divmod(size, part.count)
+    start = part.index * each + min(part.index, more)
+    return range(start, start + each + (part.index < more))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples make up which batch.
+
+    batch_size  rows of a global batch
+    shuffle     by (seed, epoch)
+    seed        of the shuffle
+    drop_last   leave out a last batch that is short
+    """
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+    def end(self, size: int) -> int:
+        """Return how many of `size` samples an epoch uses."""
+        return size - size % self.batch_size if self.drop_last else size
+
+    def indices(self, epoch: int, size: int) -> torch.Tensor:
+        """Return the samples of an epoch in their order."""
+        if not self.shuffle:
+            return torch.arange(size)
+        key = hashlib.sha256(f"{self.seed}, {epoch}".encode()).digest()[:8]
+        generator = torch.Generator().manual_seed(int.from_bytes(key) >> 1)  # seeds are of 63 bits
+        return torch.randperm(size, generator=generator)
+
+
+class _Place:
+    """Where a run is in its data: `samples` of `epoch` were handed out, of all parts together. It moves.
+
+    `stream`: the state of an iterable dataset that has one, after those samples.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.samples = 0
+        self.stream: Any = None
+
+
+class _Batches(Sampler[list[int]]):
+    """The indices of this part's rows of each batch of an epoch, from the place on.
+
+    A part that has no row of a short batch gets the complement of an index: that sample for its form alone.
+    """
+
+    def __init__(self, order: Order, part: DataPart, size: int, place: _Place) -> None:
+        self._order, self._part, self._size, self._place = order, part, size, place
+
+    def __len__(self) -> int:
+        return (self._order.end(self._size) + self._order.batch_size - 1) // self._order.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples, end = self._order.indices(self._place.epoch, self._size), self._order.end(self._size)
+        for start in range(self._place.samples, end, self._order.batch_size):
+            batch = samples[start : min(start + self._order.batch_size, end)]
+            rows = rows_of(self._part, len(batch))
+            yield batch[rows.start : rows.stop].tolist() or [~int(batch[0])]
+
+
+class _Samples:
+    """A map-style dataset that also gives samples for their form alone."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> tuple[list[Any], bool]:
+        form = indices[0] < 0
+        wanted = [~index for index in indices] if form else indices
+        several = getattr(self._dataset, "__getitems__", None)
+        return (several(wanted) if several else [self._dataset[index] for index in wanted]), form
+
+
+@dataclass(frozen=True)
+class _Collated:
+    """Makes a batch of samples; one without rows of a sample that is there for its form."""
+
+    collate: Collate
+
+    def __call__(self, found: tuple[list[Any], bool]) -> Any:
+        samples, form = found
+        batch = self.collate(samples)
+        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch) if form else batch
+
+
+class _Stream(IterableDataset[tuple[Any, int, Any]]):
+    """This part's rows of each batch of a stream, the batch's size, and the stream's state after it.
+
+    Every part reads the whole stream. Of several worker processes each makes one batch in turn.
+    """
+
+    def __init__(self, dataset: Any, order: Order, part: DataPart, collate: Collate, place: _Place) -> None:
+        self._dataset, self._order, self._part, self._place = dataset, order, part, place
+        self._collate = _Collated(collate)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
+        place, worker = self._place, get_worker_info()
+        turn, turns = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(place.epoch)
+        own = hasattr(self._dataset, "load_state_dict")
+        if place.stream is not None and own:
+            self._dataset.load_state_dict(place.stream)
+        rows = iter(self._dataset)
+        if place.stream is None:
+            next(islice(rows, place.samples, place.samples), None)
+        elif not own:
+            rows.load_state_dict(place.stream)  # it gave the state
+        number = 0
+        while batch := list(islice(rows, self._order.batch_size)):
+            if len(batch) < self._order.batch_size and self._order.drop_last:
+                return
+            if number % turns == turn:
+                mine = rows_of(self._part, len(batch))
+                found = (batch[mine.start : mine.stop] or batch[:1], not mine)
+                yield self._collate(found), len(batch), self._state(rows)
+            number += 1
+
+    def _state(self, rows: Iterator[Any]) -> Any:
+        for holder in (self._dataset, rows):
+            if hasattr(holder, "state_dict"):
+                return copy.deepcopy(holder.state_dict())
+        return None
+
+
+class Loader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
+    """The batches of one data part, an epoch for each `iter`, which goes on from where the last one was left.
+
+    `state_dict` is the same on all parts, and any number of them loads it, with any number of worker processes:
+    StatefulDataLoader's own, of each worker, would tie a run to their number.
+    """
+
+    def __init__(
+        self, dataset: Any, order: Order, part: DataPart, collate: Collate, options: Mapping[str, Any]
+    ) -> None:
+        self.order, self.part = order, part
+        self._place = _Place()
+        self._streams = isinstance(dataset, IterableDataset)
+        self._known = -1 if self._streams else len(dataset)
+        options = {"snapshot_every_n_steps": None, **options}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
+            if self._streams:
+                stream = _Stream(dataset, order, part, collate, self._place)
+                super().__init__(stream, batch_size=None, collate_fn=_unchanged, **options)
+            else:
+                batches = _Batches(order, part, self._known, self._place)
+                samples = cast("torch.utils.data.Dataset[Any]", _Samples(dataset))
+                super().__init__(samples, batch_sampler=batches, collate_fn=_Collated(collate), **options)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch is of; after the last batch of one still that."""
+        return self._place.epoch
+
+    @property
+    def samples(self) -> int:
+        """How many samples of the epoch were handed out, to all parts together."""
+        return self._place.samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self._place.epoch, self._place.samples, self._place.stream = epoch, 0, None
+
+    def __len__(self) -> int:
+        """Return how many batches an epoch has. Raises NnscalerError `bad_data` for a stream: its end tells."""
+        if self._streams:
+            raise NnscalerError("bad_data", "a stream has no number of batches before it ends", help=_NO_LENGTH)
+        return int(super().__len__())
+
+    def __iter__(self) -> Iterator[Any]:
+        place = self._place
+        for found in super().__iter__():
+            if self._streams:
+                batch, size, place.stream = found
+                place.samples += size
+            else:
+                batch = found
+                place.samples = min(place.samples + self.order.batch_size, self.order.end(self._known))
+            yield batch
+        self.set_epoch(place.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run is, as of the batch that was handed out last: the same on all parts."""
+        place = self._place
+        return {
+            "epoch": place.epoch,
+            "samples": place.samples,
+            "stream": place.stream,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+            "length": self._known,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to where a run was. Raises NnscalerError `other_data` where the order there was another one."""
+        mine = self.state_dict()
+        for name, told in _OF_ORDER.items():
+            if state_dict.get(name) != mine[name]:
+                message = f"the run was in data with {told} {state_dict.get(name)}, and this loader's is {mine[name]}"
+                raise NnscalerError("other_data", f"cannot go on in the middle of an epoch: {message}", help=_OTHER)
+        place = self._place
+        place.epoch, place.samples, place.stream = (state_dict[name] for name in ("epoch", "samples", "stream"))
+
+
+_OF_ORDER = {"seed": "seed", "shuffle": "shuffle", "length": "a number of samples of"}
+_OTHER = "give what the run had, or call set_epoch(n) instead, which starts an epoch"
+_NO_LENGTH = "count steps instead of epochs"
+_STREAM = "shuffle the stream itself, or give a dataset with __len__ and __getitem__"
+_FORMS = "a dataset has __len__ and __getitem__, or is a torch.utils.data.IterableDataset"
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def loader(
+    dataset: Any,
+    batch_size: int,
+    part: DataPart,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate: Collate | None = None,
+    workers: int = 0,
+    packed: int | None = None,
+    **options: Any,
+) -> Loader:
+    """Return a loader of this part's rows of each global batch of `batch_size`.
+
+    `dataset`: map-style or iterable; of an iterable one every part reads the whole stream and takes its rows.
+    `packed`: the dataset has documents of tokens, which are packed into rows of this length (`pack`). `workers`:
+    processes that read. `options`: what else StatefulDataLoader takes, such as pin_memory and prefetch_factor.
+    Random augmentation in a dataset is resumed where it draws from a generator keyed by the sample and its epoch.
+    Raises NnscalerError `bad_data`.
+    """
+    if batch_size < 1 or workers < 0:
+        what = f"batch_size {batch_size}" if batch_size < 1 else f"workers {workers}"
+        raise NnscalerError("bad_data", f"{what}: a batch has at least 1 row, and workers are not fewer than 0")
+    if packed is not None:
+        dataset = pack(dataset, packed)
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise NnscalerError("bad_data", "an iterable dataset comes in its own order: no shuffle", help=_STREAM)
+    elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise NnscalerError("bad_data", f"a {type(dataset).__name__} is no dataset", help=_FORMS)
+    elif len(dataset) == 0:
+        raise NnscalerError("bad_data", "the dataset has no samples")
+    elif drop_last and len(dataset) < batch_size:
+        message = f"the dataset has {len(dataset)} samples, a batch {batch_size}, and short ones are dropped"
+        raise NnscalerError("bad_data", message, help="take a smaller batch, or keep the last one")
+    order = Order(batch_size, shuffle, seed, drop_last)
+    return Loader(dataset, order, part, collate or default_collate, {"num_workers": workers, **options})
+
+
+# Documents of tokens, packed: their concatenation, cut into rows. Every token is read once per epoch and, but for the
+# first of its document, predicted once.
+
+
+class _Piece(NamedTuple):
+    """A run of a document's tokens in a row, and the tokens that they predict."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+def pack(documents: Any, length: int) -> PackedRows | PackedStream:
+    """Return a dataset of rows of `length` tokens, of a map-style or iterable dataset of documents.
+
+    A document is a tensor of token ids, or a sequence of integers. A row is a dict of tensors of `length`:
+        ids        tokens; 0 where the last row has none left
+        labels     the next token of the same document; -100 at its end
+        documents  number of the token's document in the row: attention is among equal ones
+        positions  of the token in its document, counted from the start of the row where it started before
+    Raises NnscalerError `bad_data`.
+    """
+    if length < 1:
+        raise NnscalerError("bad_data", f"rows of {length} tokens: a row has at least 1")
+    stream = isinstance(documents, IterableDataset)
+    return PackedStream(documents, length) if stream else PackedRows(documents, length)
+
+
+class PackedRows:
+    """The rows of a map-style dataset of documents. Where each document starts is read once, at the start; from its
+    `lengths` where the dataset has them, else from the documents."""
+
+    def __init__(self, documents: Any, length: int) -> None:
+        self._documents, self._length = documents, length
+        given = getattr(documents, "lengths", None)
+        sizes = given if given is not None else [len(documents[number]) for number in range(len(documents))]
+        self._ends = torch.as_tensor(sizes, dtype=torch.int64).cumsum(0)
+
+    def __len__(self) -> int:
+        return -(-int(self._ends[-1]) // self._length) if len(self._ends) else 0
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        start, stop = row * self._length, (row + 1) * self._length
+        number = int(torch.searchsorted(self._ends, start, right=True))
+        pieces = []
+        while start < stop and number < len(self._ends):
+            tokens = _tokens(self._documents[number])
+            first = start - (int(self._ends[number]) - len(tokens))
+            pieces.append(_piece(tokens, first, min(first + stop - start, len(tokens))))
+            start += len(pieces[-1].tokens)
+            number += 1
+        return _row(pieces, self._length)
+
+
+class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
+    """The rows of an iterable dataset of documents."""
+
+    def __init__(self, documents: Any, length: int) -> None:
+        self._documents, self._length = documents, length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the documents, where they want to know."""
+        if hasattr(self._documents, "set_epoch"):
+            self._documents.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        pieces: list[_Piece] = []
+        room = self._length
+        for document in self._documents:
+            tokens, first = _tokens(document), 0
+            while first < len(tokens):
+                pieces.append(_piece(tokens, first, min(first + room, len(tokens))))
+                first += len(pieces[-1].tokens)
+                room -= len(pieces[-1].tokens)
+                if room == 0:
+                    yield _row(pieces, self._length)
+                    pieces, room = [], self._length
+        if pieces:
+            yield _row(pieces, self._length)
+
+
+def _tokens(document: Any) -> torch.Tensor:
+    tokens = torch.as_tensor(document)
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        form = f"{str(tokens.dtype).removeprefix('torch.')}{list(tokens.shape)}"
+        raise NnscalerError("bad_data", f"a document of {form}: packed are sequences of token ids")
+    return tokens.long()
+
+
+def _piece(tokens: torch.Tensor, first: int, end: int) -> _Piece:
+    following = torch.cat([tokens[first + 1 : end + 1], tokens.new_full((1,), LABELS_IGNORED)])
+    return _Piece(tokens[first:end], following[: end - first])
+
+
+def _row(pieces: Sequence[_Piece], length: int) -> dict[str, torch.Tensor]:
+    sizes = [len(piece.tokens) for piece in pieces]
+    padding = length - sum(sizes)
+    sizes = [*sizes, padding] if padding else sizes
+    return {
+        "ids": torch.cat([*(piece.tokens for piece in pieces), torch.zeros(padding, dtype=torch.int64)]),
+        "labels": torch.cat([*(piece.labels for piece in pieces), torch.full((padding,), LABELS_IGNORED)]),
+        "documents": torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
+        "positions": torch.cat([torch.arange(size) for size in sizes]),
+    }

@@ -1,0 +1,146 @@
+"""The ranks of a run as processes of this machine: started together, and ended together.
+
+A rank that ends with an error, or is killed, ends the run: the others wait for it in a collective and would wait for
+ever. Imports no torch, which the ranks import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from nnscaler.errors import NnscalerError
+
+STORE = "NNSCALER_STORE"  # environment variable: the file through which the ranks of this machine find each other
+_START = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); parent = int(sys.argv[2]); "
+    "sys.argv[:] = ['nnscaler', *json.loads(sys.argv[3])]; "
+    "from nnscaler.cli.entry import run_process; "
+    "from nnscaler.runtime.jobs.rank_process import die_with_parent; die_with_parent(parent); "
+    "sys.exit(run_process())"
+)
+_POLL = 0.05  # seconds between two looks at the ranks
+_CAUSE = 1.0  # seconds for the rank to end whose end is the cause, where another one is heard of first
+_GRACE = 3.0  # seconds from SIGTERM to SIGKILL
+_TAIL = 30  # lines of a rank's log that are shown
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's process, and where what it says is kept; rank 0 writes to the screen."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+
+
+def run_local_ranks(words: Sequence[str], ranks: int) -> int:
+    """Run `nnscaler` with these words as `ranks` processes, and return the exit code of rank 0.
+
+    Raises NnscalerError("rank_ended") where a rank was killed, or one that nobody hears ended with an error. No process
+    outlives this call.
+    """
+    with tempfile.TemporaryDirectory(prefix="nnscaler-ranks-", ignore_cleanup_errors=True) as folder:
+        started: list[_Rank] = []
+        try:
+            started += (_start(words, number, ranks, Path(folder)) for number in range(ranks))
+            cause = _first_to_fail(started)
+            if cause is None:
+                return 0
+            _end(started)
+            return _told(cause)
+        finally:
+            _end(started)
+
+
+def _start(words: Sequence[str], number: int, ranks: int, folder: Path) -> _Rank:
+    path = [entry or str(Path.cwd()) for entry in sys.path]
+    command = [sys.executable, "-P", "-c", _START, json.dumps(path), str(os.getpid()), json.dumps(list(words))]
+    log = None if number == 0 else folder / f"rank_{number}.log"
+    output: IO[bytes] | None = None if log is None else log.open("wb")
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=_environment(os.environ, number, ranks, folder),
+            start_new_session=True,  # ^C in a terminal reaches this process, which ends the ranks in order
+        )
+    finally:
+        if output is not None:
+            output.close()
+    return _Rank(number, process, log)
+
+
+def _environment(variables: Mapping[str, str], number: int, ranks: int, folder: Path) -> dict[str, str]:
+    """Return the environment of a rank: that of torchrun, and one thread each."""
+    found = dict(variables)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        found.setdefault(name, "1")
+    # Else gloo looks the machine's own name up, which fails in many containers.
+    found.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    found |= {"RANK": str(number), "WORLD_SIZE": str(ranks), STORE: str(folder / "store")}
+    return found | {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def _first_to_fail(started: Sequence[_Rank]) -> _Rank | None:
+    """Wait until all ranks have ended well, or one has not; return the one that is the cause."""
+    while True:
+        ended = [rank for rank in started if rank.process.poll() is not None]
+        failed = [rank for rank in ended if rank.process.returncode]
+        if failed:
+            break
+        if len(ended) == len(started):
+            return None
+        time.sleep(_POLL)
+    end = time.monotonic() + _CAUSE
+    while time.monotonic() < end and not any(_killed(rank) for rank in started):
+        if all(rank.process.poll() is not None for rank in started):
+            break
+        time.sleep(_POLL)
+    return next((rank for rank in started if _killed(rank)), failed[0])
+
+
+def _killed(rank: _Rank) -> bool:
+    return (rank.process.poll() or 0) < 0
+
+
+def _told(cause: _Rank) -> int:
+    """Return the exit code of a run that ended early. Raises NnscalerError where nothing has been said yet."""
+    code = cause.process.returncode
+    if cause.number == 0 and code > 0:
+        return code
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"ended with exit code {code}"
+    said = ""
+    if cause.log is not None:
+        lines = cause.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+        said = "".join(f"\n  {line}" for line in lines)
+    help = "the same command goes on from the newest checkpoint, where `checkpoints.folder` is set"
+    raise NnscalerError("rank_ended", f"rank {cause.number} {how}, and the run with it{said}", help=help)
+
+
+def _end(started: Sequence[_Rank]) -> None:
+    """End the ranks that still run, and return when every one is gone."""
+    running = [rank for rank in started if rank.process.poll() is None]
+    for rank in running:
+        rank.process.terminate()
+    end = time.monotonic() + _GRACE
+    for rank in running:
+        try:
+            rank.process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()

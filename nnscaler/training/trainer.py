@@ -1,0 +1,375 @@
+"""A training run: the loop that settings describe.
+
+    Trainer(model="gpt.py", data={"source": "text.py::datasets"}, steps=1000).fit()
+
+`nnscaler train run.toml` is this with the settings of a file, on ranks that it starts. Under torchrun every rank makes
+a trainer and calls `fit`; all of them do the same, and see the same loss.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+from torch import nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
+from nnscaler.training.assemble import (
+    Parts,
+    flops_of_step,
+    load_parts,
+    loader_options,
+    make_optimizer,
+    make_program,
+    make_schedule,
+    peak_flops,
+    read_batches,
+    step_schedule,
+)
+from nnscaler.training.checkpoints import Checkpoints
+from nnscaler.training.config import ranks_of, settings_of
+from nnscaler.training.data import Loader, loader
+from nnscaler.training.engine import Batch, Engine, start
+from nnscaler.training.local_ranks import STORE
+from nnscaler.training.loggers import Logger, StepReport, ValidationReport, make_loggers, memory_in_use
+from nnscaler.training.replicas import check_replicas
+from nnscaler.training.scaler import LossScaler
+from nnscaler.training.settings import TrainSettings
+
+Ended = Literal["finished", "stopped", "not finite"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    ended            all steps were made; a hook stopped it; or a loss or the norm of the gradients was not finite, and
+                     the optimizer did not use it
+    steps            of the optimizer, those of earlier runs that this one went on from included
+    loss             of the last step; None without one
+    validation_loss  of the last validation; None without one
+    """
+
+    ended: Ended
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+
+
+class Trainer:
+    """A run on this rank. Hooks get it, and may read all of it.
+
+    settings         of the run
+    engine, optimizer, schedule, loader, checkpoints  as they are once `fit` has made them
+    step             of the optimizer, the last that was made
+    loss             of it
+    validation_loss  of the last validation; None before the first
+    """
+
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    loader: Loader
+    checkpoints: Checkpoints | None
+
+    def __init__(
+        self,
+        settings: TrainSettings | None = None,
+        *,
+        module: nn.Module | None = None,
+        datasets: Any = None,
+        write: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Take the settings, or their fields by name, tables as dicts.
+
+        `module`, `datasets`: in the places of `model` and `data.source`; (training, validation), or training alone.
+        `write`: takes the console's lines. `progress`: is told what is being done before the first step.
+        Raises NnscalerError `bad_settings`.
+        """
+        if settings is not None and fields:
+            raise NnscalerError("bad_settings", "settings are given, and fields besides", help="dataclasses.replace")
+        self.settings = settings_of(fields) if settings is None else settings
+        for given, name in ((module or self.settings.model, "model"), (datasets or self.settings.data.source, "data")):
+            if not given:
+                raise NnscalerError("bad_settings", f"the run has no {name}")
+        self._module, self._datasets, self._write = module, datasets, write
+        self._say = progress or (lambda text: None)
+        self._loggers: Sequence[Logger] = ()
+        self._stopping = False
+        self.step, self.loss, self.validation_loss = 0, math.nan, None
+        self.schedule, self.checkpoints = None, None
+
+    step: int
+    loss: float
+    validation_loss: float | None
+
+    def stop(self) -> None:
+        """End the run after this step, as hooks may want it; every rank calls it at the same step."""
+        self._stopping = True
+
+    def fit(self) -> Result:
+        """Make the program, and train to the end. Raises NnscalerError."""
+        place = torchrun_place()
+        joined = _joined(place, self.settings.device)
+        try:
+            self._prepare(place or ProcessPlace(0, 1, 0, 1))
+            ended = self._train()
+        finally:
+            for logger in self._loggers:
+                logger.close()
+        if joined:
+            self.engine.communicator.barrier(range(self.engine.world_size))  # who leaves early cuts connections
+            leave()
+        last = None if math.isnan(self.loss) and ended != "not finite" else self.loss
+        return Result(ended, self.step, last, self.validation_loss)
+
+    # -- before the first step ------------------------------------------------------------------------------------
+
+    def _prepare(self, place: ProcessPlace) -> None:
+        settings = self.settings
+        wanted = ranks_of(settings)
+        if wanted != place.world_size and (settings.ranks or place.world_size == 1 or "=" in settings.plan):
+            message = f"the run is for {wanted} ranks, and {place.world_size} run"
+            raise NnscalerError(
+                "wrong_ranks", message, help=f"torchrun --nproc-per-node {wanted} ..., or nnscaler train"
+            )
+        self._parts: Parts = load_parts(settings, self._module, self._datasets)
+        say = self._say
+
+        def told(phase: str, seconds: float, text: str) -> None:
+            say(f"{phase:<12} {seconds:5.1f} s  {text}")
+
+        program = make_program(settings, self._parts, place.rank, place.world_size, told)
+        dtype = settings.precision.dtype or None
+        self.engine = start(program, dtype=dtype, device=settings.device, seed=settings.seed)
+        self.optimizer = make_optimizer(settings.optimizer, self.engine)
+        self._scaler = LossScaler(self.engine) if settings.precision.scale_loss else None
+        self.loader = self._loader(self._parts.training, settings.data.batch_size, training=True)
+        self._steps = self._count_steps()
+        self.schedule = make_schedule(settings.schedule, self.optimizer, self._steps)
+        chosen = settings.checkpoints
+        if chosen.folder:
+            self.checkpoints = Checkpoints(
+                chosen.folder, chosen.every or None, chosen.keep or None, chosen.asynchronous, best=chosen.best
+            )
+            self.step = self.checkpoints.load(self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
+            if self.step:
+                self._say(f"going on     after step {self.step} of {chosen.folder}")
+        self._flops = flops_of_step(program)
+        param = settings.precision.param or settings.precision.dtype
+        self._peak = peak_flops(self.engine.device, self.engine.world_size, param)
+        if place.rank == 0:
+            self._loggers = make_loggers(settings, self._write)
+
+    def _loader(self, dataset: Any, batch_size: int, *, training: bool) -> Loader:
+        options = loader_options(self.settings, dataset)
+        if not training:
+            options |= {"shuffle": False, "drop_last": False}
+        workers = self.settings.data.workers
+        return loader(dataset, batch_size, self.engine.data_part, workers=workers, **options)
+
+    def _count_steps(self) -> int:
+        """Return how many steps the run has; 0 where only the end of a stream tells."""
+        settings = self.settings
+        if settings.steps:
+            return settings.steps
+        try:
+            return -(-len(self.loader) * settings.epochs // settings.accumulation)
+        except NnscalerError:
+            return 0
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _train(self) -> Ended:
+        """Make all steps that are left."""
+        settings = self.settings
+        self._call("on_start")
+        batches = self._batches()
+        saved, ended = self.step, "finished"
+        with _Profiler(settings, self.engine.rank) as profiler:
+            while not self._steps or self.step < self._steps:
+                profiler.before(self.step + 1)
+                begin, epoch = time.perf_counter(), self.loader.epoch
+                group = list(islice(batches, settings.accumulation))
+                if not group:
+                    break
+                norm = self._step(group)
+                if not math.isfinite(self.loss) or not math.isfinite(norm or 0.0):
+                    return self._not_finite(norm)
+                self._report(group, norm, time.perf_counter() - begin)
+                if self.schedule is not None and (settings.schedule.per == "step" or self.loader.epoch != epoch):
+                    step_schedule(self.schedule)
+                if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
+                    check_replicas(self.engine, self.step)
+                self._call("on_step")
+                last = self._stopping or self.step == self._steps
+                if settings.validation.every and (self.step % settings.validation.every == 0 or last):
+                    self._validate()
+                if self._save(request=last):
+                    saved = self.step
+                if self._stopping:
+                    ended = "stopped"
+                    break
+        if saved != self.step:
+            self._save(request=True)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self._call("on_end")
+        return ended  # type: ignore[return-value]
+
+    def _step(self, group: Sequence[Batch]) -> float | None:
+        """Make a step of the optimizer, where the loss and the norm of the gradients are finite; return the norm."""
+        losses = [float(self.engine.step(b, last=b is group[-1])) for b in group]
+        self.step, self.loss = self.step + 1, math.fsum(losses) / len(losses)
+        if not math.isfinite(self.loss):
+            return None
+        if len(group) > 1:
+            for parameter in self.engine.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= len(group)
+        clip = self.settings.clip
+        norm = float(self.engine.clip_grad_norm_(clip)) if clip else None
+        if self._scaler is not None:
+            made = self._scaler.step(self.optimizer)
+            self._scaler.update()
+            norm = norm if made else None  # what overflows at this scale does not end the run
+        elif math.isfinite(norm or 0.0):
+            self.optimizer.step()
+        self.engine.zero_grad()
+        return norm
+
+    def _not_finite(self, norm: float | None) -> Ended:
+        """End the run: what is not finite is told and not used, and the newest checkpoint stays."""
+        for logger in self._loggers:
+            logger.step(self._described([], norm, 0.0))
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        return "not finite"
+
+    def _batches(self) -> Iterator[Batch]:
+        """Yield batches, epoch after epoch. Raises NnscalerError `data_raised` for what the dataset raises."""
+        empty = False
+        while self.settings.steps or self.loader.epoch < self.settings.epochs:
+            count = 0
+            for batch in self._read(self.loader):
+                count += 1
+                yield batch
+            if not count and empty:
+                raise NnscalerError("bad_data", "the training data has no batch")
+            empty = not count
+
+    def _read(self, batches: Loader) -> Iterator[Batch]:
+        return read_batches(batches, self.settings.data.source)
+
+    def _validate(self) -> None:
+        settings = self.settings.validation
+        begin = time.perf_counter()
+        batches = self._loader(
+            self._parts.validation, settings.batch_size or self.settings.data.batch_size, training=False
+        )
+        total, rows, count = 0.0, 0, 0
+        for batch in islice(self._read(batches), settings.batches or None):
+            size = batches.samples - rows
+            total, rows, count = total + float(self.engine.evaluate(batch)) * size, rows + size, count + 1
+        if not rows:
+            raise NnscalerError("bad_data", "the validation data has no batch")
+        self.validation_loss = total / rows
+        if self.checkpoints is not None:
+            self.checkpoints.score(self.validation_loss)
+        report = ValidationReport(self.step, self.validation_loss, count, time.perf_counter() - begin)
+        for logger in self._loggers:
+            logger.validation(report)
+        self._call("on_validation")
+
+    def _save(self, *, request: bool) -> bool:
+        if self.checkpoints is None:
+            return False
+        if request:
+            self.checkpoints.request()
+        done = self.checkpoints.save(self.step, self.engine, self.optimizer, self.schedule, self.loader, self._scaler)
+        if done:
+            self._call("on_checkpoint")
+        return done
+
+    def _report(self, group: Sequence[Batch], norm: float | None, seconds: float) -> None:
+        if self._loggers:
+            report = self._described(group, norm, seconds)
+            for logger in self._loggers:
+                logger.step(report)
+
+    def _described(self, group: Sequence[Batch], norm: float | None, seconds: float) -> StepReport:
+        firsts = [next(iter(b.values())) if hasattr(b, "values") else b[0] for b in group]
+        utilisation = self._flops * len(group) / seconds / self._peak if self._peak and seconds else None
+        return StepReport(
+            self.step,
+            self._steps,
+            self.loss,
+            float(self.optimizer.param_groups[0]["lr"]),
+            norm,
+            seconds,
+            sum(tensor.numel() for tensor in firsts) * self.engine.data_part.count,
+            utilisation,
+            memory_in_use(self.engine.device),
+        )
+
+    def _call(self, point: str) -> None:
+        for hook in self._parts.hooks[point]:
+            hook(self)
+
+
+class _Profiler:
+    """Traces the steps that the settings say, and writes the trace of this rank."""
+
+    def __init__(self, settings: TrainSettings, rank: int) -> None:
+        self._wanted, self._rank = settings.profiler, rank
+        self._running: Any = None
+
+    def before(self, step: int) -> None:
+        """Start before the first of the steps, and write after the last."""
+        if step == self._wanted.last + 1:
+            self._write()
+        if self._wanted.last and step == self._wanted.first:
+            self._running = torch.profiler.profile()
+            self._running.start()
+
+    def _write(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            folder = Path(self._wanted.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._running.export_chrome_trace(str(folder / f"rank_{self._rank}.json"))
+            self._running = None
+
+    def __enter__(self) -> _Profiler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._write()
+
+
+def _joined(place: ProcessPlace | None, device: str) -> bool:
+    """Join the other ranks, where there are any; return whether this did."""
+    if place is None or torch.distributed.is_initialized():
+        return False
+    try:
+        backend, chosen = choose_device(device, place)
+        store = os.environ.get(STORE)
+        join(backend, place.rank, place.world_size, chosen, Path(store) if store else None)
+    except ProgramError as error:
+        raise NnscalerError("wrong_ranks", str(error)) from error
+    except RuntimeError as error:  # of torch.distributed: a rank that does not come, say
+        first = str(error).splitlines()[0]
+        raise NnscalerError("rank_lost", f"rank {place.rank} cannot join the others: {first}") from error
+    return True

@@ -1,0 +1,233 @@
+"""The loader: the same samples in the same step under every number of parts, each once per epoch, resumed exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from op_registry.annotation.splits import balanced
+
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.data import Loader, PackedRows, loader, pack, rows_of
+
+
+class Numbers:
+    """23 samples that tell their number."""
+
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        assert 0 <= index < self.count
+        return {"x": torch.tensor([float(index)] * 3), "number": torch.tensor(index)}
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Numbers that come in a row."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(23)
+
+
+class StatefulStream(Stream):
+    """A stream that can go on where it was, and counts what it reads."""
+
+    def __init__(self) -> None:
+        self.at, self.read = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 23:
+            self.at, self.read = self.at + 1, self.read + 1
+            yield torch.tensor(self.at - 1)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def made(dataset: Any, count: int, **options: Any) -> list[Loader]:
+    options = {"shuffle": not isinstance(dataset, IterableDataset), **options}
+    return [loader(dataset, 5, DataPart(index, count), seed=3, **options) for index in range(count)]
+
+
+def numbers(batch: Any) -> list[int]:
+    found: list[int] = (batch["number"] if isinstance(batch, dict) else batch).tolist()
+    return found
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return [number for found in lists for number in found]
+
+
+def steps(loaders: list[Loader]) -> list[list[int]]:
+    """The numbers of each global batch of an epoch, put together from its parts."""
+    return [flat(map(numbers, parts)) for parts in zip(*loaders, strict=True)]
+
+
+DATASETS = {"map": Numbers, "stream": Stream, "stateful": StatefulStream}
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_parts_make_up_the_same_batches_in_every_epoch(kind: str) -> None:
+    whole = made(DATASETS[kind](), 1)
+    epochs = [steps(whole) for _ in range(2)]
+    assert [len(batch) for batch in epochs[0]] == [5, 5, 5, 5, 3]
+    for epoch in epochs:
+        assert sorted(flat(epoch)) == list(range(23))
+    assert (epochs[0] != epochs[1]) == (kind == "map")
+    for count in (2, 3, 4):  # parts of a copy each, as processes have them; in the last batch the fourth has none
+        parts = [made(DATASETS[kind](), count)[index] for index in range(count)]
+        assert [steps(parts) for _ in range(2)] == epochs
+
+
+def test_rows_lie_as_the_program_cuts_them() -> None:
+    for size in range(12):
+        for count in range(1, 6):
+            cut = [rows_of(DataPart(index, count), size) for index in range(count)]
+            assert flat(map(list, cut)) == list(range(size))
+            if size >= count and size % count:
+                assert tuple(map(len, cut)) == balanced(size, count)
+
+
+def test_a_part_without_rows_gets_the_form() -> None:
+    last = list(made(Numbers(), 4)[3])[-1]
+    assert last["x"].shape == (0, 3)
+    assert last["number"].dtype == torch.int64
+
+
+def test_short_batches_are_dropped_if_asked() -> None:
+    for dataset in (Numbers(), Stream()):
+        assert [len(batch) for batch in steps(made(dataset, 2, drop_last=True))] == [5, 5, 5, 5]
+    assert [len(found) for found in (*made(Numbers(), 2), *made(Numbers(), 2, drop_last=True))] == [5, 5, 4, 4]
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("taken", [0, 2, 5, 7])
+def test_a_run_goes_on_under_another_number_of_parts(kind: str, taken: int) -> None:
+    whole = made(DATASETS[kind](), 1)[0]
+    expected = [numbers(batch) for _ in range(3) for batch in whole]
+    before = [made(DATASETS[kind](), 2)[index] for index in range(2)]
+    for found in before:
+        rest = iter(found)
+        for _ in range(taken):
+            batch = next(rest, None)
+            if batch is None:
+                rest = iter(found)
+                next(rest)
+    states = [found.state_dict() for found in before]
+    assert states[0] == states[1]
+    after = [made(DATASETS[kind](), 3)[index] for index in range(3)]
+    for found in after:
+        found.load_state_dict(states[0])
+    assert [batch for _ in range(3) for batch in steps(after)][: 15 - taken] == expected[taken:]
+
+
+def test_a_stateful_stream_is_not_read_again() -> None:
+    first, later = StatefulStream(), StatefulStream()
+    for before, after in zip(made(first, 1), made(later, 1), strict=True):
+        rest = iter(before)
+        next(rest), next(rest)
+        after.load_state_dict(before.state_dict())
+        assert numbers(next(iter(after))) == [10, 11, 12, 13, 14]
+    assert later.read == 5
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_worker_processes_change_nothing(kind: str) -> None:
+    own = made(DATASETS[kind](), 1)[0]
+    worked = made(DATASETS[kind](), 1, workers=1)[0]
+    rest = iter(own)
+    next(rest), next(rest)
+    worked.load_state_dict(own.state_dict())
+    ahead = iter(worked)
+    assert numbers(next(ahead)) == numbers(next(rest))
+    assert worked.state_dict() == own.state_dict()  # what the worker has read ahead is not handed out
+    assert [numbers(batch) for batch in ahead] == [numbers(batch) for batch in rest]
+
+
+def test_an_epoch_can_be_chosen() -> None:
+    one, other = made(Numbers(), 1)[0], made(Numbers(), 1)[0]
+    list(one)
+    other.set_epoch(1)
+    assert one.epoch == 1
+    assert steps([one]) == steps([other])
+
+
+def test_the_order_is_that_of_seed_and_epoch() -> None:
+    orders = {tuple(flat(steps([loader(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=s)]))) for s in range(9)}
+    assert len(orders) == 9
+    assert flat(steps([loader(Numbers(), 5, DataPart(0, 1), shuffle=False)])) == list(range(23))
+
+
+DOCUMENTS = [torch.arange(size) + 100 * number for number, size in enumerate((3, 9, 1, 4, 6))]
+
+
+class Documents(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from DOCUMENTS
+
+
+def test_documents_are_packed() -> None:
+    rows = pack(DOCUMENTS, 5)
+    assert isinstance(rows, PackedRows)
+    assert len(rows) == 5
+    assert {name: tensor.tolist() for name, tensor in rows[0].items()} == {
+        "ids": [0, 1, 2, 100, 101],
+        "labels": [1, 2, -100, 101, 102],  # the last is predicted across the rows
+        "documents": [0, 0, 0, 1, 1],
+        "positions": [0, 1, 2, 0, 1],
+    }
+    assert rows[4]["ids"].tolist() == [403, 404, 405, 0, 0]
+    assert rows[4]["labels"].tolist() == [404, 405, -100, -100, -100]
+    assert rows[4]["documents"].tolist() == [0, 0, 0, 1, 1]
+    for row, streamed in zip((rows[i] for i in range(5)), pack(Documents(), 5), strict=True):
+        assert all(torch.equal(row[name], streamed[name]) for name in row)
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, Documents()])
+def test_packed_tokens_come_once_under_every_number_of_parts(documents: Any) -> None:
+    predicted = sorted(int(token) for document in DOCUMENTS for token in document[1:])
+    for count in (1, 2, 3):
+        parts = [made(documents, count, packed=4)[index] for index in range(count)]
+        found = [row for part in parts for batch in part for row in batch["labels"].flatten().tolist()]
+        assert sorted(label for label in found if label != -100) == predicted
+
+
+def refused(dataset: Any, **options: Any) -> str:
+    with pytest.raises(NnscalerError) as error:
+        loader(dataset, options.pop("batch_size", 4), DataPart(0, 1), **options)
+    assert error.value.code == "bad_data"
+    return str(error.value)
+
+
+def test_what_cannot_be_loaded_is_refused() -> None:
+    assert "no shuffle\n  help: shuffle the stream itself" in refused(Stream(), shuffle=True)
+    assert "a int is no dataset" in refused(7)
+    assert "no samples" in refused([])
+    assert "batch_size 0" in refused(Numbers(), batch_size=0)
+    assert "workers -1" in refused(Numbers(), workers=-1)
+    assert "has 3 samples, a batch 4" in refused(Numbers(3), drop_last=True)
+    with pytest.raises(NnscalerError, match=r"a document of float32\[2\]"):
+        list(made([torch.ones(2)], 1, packed=4)[0])
+    with pytest.raises(NnscalerError, match="a stream has no number of batches"):
+        len(made(Stream(), 1)[0])
+
+
+def test_a_place_in_other_data_is_refused() -> None:
+    state = made(Numbers(), 1)[0].state_dict()
+    with pytest.raises(NnscalerError, match="a number of samples of 23, and this loader's is 24") as error:
+        made(Numbers(24), 1)[0].load_state_dict(state)
+    assert error.value.code == "other_data"
+    with pytest.raises(NnscalerError, match="seed 3, and this loader's is 4"):
+        loader(Numbers(), 5, DataPart(0, 1), shuffle=True, seed=4).load_state_dict(state)

@@ -1,0 +1,352 @@
+"""A run: the loop that settings describe, resumed exactly, ended in order, and by the command on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnscaler.cli.main import main
+from nnscaler.errors import NnscalerError
+from nnscaler.training.engine import Engine
+from nnscaler.training.replicas import checksum
+from nnscaler.training.trainer import Result, Trainer
+
+MODEL = """\
+import os
+import signal
+
+import torch
+import torch.nn.functional as F
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 10)
+        self.second = torch.nn.Linear(10, 4)
+
+    def forward(self, x, labels):
+        h = F.dropout(torch.relu(self.first(x)), 0.2, self.training)
+        return F.cross_entropy(self.second(h), labels)
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 6, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        return {"x": x, "labels": (x[0] > 0).long() + 2 * (x[1] > 0).long()}
+
+
+def build_model():
+    return Model()
+
+
+def datasets():
+    return Points(44, 0), Points(21, 1)
+
+
+def broken():
+    points = Points(44, 0)
+    points.x[30] = float("nan")
+    return points
+
+
+class Raising(Points):
+    def __getitem__(self, index):
+        return {"x": self.x[index], "labels": torch.tensor(int("many"))}
+
+
+def raising():
+    return Raising(44, 0)
+
+
+def die(trainer):  # of rank 1, once
+    if trainer.step == 3 and trainer.engine.rank == 1 and os.environ.get("DIE"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_first(trainer):  # of rank 1, where torchrun has not restarted it
+    if trainer.step == 3 and trainer.engine.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(trainer):
+    print("hook", trainer.step, trainer.loss == trainer.loss)
+
+
+def stop(trainer):
+    if trainer.step == 2:
+        trainer.stop()
+
+
+def slow(trainer):
+    import time
+
+    time.sleep(0.5)
+"""
+RUN = """\
+model = "model.py"
+steps = 7
+clip = 1.0
+check_replicas_every = 2
+
+[data]
+source = "model.py::datasets"
+batch_size = 8
+
+[optimizer]
+lr = 0.05
+groups = { "*.bias" = { weight_decay = 0.0 } }
+
+[schedule]
+name = "OneCycleLR"
+max_lr = 0.05
+total_steps = 7
+
+[precision]
+dtype = "float64"
+
+[validation]
+every = 3
+batch_size = 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "run.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*words: str) -> int:
+    return main(["train", "-q", "run.toml", *words])
+
+
+def losses(text: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", text, re.MULTILINE)}
+
+
+def fields(**more: Any) -> dict[str, Any]:
+    found = {"model": "model.py", "data": {"source": "model.py::datasets", "batch_size": 8}, "steps": 4}
+    return {**found, "precision": {"dtype": "float64"}, "optimizer": {"name": "SGD", "lr": 0.1}, **more}
+
+
+def fit(**more: Any) -> tuple[Trainer, Result, list[str]]:
+    lines: list[str] = []
+    trainer = Trainer(write=lines.append, **fields(**more))
+    return trainer, trainer.fit(), lines
+
+
+def test_the_console_has_a_line_for_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    told = capsys.readouterr().out.splitlines()
+    found = losses("\n".join(told))
+    assert list(found) == list(range(1, 8))
+    assert all(repr(float(loss)) == loss for loss in found.values())
+    rest = [line for line in told if not re.match(r"step \d+  loss ", line)]
+    assert [line.rpartition(" ")[0] for line in rest] == [f"step {n}  validation loss" for n in (3, 6, 7)]
+
+
+def test_a_run_goes_on_bit_for_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the middle of the second epoch, with dropout, a schedule and AdamW's moments."""
+    assert train("--checkpoints.folder=whole", "--checkpoints.every=2") == 0
+    whole = capsys.readouterr().out
+    assert train("--checkpoints.folder=parts", "--steps=5") == 0
+    first = capsys.readouterr().out
+    assert train("--checkpoints.folder=parts", "--checkpoints.asynchronous") == 0
+    assert losses(first) | losses(capsys.readouterr().out) == losses(whole)
+    assert {path.name for path in (folder / "whole").iterdir()} == {
+        "step_000004", "step_000006", "step_000007", "best", "last"
+    }  # fmt: skip
+    assert train("--checkpoints.folder=parts") == 0  # nothing is left to do
+    assert losses(capsys.readouterr().out) == {}
+
+
+def test_a_loss_that_is_no_number_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data.source=model.py::broken", "--validation.every=0", "--checkpoints.folder=runs")
+    assert train(*words, "--checkpoints.every=1") == 3
+    told = capsys.readouterr()
+    steps = losses(told.out)
+    assert steps[max(steps)] == "nan"
+    assert f"the loss of step {max(steps)} is nan: stopped before the optimizer used it" in told.err
+    saved = sorted(path.name for path in (folder / "runs").glob("step_*"))
+    assert saved[-1] == f"step_{max(steps) - 1:06d}"
+
+
+def test_epochs_end_a_run(folder: Path) -> None:
+    trainer, result, lines = fit(steps=0, epochs=2)
+    assert (result.ended, result.steps, len(lines)) == ("finished", 12, 12)  # 44 samples are 6 batches, one short
+    assert trainer.engine.compilations == ["x 4x6, labels 4"] or len(trainer.engine.compilations) == 1
+
+
+def test_accumulation_is_a_larger_batch(folder: Path) -> None:
+    data = {"source": "model.py::datasets", "shuffle": False}
+    wide, wide_result, _ = fit(data={**data, "batch_size": 16}, steps=2, module=plain())
+    twice, result, _ = fit(data={**data, "batch_size": 8}, steps=2, accumulation=2, module=plain())
+    assert result.loss == pytest.approx(wide_result.loss, rel=1e-14)
+    for name, parameter in wide.engine.parameters.items():
+        torch.testing.assert_close(twice.engine.parameters[name], parameter, rtol=1e-13, atol=0)
+
+
+def plain() -> torch.nn.Module:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.layer(x), labels)
+
+    return Plain()
+
+
+def test_hooks_are_called(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, result, _ = fit(hooks={"on_step": ["model.py::say", "model.py::stop"]}, steps=9)
+    assert (result.ended, result.steps) == ("stopped", 2)
+    assert capsys.readouterr().out == "hook 1 True\nhook 2 True\n"
+
+
+def test_steps_are_profiled(folder: Path) -> None:
+    fit(profiler={"first": 2, "last": 3, "folder": "traces"}, module=plain())
+    events = json.loads((folder / "traces" / "rank_0.json").read_text())["traceEvents"]
+    assert any(event["name"] == "aten::linear" for event in events)
+
+
+BAD = {
+    "--model=none.py": "there is no file 'none.py'",
+    "--data.source=model.py::nothing": "has no function nothing()",
+    "--data.source=model.py::raising": "model.py:48   return",
+    "--optimizer.name=AdamX": "torch.optim has no such class",
+    "--optimizer.momentun=1": "AdamW takes no 'momentun', which [optimizer] sets",
+    "--schedule.name=Cosine": "`schedule.name` is 'Cosine'",
+    "--schedule.max_lrs=1": "help: did you mean max_lr?",
+    "--plan=tp=": "tp",
+    "--steeps=3": "did you mean --steps or --seed?",
+    "--hooks.on_step=model.py::nothing": "has no function nothing()",
+    "--checkpoints.folder=model.py/a": "model.py",
+    "--loggers.tensorboard=logs": "pip install tensorboard",
+}
+
+
+@pytest.mark.parametrize("word", BAD)
+def test_what_cannot_be_trained_is_told(
+    folder: Path, word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train(word, "--steps=1", "--validation.every=0") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert BAD[word] in told
+
+
+def test_help_teaches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["train", "--help"], ["train", "run.toml", "--help"]):
+        assert main(words) == 0
+        told = capsys.readouterr().out
+        assert "nnscaler train RUN.toml --ranks=2" in told
+        assert "--checkpoints.keep=3\n      newest ones that stay" in told
+
+
+def test_a_checksum_sees_a_bit_and_an_order() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        value = torch.arange(6).to(dtype)
+        other = value.clone()
+        other[3] = 7 - other[3] if dtype != torch.bool else ~other[3]
+        found = {checksum(tensor) for tensor in (value, other, value.flip(0), value.reshape(2, 3))}
+        assert len(found) == 3  # the form makes no difference
+
+
+def launched(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "nnscaler", "train", "-q", "run.toml", *words]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_rank_ends_the_run_which_goes_on_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks, data parallel with optimizer states in shards; then one process, from what is left."""
+    words = ("--checkpoints.folder=runs", "--checkpoints.every=2", "--hooks.on_step=model.py::die")
+    run = launched(folder, "--ranks=2", "--plan=dp=2,zero=1", *words, DIE="yes")
+    out, err = run.communicate(timeout=500)
+    assert run.returncode == 2, err
+    assert "error: rank 1 was killed by SIGKILL, and the run with it" in err
+    assert set(losses(out)) <= {1, 2, 3}
+    assert train(*words[:2]) == 0
+    rest = losses(capsys.readouterr().out)
+    assert list(rest) == [3, 4, 5, 6, 7]
+    assert train() == 0
+    whole = losses(capsys.readouterr().out)
+    for step, loss in {**losses(out), **rest}.items():
+        assert float(loss) == pytest.approx(float(whole[step]), rel=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_torchrun_restarts_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+    ]
+    words = ["nnscaler", "train", "-q", "run.toml", "--checkpoints.folder=runs", "--checkpoints.every=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    hook = "--hooks.on_step=model.py::die_first"
+    run = subprocess.run([*command, *words, hook], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^step (\d+)  loss", run.stdout, re.MULTILINE)[-5:] == ["3", "4", "5", "6", "7"]
+    assert train() == 0
+    whole = losses(capsys.readouterr().out)
+    assert {step: float(loss) for step, loss in losses(run.stdout).items()} == pytest.approx(
+        {step: float(loss) for step, loss in whole.items()}, rel=1e-12
+    )
+
+
+@pytest.mark.timeout(600)
+def test_an_interrupt_ends_all_ranks(folder: Path) -> None:
+    run = launched(folder, "--ranks=2", "--steps=1000", "--schedule.name=", "--hooks.on_step=model.py::slow")
+    assert run.stdout is not None
+    assert run.stdout.readline().startswith("step 1  loss ")
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    assert len(children) == 2
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=100)
+    assert run.returncode == 130
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(Path(f"/proc/{child}").exists() for child in children):
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_a_trainer_needs_model_and_data(folder: Path) -> None:
+    with pytest.raises(NnscalerError, match="the run has no model"):
+        Trainer(steps=1)
+    with pytest.raises(NnscalerError, match="for 2 ranks, and 1 run"):
+        fit(plan="dp=2")
+    assert Engine.loader is not None
