@@ -142,6 +142,7 @@ class StageProgram:
     sends           messages to later stages
     loss            on the stage that computes it
     updates         (buffer, its new value)
+    results         (name, version) of what it returns besides the loss, as it is made
     """
 
     stage: Stage
@@ -155,6 +156,7 @@ class StageProgram:
     sends: tuple[Message, ...]
     loss: Version | None
     updates: tuple[tuple[str, Version], ...] = ()
+    results: tuple[tuple[str, Version], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from nnscaler.tracing.export.custom_gradients import (
     hooks_watched,
     refuse_stored_hooks,
 )
-from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note
+from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph
@@ -59,7 +59,8 @@ def trace(
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
 ) -> Traced:
-    """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
+    """Trace the results of `module` on a sample batch, a mapping of keyword arguments or a tuple: its scalar loss, if it
+    has one, and every further tensor that it returns.
 
     Every part of the module is traced in the mode, train or evaluation, that it is in, with the shapes of the sample.
     Parameters may be on the meta device.
@@ -86,7 +87,7 @@ def trace(
     state = _read_by(graph, stitched)
     changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
     mode = mode_note(module)
-    notes = (*(() if mode is None else (mode,)), *_carried(regions), *stitched.notes, *exported.notes, *changes)
+    notes = (*(() if mode is None else (mode,)), *result_notes(wrapper.last.found), *_carried(regions), *stitched.notes, *exported.notes, *changes)
     if self_check:
         notes = (*notes, *_checked(module, graph, state, sample, hooks))
     notes = (*notes, *hooks.notes())

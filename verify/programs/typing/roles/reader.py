@@ -20,6 +20,7 @@ from verify.programs.typing.roles.text import (
     InputText,
     MessageText,
     OutsideGrammar,
+    ResultText,
     RoleText,
     StageText,
     StoredText,
@@ -31,7 +32,7 @@ from verify.programs.typing.roles.text import (
 
 OF_RUNTIME = frozenset(
     (
-        "Buffer Constant Exchange Input Invariant Loss Parameter Partial Receive Replicated Send Sharded Stage"
+        "Buffer Constant Exchange Input Invariant Loss Parameter Partial Receive Replicated Result Send Sharded Stage"
         " comm dtypes ops recompute user_operators"
     ).split()
 )
@@ -231,7 +232,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
             case _:
                 raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
     unknown = set(found) - {*_KINDS, "index", "ranks", "axes", "micro_batches", "inputs", "prepare_inputs"}
-    unknown -= {"receives", "sends", "loss", "updates"}
+    unknown -= {"receives", "sends", "loss", "results", "updates"}
     if unknown or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
@@ -261,6 +262,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         bodies.get("prepare"),
         bodies["forward"],
         tuple(source),
+        tuple(_result(call, name) for name, call in _entries(found, "results")),
     )
 
 
@@ -381,6 +383,13 @@ def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
             size = Expression(0, tuple(size.items()))
         sizes.append(size)
     return tuple(sizes)
+
+
+def _result(call: ast.Call, name: str) -> ResultText:
+    kind, given = _arguments(call, ("shape", "dtype", "states"))
+    if kind != "Result" or not {"shape", "dtype"} <= set(given) or not _tuple_of(int, given["shape"]):
+        raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `results`")
+    return ResultText(call.lineno, name, given["shape"], given["dtype"], _states(call, given.get("states", {})))
 
 
 def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:
