@@ -77,7 +77,7 @@ class Results:
         return restore(self._returns.structure, found)
 
     def _check(self) -> None:
-        if not self._returns.results:
+        if self._declared and not self._returns.results:
             raise ProgramError("the executor was not told what the model returns: ExecutorSettings(returns=...)")
 
     def _whole(self, stage: Stage, declared: Result, piece: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     conclude("messages between stages", sent, crossing + unmatched)
     conclude("stored tensors and gradient sums", *check_stored(done, graph))
     conclude("loss and buffers", *check_ends(done, graph))
-    conclude("other results", *check_results(done, graph))
+    conclude("results besides the loss", *check_results(done, graph))
     drawn, shared = _draws(done)
     conclude("random numbers", drawn, shared)
     obligations = tuple(
