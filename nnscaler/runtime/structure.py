@@ -24,6 +24,7 @@ from torch import Tensor
 from nnscaler.runtime.program.user_imports import is_private
 from nnscaler.runtime.role import LOSS
 
+_CACHES = "transformers.cache_utils"  # of keys and values, to generate from: no result that somebody waits for
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -111,7 +112,8 @@ class _Reader:
         return name
 
     def _skipped(self, value: Any, path: str) -> dict[str, Any]:
-        self.left_out.append((path or "output", type(value).__name__))
+        if type(value).__module__ != _CACHES:
+            self.left_out.append((path or "output", type(value).__name__))
         return {"value": None}
 
 

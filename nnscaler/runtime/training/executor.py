@@ -127,7 +127,7 @@ class RankExecutor:
         `keep`: the names of the results to keep besides the loss (None: all), for `results` and `gather_results`.
         Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
         """
-        if not any(instruction.kind == "B" for instruction in self.schedule):
+        if not self._results.with_loss:
             raise ProgramError("the program has no loss, and only runs forward: call predict")
         with torch.enable_grad():
             self._gradients.begin()

@@ -31,6 +31,11 @@ class Results:
         self._pieces: dict[str, list[Tensor]] = {}
         self._wanted: Collection[str] | None = ()
 
+    @property
+    def with_loss(self) -> bool:
+        """False for a program that is known to have no loss."""
+        return not self._returns.results or self._returns.results[0].name == LOSS
+
     def begin(self, keep: Collection[str] | None) -> None:
         """Forget the last run. `keep`: names of the results to keep of the next one; None: all."""
         self._pieces.clear()

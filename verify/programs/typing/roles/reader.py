@@ -129,6 +129,7 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches: what is derived for each of them has an end
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
+_MEMBERS = "index ranks axes micro_batches inputs prepare_inputs receives sends loss results updates".split()
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
 
@@ -231,8 +232,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
-    unknown = set(found) - {*_KINDS, "index", "ranks", "axes", "micro_batches", "inputs", "prepare_inputs"}
-    unknown -= {"receives", "sends", "loss", "results", "updates"}
+    unknown = set(found) - {*_KINDS, *_MEMBERS}
     if unknown or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
@@ -396,9 +396,6 @@ def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | No
     if "loss" not in found:
         return None
     node = found["loss"][0]
-    if not isinstance(node, ast.Call):
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "Loss":
         raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    kind, given = _arguments(node, ("states",))
-    if kind != "Loss":
-        raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    return _states(node, given.get("states", {}))
+    return _states(node, _arguments(node, ("states",))[1].get("states", {}))
