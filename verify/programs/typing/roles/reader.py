@@ -387,7 +387,7 @@ def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
 
 def _result(call: ast.Call, name: str) -> ResultText:
     kind, given = _arguments(call, ("shape", "dtype", "states"))
-    if kind != "Result" or not {"shape", "dtype"} <= set(given) or not _tuple_of(int, given["shape"]):
+    if kind != "Result" or "dtype" not in given or not _tuple_of(int, given.get("shape")):
         raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `results`")
     return ResultText(call.lineno, name, given["shape"], given["dtype"], _states(call, given.get("states", {})))
 
@@ -395,7 +395,6 @@ def _result(call: ast.Call, name: str) -> ResultText:
 def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:
     if "loss" not in found:
         return None
-    node = found["loss"][0]
-    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "Loss":
+    if not isinstance(node := found["loss"][0], ast.Call) or ast.unparse(node.func) != "Loss":
         raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
     return _states(node, _arguments(node, ("states",))[1].get("states", {}))
