@@ -59,8 +59,9 @@ def trace(
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
 ) -> Traced:
-    """Trace the results of `module` on a sample batch, a mapping of keyword arguments or a tuple: its scalar loss, if it
-    has one, and every further tensor that it returns.
+    """Trace the results of `module` on a sample batch, a mapping of keyword arguments or a tuple.
+
+    They are its scalar loss, if it has one, and every further tensor that it returns.
 
     Every part of the module is traced in the mode, train or evaluation, that it is in, with the shapes of the sample.
     Parameters may be on the meta device.
@@ -87,7 +88,14 @@ def trace(
     state = _read_by(graph, stitched)
     changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
     mode = mode_note(module)
-    notes = (*(() if mode is None else (mode,)), *result_notes(wrapper.last.found), *_carried(regions), *stitched.notes, *exported.notes, *changes)
+    notes = (
+        *(() if mode is None else (mode,)),
+        *result_notes(wrapper.last.found),
+        *_carried(regions),
+        *stitched.notes,
+        *exported.notes,
+        *changes,
+    )
     if self_check:
         notes = (*notes, *_checked(module, graph, state, sample, hooks))
     notes = (*notes, *hooks.notes())

@@ -66,7 +66,7 @@ class ExecutorSettings:
     loss_scale: float = 1.0
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tied: Sequence[Sequence[str]] = ()
-    returns: Returns = Returns()
+    returns: Returns = field(default_factory=Returns)
 
 
 class RankExecutor:

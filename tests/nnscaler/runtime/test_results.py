@@ -198,6 +198,7 @@ def test_a_scalar_loss_alone_declares_nothing() -> None:
 
 # ---- what is wrong is found ----
 
+
 def test_declarations_that_the_text_does_not_bear_out() -> None:
     program = nnscaler.parallelize(Net(), batch(), ranks=4, plan="dp=2,tp=2", micro_batches=2)
     (file, text), edits = next(iter(program.sources.items())), 0

@@ -138,8 +138,9 @@ def run_reference(
     learning_rate: float | None = None,
     settings: Settings | None = None,
 ) -> Trajectory:
-    """Train a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode. A model without a
-    loss runs forward once.
+    """Train a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
+
+    A model without a loss runs forward once.
 
     In float64 everything is: also what the model's code casts to float32. `learning_rate` None: chosen from the first
     gradient. Raises NnscalerError `model_raised` with the user's own line if the model raises, UnmatchedDraws where it

@@ -45,7 +45,9 @@ def _result(reading: Reading, declared: ResultText, right: str, graph: Graph) ->
         return Mistake("not_covered", message, None, right)
     if (declared.shape, declared.dtype) != (tensor.shape, tensor.dtype):
         here, there = (f"{x.dtype}{list(x.shape)}" for x in (declared, tensor))
-        return Mistake("not_covered", f"the result `{name}` is declared {here}, and the model's is {there}", None, right)
+        return Mistake(
+            "not_covered", f"the result `{name}` is declared {here}, and the model's is {there}", None, right
+        )
     held = reading.returned[name]
     if held is None:
         return None  # what is wrong with it was said

@@ -154,7 +154,9 @@ def check_ends(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Not
         stages = [r.stage.index for r in with_loss]
         place = (with_loss or readings)[-1].stage
         wanted = "one" if graph.loss else "none: the model has no loss"
-        noted.append(Noted(place, place.number, Mistake("not_covered", f"stages {stages} compute the loss, not {wanted}")))
+        noted.append(
+            Noted(place, place.number, Mistake("not_covered", f"stages {stages} compute the loss, not {wanted}"))
+        )
     for reading in with_loss:
         mistake = _loss(reading, graph)
         if mistake is not None:
