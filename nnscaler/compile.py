@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.codegen.generate import generate, manifest
 from nnscaler.codegen.operators import operator_origins
-from nnscaler.codegen.program import Program
+from nnscaler.codegen.program import Origin, Program
 from nnscaler.communication.communicated_graph import CommunicatedGraph
 from nnscaler.communication.materialise import materialise
 from nnscaler.communication.profile import step_communication
@@ -21,6 +23,7 @@ from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
@@ -33,8 +36,9 @@ from nnscaler.scheduling.timeline import simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
 from nnscaler.tracing.user_loss import LossFunction, origin_of_loss
 from nnscaler.transform.apply import apply_plan
-from nnscaler.transform.plan import Plan, RecomputeStep
-from nnscaler.transform.select import matches
+from nnscaler.transform.complete_plan import largest_micro_batches
+from nnscaler.transform.plan import OrderStep, Plan, RecomputeStep, RestStep, Step
+from nnscaler.transform.select import matches, select
 
 # Recomputation that the model itself asks for (`torch.utils.checkpoint`), as steps of a plan.
 
@@ -82,6 +86,7 @@ class WantedPlan:
     schedule       its name; None: the plan's
     micro_batches  None: what the pipeline needs, or the planner finds
     replicate      patterns of modules that tensor parallelism leaves whole
+    precision      in which the model was traced
     """
 
     ranks: int
@@ -89,6 +94,7 @@ class WantedPlan:
     schedule: str | None = None
     micro_batches: int | None = 1
     replicate: Sequence[str] = ()
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ def parallelize(
     specialise: bool = False,
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
+    precision: Precision | str | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model into a program for `ranks` ranks: its scalar loss, and the other tensors that it returns.
@@ -125,11 +132,16 @@ def parallelize(
     parallelism leaves whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
     returns no loss, a function of its outputs and the batch; without either, the program only runs forward.
+    `precision`: mixed precision, a `Precision` or its text (`bfloat16`); parameters rest in the model's dtypes.
     `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, plan_too_large, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
+    if isinstance(precision, str):
+        precision = parse_precision(precision)
+    if precision is None and isinstance(plan, Plan):
+        precision = plan.precision
     traced = trace(
         module,
         sample_inputs,
@@ -137,14 +149,92 @@ def parallelize(
         specialise=specialise,
         repeat_layers=repeat_layers,
         loss_fn=loss_fn,
+        precision=precision,
     )
     text = f"{len(traced.graph.operations)} operations" + (f", {traced.repeats}" if traced.repeats else "")
     report("trace", time.perf_counter() - start, text)
     described = {"name": type(module).__name__} if model is None else dict(model)
     if loss_fn is not None:
         described["loss"] = origin_of_loss(loss_fn)
-    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate)
-    return compile_traced(traced, wanted, model=described, progress=progress)
+    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate, precision)
+    program = compile_traced(traced, wanted, model=described, progress=progress)
+    assert traced.sample is not None
+    origin = Origin(module, traced.sample.rebuild, loss_fn, specialise, repeat_layers)
+    return replace(program, origin=origin)
+
+
+def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: bool) -> Program:
+    """Compile the program's model again, for global batches of the sizes of `batch`, under the same plan.
+
+    `training` False: with the whole model in evaluation mode. Where the plan cannot cut such a batch (fewer samples
+    than data parts, say), every rank computes all of it: the program's plan then has no data axes. Parameters rest as
+    in `program`. Raises NnscalerError as `parallelize`; "size_not_compiled" for a program without its model.
+    """
+    origin = program.origin
+    if origin is None:
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+        raise NnscalerError(
+            "size_not_compiled",
+            f"the program is for another batch than {sizes}, and was made without its model",
+            help="start from the Program that nnscaler.parallelize returns, which has the model",
+        )
+    args, kwargs = origin.rebuild(batch)
+    modes = {module: module.training for module in origin.module.modules()}
+    try:
+        if not training:
+            origin.module.eval()
+        with warnings.catch_warnings():  # the notes were told when the program was compiled
+            warnings.simplefilter("ignore")
+            traced = trace(
+                origin.module,
+                kwargs or args,
+                self_check=False,  # the model was checked; every size would cost two more runs of it
+                specialise=origin.specialise,
+                repeat_layers=origin.repeat_layers,
+                loss_fn=origin.loss_fn,
+                precision=program.plan.precision,
+            )
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    ranks, refused = program.manifest.ranks, None
+    for plan in _plans_for(program.plan, traced.graph):
+        try:
+            made = compile_traced(
+                traced, WantedPlan(ranks, plan, precision=plan.precision), model=program.manifest.model
+            )
+        except NnscalerError as error:
+            refused = refused or error
+        else:
+            return replace(made, origin=origin)
+    assert refused is not None
+    raise refused
+
+
+def _plans_for(plan: Plan, graph: Graph) -> Iterator[Plan]:
+    """Yield the plan with the steps that name something of this graph, and as many micro-batches as its batch takes;
+    then the same without data axes."""
+    steps: list[Step] = []
+    for step in plan.steps:
+        if isinstance(step, OrderStep):
+            first, second = _known(graph, step.first), _known(graph, step.second)
+            steps += [OrderStep(first, second)] if first and second else []
+        elif isinstance(step, RestStep):
+            steps.append(step)
+        elif named := _known(graph, step.operations):
+            steps.append(replace(step, operations=named))
+    for axes in dict.fromkeys((plan.data_axes, ())):
+        kept = replace(plan, steps=tuple(steps), data_axes=axes)
+        yield replace(kept, micro_batches=largest_micro_batches(graph, plan.micro_batches, kept.data_parts))
+
+
+def _known(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns that name something of the graph."""
+    found = []
+    for pattern in patterns:
+        with suppress(NnscalerError):
+            found += [pattern] if select(graph, [pattern]) else []
+    return tuple(found)
 
 
 def compile_traced(
@@ -158,7 +248,7 @@ def compile_traced(
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
     planned = make(traced.graph, wanted)
-    chosen = planned.plan
+    chosen = replace(planned.plan, precision=wanted.precision)
     report("plan", time.perf_counter() - start, f"{chosen.describe()}: {planned.why}")
     start = time.perf_counter()
     partitioned = apply_plan(traced.graph, planned.signatures, chosen)

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
 from nnscaler.manifest import MANIFEST, Manifest
 from nnscaler.transform.plan import Plan
+
+if TYPE_CHECKING:
+    from nnscaler import Engine
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a program was compiled from, to compile it again for a batch of another size.
+
+    module         of the user; its tensors are those of the program
+    rebuild        makes the module's arguments (positional, by keyword) from tensors by name
+    loss_fn        outside of the model; None: forward returns the loss
+    specialise     branches on data are those of the sample batch
+    repeat_layers  as in `parallelize`
+    """
+
+    module: torch.nn.Module
+    rebuild: Callable[[Mapping[str, torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    specialise: bool = False
+    repeat_layers: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -28,6 +51,7 @@ class Program:
     graph      of the whole model
     state      fqn -> logical tensor of the model
     inputs     the sample batch
+    origin     what it was compiled from; None for one that was compiled from a graph alone
     """
 
     sources: Mapping[str, str]
@@ -36,6 +60,7 @@ class Program:
     graph: Graph
     state: Mapping[str, torch.Tensor]
     inputs: Mapping[str, torch.Tensor]
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def source(self, rank: int) -> str:
         """Return the text that this rank runs. Raises NnscalerError for a rank that the program does not have."""
@@ -43,6 +68,10 @@ class Program:
         if role is None:
             raise NnscalerError("no_such_rank", f"rank {rank} of a program for {self.manifest.ranks} ranks")
         return self.sources[role.file]
+
+    def start(self, **settings: Any) -> Engine:
+        """Start the program on this rank, as `nnscaler.start(program, **settings)`."""
+        return nnscaler.start(self, **settings)
 
     def save(self, directory: str | Path) -> Path:
         """Write the program, whole or not at all. A program that is there is replaced.

@@ -9,7 +9,7 @@ from nnscaler.codegen.stage_writer import INDENT, StageWriter, states_text
 from nnscaler.communication.communicated_graph import Compute, Feed, Message, StageProgram, Stored, Version
 from nnscaler.communication.regions import transfer, without_axis
 from nnscaler.ir.graph import Graph
-from nnscaler.ir.layout import shape_of_rank
+from nnscaler.ir.layout import INVARIANT, shape_of_rank
 from nnscaler.ir.placement import Stage
 
 IMPORTS = """\
@@ -174,7 +174,7 @@ def _declarations(graph: Graph, program: StageProgram, every: Sequence[StageProg
 def _stored(graph: Graph, stored: Stored, stage: Stage, every: Sequence[StageProgram]) -> str:
     tensor = graph.tensors[stored.tensor]
     kind = {"parameter": "Parameter", "buffer": "Buffer"}.get(tensor.role, "Constant")
-    text = [f'"{tensor.fqns[0]}"', repr(tensor.shape), f'"{tensor.dtype}"', states_text(stored.at_rest, stage, True)]
+    text = [f'"{tensor.fqns[0]}"', repr(tensor.shape), f'"{tensor.dtype}"', states_text(stored.leaf, stage, True)]
     if tensor.role == "parameter":
         if stored.reduce:
             text.append(f"reduce={_names(stored.reduce)}")
@@ -183,6 +183,15 @@ def _stored(graph: Graph, stored: Stored, stage: Stage, every: Sequence[StagePro
             text.append(f"copies={tuple(holders)!r}")
         if tensor.needs_grad and not graph.consumers[stored.tensor]:
             text.append("used=False")
+        if tensor.master:
+            text.append(f'master="{tensor.master}"')
+        if tensor.sums and tensor.needs_grad:
+            text.append(f'sums="{tensor.sums}"')
+        if stored.rest:
+            more = (s if i in stored.rest else INVARIANT for i, s in enumerate(stored.at_rest))
+            text.append(f"rest={states_text(tuple(more), stage)}")
+            if stored.scatter != "step":
+                text.append(f'scatter="{stored.scatter}"')
     return f"{kind}({', '.join(text)})"
 
 

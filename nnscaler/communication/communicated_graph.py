@@ -11,7 +11,7 @@ from op_registry.registry import default_registry
 
 from nnscaler.ir.conversion import Move
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.ir.layout import Layout
+from nnscaler.ir.layout import Layout, Sharded
 from nnscaler.ir.placement import PartitionedGraph, Placement, Stage
 from nnscaler.transform.saved_tensors import kept_slots
 
@@ -82,6 +82,7 @@ class Stored:
     leaf       the layout of the autograd leaf: `at_rest` with `Replicated` where the gradient's reduction is deferred
     reduce     the axes over which the gradient is summed at the end of the step
     copies     the stages that hold it
+    scatter    when the gradient is divided as the tensor at rest is: after the "step", or each "micro_batch"
     """
 
     tensor: str
@@ -90,6 +91,17 @@ class Stored:
     leaf: Layout
     reduce: tuple[str, ...]
     copies: tuple[int, ...]
+    scatter: str = "step"
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """Return the axes, by position, over which it is sharded between steps only."""
+        pairs = zip(self.at_rest, self.leaf, strict=True)
+        return tuple(i for i, (r, f) in enumerate(pairs) if isinstance(r, Sharded) and not isinstance(f, Sharded))
+
+    def summed(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes over which the gradient is summed as a whole: those that do not divide it."""
+        return tuple(axis for axis in self.reduce if names.index(axis) not in self.rest)
 
 
 @dataclass(frozen=True, slots=True)

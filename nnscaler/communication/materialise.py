@@ -130,9 +130,17 @@ def volumes(graph: Graph, programs: Iterable[StageProgram]) -> Mapping[tuple[str
                 if tensor.needs_grad:
                     add(names[move.axis], move.row.backward, prod(full), sizes[move.axis], times)
         for stored in program.stored:
-            elements = prod(local_shape(stored.at_rest, sizes, graph.tensors[stored.tensor].shape))
-            for axis in stored.reduce:
+            shape = graph.tensors[stored.tensor].shape
+            elements = prod(local_shape(stored.at_rest, sizes, shape))
+            for axis in stored.summed(names):
                 add(axis, "all_reduce", elements, sizes[names.index(axis)], 1)
+            layout, times = stored.leaf, program.stage.micro_batches if stored.scatter == "micro_batch" else 1
+            for position in stored.rest:
+                name, parts = names[position], sizes[position]
+                elements = prod(local_shape(layout, sizes, shape))
+                add(name, "all_gather", elements, parts, 1)
+                add(name, "reduce_scatter" if name in stored.reduce else None, elements, parts, times)
+                layout = (*layout[:position], stored.at_rest[position], *layout[position + 1 :])
         for message in program.receives:
             elements = prod(local_shape(message.target.layout, sizes, graph.tensors[message.tensor].shape))
             calls, sent = found.get(("pp", "send"), (0, 0.0))
@@ -188,7 +196,8 @@ def _declare_stored(builder: StageBuilder, stored: Mapping[str, StoredLayout]) -
             at_rest, leaf = layouts.on(builder.stage)
             version = builder.add(name, leaf)
             builder.versions[True].setdefault(name, {})[leaf] = version
-            builder.stored.append(Stored(name, version.variable, at_rest, leaf, layouts.reduce, layouts.stages))
+            stored_so = Stored(name, version.variable, at_rest, leaf, layouts.reduce, layouts.stages, layouts.scatter)
+            builder.stored.append(stored_so)
 
 
 def _place(

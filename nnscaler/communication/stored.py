@@ -3,7 +3,7 @@
 A stored tensor has three layouts: at rest (what optimizer and checkpoint see; `Invariant` or `Sharded` per axis), leaf
 (at rest, with `Replicated` where some use wants a deferred reduction), and one per use. The layout at rest is chosen
 jointly over axes and uses, among the layouts that some use wants: two axes chosen apart could overlap on a dim. Rest
-steps of the plan shard it further.
+steps of the plan shard it further: with ZeRO-3 the leaf as well, with ZeRO-1 and 2 only what lies between steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from nnscaler.ir.graph import LogicalTensor
 from nnscaler.ir.layout import INVARIANT, MICRO, REPLICATED, Invariant, Layout, Replicated, Sharded, local_shape
 from nnscaler.ir.placement import PartitionedGraph, Stage
 from nnscaler.ir.signature import Signature
-from nnscaler.transform.zero3 import sharded_at_rest
+from nnscaler.transform.plan import ZERO
+from nnscaler.transform.zero import sharded_at_rest
 
 MEMORY = 3.0  # an element at rest is held thrice: value, gradient, optimizer state
 
@@ -31,16 +32,18 @@ class StoredLayout:
     leaf      the layout of the autograd leaf
     reduce    mesh axes over which the gradient is a partial sum
     stages    the stages that hold the tensor; they have meshes of one shape, or it has no gradient and rests whole
+    scatter   "micro_batch": the gradient is divided like `at_rest` after each backward (ZeRO-2); "step": after the last
     """
 
     at_rest: Layout
     leaf: Layout
     reduce: tuple[str, ...]
     stages: tuple[int, ...]
+    scatter: str = "step"
 
     def on(self, stage: Stage) -> tuple[Layout, Layout]:
         """Return (at rest, leaf) on one of the stages."""
-        if all(isinstance(state, Invariant) for state in self.leaf):
+        if all(isinstance(state, Invariant) for state in (*self.leaf, *self.at_rest)):
             return whole(stage), whole(stage)
         return self.at_rest, self.leaf
 
@@ -83,7 +86,8 @@ def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tup
     if tensor.role != "parameter" or not wanted:
         return StoredLayout(whole(first), whole(first), (), stages)
     candidates = dict.fromkeys((*(_at_rest(layout) for layout in wanted), whole(first)))
-    for axis in (i for i, a in enumerate(first.axes) if a.name in partitioned.at_rest.get(tensor.name, ())):
+    zero = partitioned.at_rest.get(tensor.name, {})
+    for axis in (i for i, a in enumerate(first.axes) if zero.get(a.name) == ZERO):
         candidates = dict.fromkeys(
             layout if isinstance(layout[axis], Sharded) else sharded_at_rest(layout, axis, first.sizes, tensor.shape)
             for layout in candidates
@@ -93,7 +97,11 @@ def _choose(partitioned: PartitionedGraph, tensor: LogicalTensor, uses: list[tup
     leaf = leaf_layout(tensor, first, best, wanted)
     axes = zip(first.axes, leaf, strict=True)
     reduce = tuple(a.name for a, s in axes if isinstance(s, Replicated) and a.name != MICRO)
-    return StoredLayout(best, leaf, reduce, stages)
+    at_rest = best
+    for axis in (i for i, a in enumerate(first.axes) if tensor.needs_grad and zero.get(a.name) in (1, 2)):
+        if not isinstance(best[axis], Sharded):
+            at_rest = sharded_at_rest(at_rest, axis, first.sizes, tensor.shape)
+    return StoredLayout(at_rest, leaf, reduce, stages, "micro_batch" if 2 in zero.values() else "step")
 
 
 def _at_rest(layout: Layout) -> Layout:

@@ -114,4 +114,4 @@ class PartitionedGraph:
     stages: tuple[Stage, ...]
     placements: Mapping[str, Placement]
     micro_batches: int = 1
-    at_rest: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    at_rest: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

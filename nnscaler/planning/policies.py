@@ -16,11 +16,10 @@ from nnscaler.ir.layout import Sharded
 from nnscaler.ir.placement import Choice, RunInvariant, RunPartial, Split
 from nnscaler.ir.signature import Signature
 from nnscaler.planning.beam_search import cheapest_choices
-from nnscaler.planning.sharding.parameter_placement import BY_ZERO
 from nnscaler.scheduling.registry import DEFAULT, get_schedule
 from nnscaler.transform.candidates import all_candidates, reach
 from nnscaler.transform.complete_plan import follow_batch, largest_micro_batches
-from nnscaler.transform.plan import DP, PP, TP, ZERO, AssignStep, Plan, ReplicateStep, SplitStep, Step
+from nnscaler.transform.plan import DP, PP, SHARD, TP, ZERO, AssignStep, Plan, ReplicateStep, RestStep, SplitStep, Step
 from nnscaler.transform.select import select
 from nnscaler.transform.stages import partition_stages
 
@@ -130,7 +129,8 @@ AXES = {
     DP: "data parallel: the batch is split, parameters are held whole",
     TP: "tensor parallel: operators are split as their annotations allow, by least communication",
     PP: "pipeline parallel: layers are split into stages",
-    "zero": "of data parallel: with zero=3 parameters, gradients and optimizer states rest in shards (ZeRO-3, FSDP)",
+    SHARD: "data parallel as well, inside of dp: where it is named, `zero` divides over it alone (hybrid sharding)",
+    "zero": "of data parallel: optimizer states (1), gradients (2) and parameters (3, FSDP) rest in shards",
 }
 
 
@@ -140,7 +140,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
         if name not in AXES or not number.isdigit() or int(number) < 1 or name in sizes:
-            wrong = f"{part!r} is not one of dp=N, tp=N, pp=N, zero=3"
+            wrong = f"{part!r} is not one of dp=N, shard=N, tp=N, pp=N, zero=1|2|3"
             if name in sizes:
                 wrong = f"{name} is named twice"
             elif name in AXES and number.isdigit():
@@ -151,13 +151,17 @@ def parse_axes(text: str) -> dict[str, int]:
                 help="for example dp=2,tp=2,pp=2; or a plan.json; or policy.py::function",
             )
         sizes[name] = int(number)
-    if sizes.get("zero", ZERO) != ZERO or ("zero" in sizes and sizes.get(DP, 1) == 1):
+    over = SHARD if SHARD in sizes else DP
+    if sizes.get("zero", ZERO) > ZERO or ("zero" in sizes and sizes.get(over, 1) == 1):
         raise NnscalerError(
             "plan_illegal",
-            f"--plan {text!r}: zero={sizes['zero']} with dp={sizes.get('dp', 1)}",
-            help=f"zero={ZERO} shards parameters, gradients and optimizer states over the ranks of dp, of which there "
-            f"are two or more: dp=2,zero={ZERO}",
+            f"--plan {text!r}: zero={sizes['zero']} with {over}={sizes.get(over, 1)}",
+            help="zero=1 shards optimizer states, zero=2 gradients too, zero=3 parameters too, over the ranks of dp, "
+            "or of shard where it is named, of which there are two or more: dp=2,zero=1 or dp=2,shard=2,zero=3",
         )
+    if SHARD in sizes and "zero" not in sizes:
+        message = f"--plan {text!r}: shard={sizes[SHARD]} says over which ranks parameters rest in shards"
+        raise NnscalerError("plan_illegal", message, help="add zero=1, zero=2 or zero=3; or take more ranks of dp")
     return sizes
 
 
@@ -199,21 +203,24 @@ def make_plan(
     `micro_batches` None: twice the pipeline's devices, as far as the batch allows; 1 without a pipeline. `replicate`:
     patterns of modules or operations that tensor parallelism leaves whole.
     """
-    dp, tp, pp = (sizes.get(n, 1) for n in (DP, TP, PP))
+    dp, tp, pp = sizes.get(DP, 1) * sizes.get(SHARD, 1), sizes.get(TP, 1), sizes.get(PP, 1)
     kind = get_schedule(schedule) if schedule else DEFAULT
     chunks = chunks or (kind.chunks if pp > 1 else 1)
     whole = {op.name for op in select(graph, replicate)} if replicate else set()
     if micro_batches is None:
         micro_batches = largest_micro_batches(graph, 2 * pp, dp) if pp > 1 else 1
-    mesh = tuple((n, sizes[n]) for n in (DP, TP, PP) if n in sizes)
+    mesh = tuple((n, sizes[n]) for n in (DP, SHARD, TP, PP) if n in sizes)
     plan = Plan(mesh, (), micro_batches, schedule or DEFAULT.name, chunks)
+    if SHARD in sizes:
+        plan = replace(plan, data_axes=(DP, SHARD))
     steps: list[Step] = []
     if tp > 1:
         made, axes = follow_batch(graph, signatures, plan, plan.device_axes[0])
         steps.extend(tensor_parallel(graph, signatures, TP, tp, whole, made, axes))
     if pp > 1:
         steps.extend(pipeline(graph, signatures, pp, chunks))
-    steps.extend(BY_ZERO[sizes.get("zero", 0)].steps)
+    if "zero" in sizes:
+        steps.append(RestStep(("*",), SHARD if SHARD in sizes else DP, sizes["zero"]))
     return replace(plan, steps=tuple(steps))
 
 

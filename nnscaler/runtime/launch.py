@@ -23,7 +23,7 @@ import torch
 
 from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase, ProgramError
 from nnscaler.runtime.communication.factory import torch_communicator
-from nnscaler.runtime.communication.process_group import ProcessPlace, join, leave, torchrun_place
+from nnscaler.runtime.communication.process_group import ProcessPlace, choose_device, join, leave, torchrun_place
 from nnscaler.runtime.program.program_directory import (
     ProgramDirectory,
     groups_of,
@@ -31,6 +31,7 @@ from nnscaler.runtime.program.program_directory import (
     rank_with_loss,
     read_program,
 )
+from nnscaler.runtime.training.batch import Batch
 from nnscaler.runtime.training.checkpoint import (
     CannotWrite,
     Checkpoint,
@@ -39,7 +40,7 @@ from nnscaler.runtime.training.checkpoint import (
     save_checkpoint,
     written,
 )
-from nnscaler.runtime.training.executor import Batch, ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
 COULD_NOT_RUN, STOPPED, CRASHED, INTERRUPTED = 2, 3, 101, 130
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         program = read_program(options.program)
         _check_ranks(program, place)
         _check_options(options)
-        backend, device = _choose_device(options.device, place)
+        backend, device = choose_device(options.device, place)
         start, batch = _start(program, place, options), program.inputs()
         if options.save is not None:
             check_writable(options.save, place.rank)
@@ -129,17 +130,6 @@ def _check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise ProgramError(f"--{name.replace('_', '-')} {value:g} is not a positive number")
-
-
-def _choose_device(choice: str, place: ProcessPlace) -> tuple[str, torch.device]:
-    """Backend and device: NCCL where each rank of this machine has a GPU; fewer GPUs are shared, over gloo."""
-    count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
-    if choice == "cuda" and not count:
-        raise ProgramError("--device cuda: torch finds no GPU")
-    if not count:
-        return "gloo", torch.device("cpu")
-    backend = "nccl" if count >= place.local_world_size else "gloo"
-    return backend, torch.device("cuda", place.local_rank % count)
 
 
 def _train(

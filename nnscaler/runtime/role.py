@@ -81,6 +81,10 @@ class Parameter:
     reduce   axes on which each rank's gradient is a partial sum
     copies   the ranks of every stage that holds it, this one included, position by position (empty: only this stage)
     used     False for one that no operation reads: its gradient stays None
+    rest     states by which it is sharded further between steps (ZeRO-1, ZeRO-2), on axes where the text reads it whole
+    scatter  when its gradient is divided like `rest`: after the "step" (ZeRO-1), or after each "micro_batch" (ZeRO-2)
+    master   its dtype between steps; empty: `dtype`
+    sums     dtype in which its gradient is summed over ranks; empty: float32 for one of half precision, else its own
     """
 
     fqn: str
@@ -90,6 +94,20 @@ class Parameter:
     reduce: tuple[str, ...] = ()
     copies: tuple[Ranks, ...] = ()
     used: bool = True
+    rest: Mapping[str, State] = field(default_factory=dict)
+    scatter: str = "step"
+    master: str = ""
+    sums: str = ""
+
+    @property
+    def at_rest(self) -> Mapping[str, State]:
+        """Return the states between steps: what the optimizer, checkpoints and the verification see."""
+        return {**self.states, **self.rest} if self.rest else self.states
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Return the axes over which the gradient of the tensor at rest is still a partial sum."""
+        return tuple(axis for axis in self.reduce if axis not in self.rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +118,11 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str
     states: Mapping[str, State] = field(default_factory=dict)
+
+    @property
+    def at_rest(self) -> Mapping[str, State]:
+        """Return the states between steps, which are those in a step."""
+        return self.states
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +262,7 @@ class Stage:
     micro: AxisGroup
     device: torch.device
     context: RunContext
+    at_rest: dict[str, torch.nn.Parameter]
     prepare: Callable[..., Mapping[str, Any]]
     forward: Callable[..., Mapping[str, Tensor]]
 
@@ -246,6 +270,7 @@ class Stage:
         self.rank = rank
         self.device = torch.device("cpu")  # the builder names another
         self.context = context
+        self.at_rest = {}  # parameter -> its tensor between steps; mostly its leaf
         self.micro = AxisGroup(MICRO, self.micro_batches, 0)
         self._observer = observer
 

@@ -76,8 +76,8 @@ class _Reader:
         if isinstance(value, _PLAIN):
             return {"value": value} if type(value) in _PLAIN else self._skipped(value, path)
         if isinstance(value, Mapping) and all(type(key) in _PLAIN for key in value):
-            items = self._items(value, path)
-            return {"dict": items} if type(value) is dict else {"class": _name(type(value)), "items": items}
+            pairs = self._items(value, path)
+            return {"dict": pairs} if type(value) is dict else {"class": _name(type(value)), "items": pairs}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             named = dict(zip(value._fields, value, strict=True))
             return {"class": _name(type(value)), "tuple": True, "items": self._items(named, path)}
@@ -138,13 +138,14 @@ def _made(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _instance(value: Mapping[str, Any], items: dict[Any, Any]) -> Any:
-    kind = _imported(value["class"])
+    kind: Any = _imported(value["class"])
     name = value["class"].partition(":")[2].rpartition(".")[2]
     if value.get("tuple"):
-        make: Callable[..., Any] = namedtuple(name, list(items)) if kind is None else kind  # type: ignore[misc]
+        make: Callable[..., Any] = namedtuple(name, list(items)) if kind is None else kind
         return make(*items.values())
-    if kind is not None and issubclass(kind, Mapping):  # also a dataclass, as ModelOutput is
-        return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
+    if kind is not None and issubclass(kind, Mapping):
+        keyed: Any = kind  # as ModelOutput is a dataclass too
+        return keyed(**items) if dataclasses.is_dataclass(keyed) else keyed(items)
     if not all(type(key) is str and key.isidentifier() for key in items):
         return items
     kind = kind or dataclasses.make_dataclass(name, list(items))

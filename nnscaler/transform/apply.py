@@ -17,7 +17,7 @@ from nnscaler.transform.complete_plan import choose, illegal
 from nnscaler.transform.hoist_prepare import hoist
 from nnscaler.transform.plan import AssignStep, Axes, OrderStep, Plan, RecomputeStep, ReplicateStep, RestStep, SplitStep
 from nnscaler.transform.select import select
-from nnscaler.transform.zero3 import resting
+from nnscaler.transform.zero import resting
 
 # The order transform: within what dependencies allow, run some operations before others.
 

@@ -12,9 +12,11 @@ from math import lcm, prod
 from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import Precision
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
-ZERO = 3  # the stage of ZeRO that there is
+SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
+ZERO = 3  # the stage of ZeRO that the planner searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,19 @@ class RecomputeStep:
 
 @dataclass(frozen=True, slots=True)
 class RestStep:
-    """Between their uses, keep the parameters sharded over the axis, and with them their gradients and what the
-    optimizer has of them (ZeRO-3, fully sharded data parallel). They are gathered where they are read.
+    """Keep parameters, and what the optimizer has of them, sharded over an axis whose ranks all read them (Rajbhandari
+    et al., ZeRO, 2020).
 
-    A parameter is named by itself, by a module that has it, or by a glob."""
+    parameters   each named by itself, by a module that has it, or by a glob
+    axis         of the mesh
+    zero         3: between their uses, gathered where they are read; 1 and 2: between steps, gathered once before the
+                 first forward. Gradients are divided where they arise (3), after each backward (2), after the last (1)
+    """
 
     kind: ClassVar[str] = "rest"
     parameters: tuple[str, ...]
     axis: str = DP
+    zero: int = ZERO
 
 
 Axes = tuple[tuple[str, int], ...]  # (name, size)
@@ -116,6 +123,7 @@ class Plan:
     notes           for people
     stage_axes      the axes of each pipeline device where they differ (`mesh` then has `pp` alone); the devices may
                     differ in rank count too
+    precision       the dtypes in which the model runs; None: its own
     """
 
     mesh: Axes
@@ -126,6 +134,7 @@ class Plan:
     data_axes: tuple[str, ...] = (DP,)
     notes: tuple[str, ...] = field(default=())
     stage_axes: tuple[Axes, ...] = ()
+    precision: Precision | None = None
 
     @property
     def ranks(self) -> int:
@@ -164,8 +173,10 @@ class Plan:
 
         It ends with `zero=3` where parameters rest in shards, `some` where not all do.
         """
-        rest = [pattern for step in self.steps if isinstance(step, RestStep) for pattern in step.parameters]
-        zero = "" if not rest else " zero=3" if "*" in rest else " some zero=3"
+        rest = [step for step in self.steps if isinstance(step, RestStep)]
+        stages = "+".join(str(zero) for zero in sorted({step.zero for step in rest}))
+        some = "" if any("*" in step.parameters for step in rest) else "some "
+        zero = f" {some}zero={stages}" if rest else ""
         if self.stage_axes:
             return f"pp={self.devices} ({' | '.join(_describe(axes) for axes in self.device_axes)})" + zero
         return _describe(self.mesh) + zero
@@ -173,7 +184,9 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
         steps = [{"step": s.kind, **{k: v for k, v in asdict(s).items() if v not in ((), False)}} for s in self.steps]
-        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "steps"}
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps", "precision")}
+        if self.precision is not None:
+            head["precision"] = asdict(self.precision)
         body = ",\n".join("  " + json.dumps(step) for step in steps)
         lines = [f' "{key}": {json.dumps(value)}' for key, value in head.items()]
         return "{\n" + ",\n".join([*lines, f' "steps": [\n{body}\n ]' if steps else ' "steps": []']) + "\n}\n"
@@ -201,7 +214,16 @@ class Plan:
                 help = 'axes are pairs: [["dp", 2], ["tp", 2]]'
                 raise NnscalerError("plan_illegal", f"{source}: {json.dumps(axes)} are not mesh axes", help=help)
         _check_types(Plan, simple, source)
+        if simple.get("precision") is not None:
+            simple["precision"] = _precision(simple["precision"], source)
         return Plan(**{**simple, "steps": steps})
+
+
+def _precision(value: Any, source: str) -> Precision:
+    known = [f.name for f in fields(Precision)]
+    if not isinstance(value, dict) or not set(value) <= set(known):
+        raise NnscalerError("plan_illegal", f"{source}: precision is {json.dumps(value)}", help=f"its keys: {known}")
+    return Precision(**value)
 
 
 def _describe(axes: Axes) -> str:
@@ -225,6 +247,9 @@ def _step(entry: Mapping[str, Any], position: int, source: str) -> Step:
         if isinstance(values.get(name), str):
             values[name] = (values[name],)
     _check_types(kind, values, f"{source}: step {position} ({entry['step']})")
+    if kind is RestStep and values.get("zero", ZERO) not in (1, 2, 3):
+        message = f"{source}: step {position} (rest): zero is {values['zero']}, and ZeRO has the stages 1, 2 and 3"
+        raise NnscalerError("plan_illegal", message)
     try:
         return kind(**values)  # type: ignore[no-any-return]
     except TypeError as error:

@@ -25,7 +25,7 @@ from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.sharding.memory import parameter_memory
 from nnscaler.planning.sharding.problem_config import Setting
 from nnscaler.transform.plan import DP, ZERO, RestStep, Step
-from nnscaler.transform.zero3 import sharded_at_rest
+from nnscaler.transform.zero import sharded_at_rest
 
 SIZES = tuple(2.0**n for n in range(10, 42, 2))  # bytes; of the largest, latency is no part
 

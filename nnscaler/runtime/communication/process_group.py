@@ -55,6 +55,20 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> ProcessPlace
     return place
 
 
+def choose_device(choice: str, place: ProcessPlace) -> tuple[str, torch.device]:
+    """Return backend and device: NCCL where each rank of this machine has a GPU; fewer GPUs are shared, over gloo.
+
+    `choice`: auto, cpu or cuda. Raises ProgramError for cuda where there is none.
+    """
+    count = torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
+    if choice == "cuda" and not count:
+        raise ProgramError("device cuda: torch finds no GPU")
+    if not count:
+        return "gloo", torch.device("cpu")
+    backend = "nccl" if count >= place.local_world_size else "gloo"
+    return backend, torch.device("cuda", place.local_rank % count)
+
+
 def join(backend: str, rank: int, world_size: int, device: torch.device, store: Path | None = None) -> None:
     """Make the default process group: through the file `store`, else through torchrun's environment.
 

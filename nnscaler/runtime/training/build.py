@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
+from dataclasses import dataclass, replace
+from types import MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
@@ -11,24 +12,48 @@ from torch import Tensor
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import Communicator, ProgramError
 from nnscaler.runtime.role import Buffer, Observer, Parameter, RunContext, Stage
-from nnscaler.runtime.shards import ravel, shard, unravel
+from nnscaler.runtime.shards import local_shape, ravel, shard, unravel
+from nnscaler.runtime.training.at_rest import AtRest, divisions_of
 from nnscaler.runtime.training.autocast import dtype_named
 
 State = Mapping[str, Tensor]
 
 
+Key = tuple[str, int]  # name in the model, position in the stage's mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a rank: the leaf that its text reads, and the tensor at rest (one object where they are equal)."""
+
+    leaf: torch.nn.Parameter
+    rest: torch.nn.Parameter
+    description: Parameter
+
+
 class StageBuilder:
-    """Builds the stages of one rank; a tensor that two stages hold at the same position is one tensor."""
+    """Builds the stages of one rank; a tensor that two stages hold at the same position is one tensor.
+
+    `given`: parameters of another program for the same model, whose tensors at rest become those of this one.
+    """
 
     def __init__(
-        self, communicator: Communicator, state: State, precision: str | None, device: torch.device, run: RunContext
+        self,
+        communicator: Communicator,
+        state: State,
+        precision: str | None,
+        device: torch.device,
+        run: RunContext,
+        given: Mapping[Key, Held] = MappingProxyType({}),
     ) -> None:
         self._communicator = communicator
         self._state = state
         self._precision = precision
         self._device = device
         self._run = run
-        self._shared: dict[tuple[str, int, bool], torch.nn.Parameter] = {}
+        self._given = given
+        self.held: dict[Key, Held] = {}
+        self.resting: list[AtRest] = []  # of all stages, in order
 
     def build(self, stage_class: type[Stage], observer: Observer | None = None) -> Stage:
         """Raises ProgramError when the rank is not in the stage's mesh, or the state lacks a tensor."""
@@ -45,7 +70,9 @@ class StageBuilder:
         self._connect(stage)
         for trained, declared in ((True, stage.parameters), (False, stage.frozen)):
             for name, description in declared.items():
-                setattr(stage, name, self._parameter(stage, description, trained))
+                held = self._parameter(stage, description, trained)
+                setattr(stage, name, held.leaf)
+                stage.at_rest[name] = held.rest
         for name, stored in (*stage.buffers.items(), *stage.constants.items()):
             setattr(stage, name, self._cut(stage, stored))
         return stage
@@ -56,13 +83,51 @@ class StageBuilder:
             ranks = tuple(stage.ranks[ravel({**here, axis: i}, stage.axes)] for i in range(size))
             setattr(stage, axis, AxisGroup(axis, size, here[axis], ranks, self._communicator))
 
-    def _parameter(self, stage: Stage, description: Parameter, trained: bool) -> torch.nn.Parameter:
-        key = (description.fqn, stage.ranks.index(stage.rank), trained)
-        if key not in self._shared or not description.copies:
-            parameter = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
-            parameter.description = description  # type: ignore[attr-defined]
-            self._shared[key] = parameter
-        return self._shared[key]
+    def _parameter(self, stage: Stage, description: Parameter, trained: bool) -> Held:
+        key = (description.fqn, stage.ranks.index(stage.rank))
+        if key in self.held and description.copies:
+            return self.held[key]
+        known = self._known(stage, description, trained)
+        if known is None:
+            rest = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
+        elif known.rest.requires_grad == trained:
+            rest = known.rest
+        else:  # the same memory: what trains it in one program is seen by the other
+            rest = torch.nn.Parameter(known.rest.detach(), requires_grad=trained)
+        if known is not None and not trained:
+            description = replace(description, rest=known.description.rest, reduce=(), scatter="step")
+        leaf = rest
+        dtype = dtype_named(description.dtype, self._precision)
+        if description.rest or rest.dtype != dtype:
+            shape = local_shape(description.shape, description.states, stage.sizes(), stage.coordinates())
+            if known is not None and (known.leaf.shape, known.leaf.dtype) == (shape, dtype) and trained:
+                leaf = known.leaf
+            else:
+                leaf = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device), requires_grad=trained)
+            self.resting.append(AtRest(leaf, rest, divisions_of(stage, description), description.scatter))
+        if known is None:
+            rest.description = description  # type: ignore[attr-defined]
+        self.held[key] = Held(leaf, rest, description)
+        return self.held[key]
+
+    def _known(self, stage: Stage, description: Parameter, trained: bool) -> Held | None:
+        """Return the given parameter of this name; one that nothing reads here is left out where it lies otherwise.
+
+        One that this program does not train may be divided further between steps than the program says: it is gathered
+        from there. Raises ProgramError where another program's parameter lies otherwise.
+        """
+        known = self._given.get((description.fqn, stage.ranks.index(stage.rank)))
+        if known is None:
+            return None
+        theirs = known.description
+        alike = dict(theirs.at_rest) == dict(description.at_rest)
+        if alike or (not trained and dict(theirs.states) == dict(description.states)):
+            return known
+        if not description.used:
+            return None
+        where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
+        message = f"{where} lies as {dict(description.at_rest)} between steps, and in the program before as"
+        raise ProgramError(f"{message} {dict(theirs.at_rest)}; start with the program that trains it")
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
         logical = self._state.get(description.fqn)
@@ -72,10 +137,11 @@ class StageBuilder:
         if tuple(logical.shape) != shape:
             raise ProgramError(f"{where} has shape {tuple(logical.shape)} in the state, {shape} in the program")
         try:
-            piece = shard(logical.detach(), description.states, stage.sizes(), stage.coordinates())
+            piece = shard(logical.detach(), description.at_rest, stage.sizes(), stage.coordinates())
         except ValueError as error:
             raise ProgramError(f"{where}: {error}") from error
-        return piece.to(self._device, dtype_named(description.dtype, self._precision))
+        dtype = description.master if isinstance(description, Parameter) and description.master else description.dtype
+        return piece.to(self._device, dtype_named(dtype, self._precision))
 
 
 def stages_of(module: ModuleType, rank: int) -> list[type[Stage]]:

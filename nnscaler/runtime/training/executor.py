@@ -20,16 +20,16 @@ from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
 from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule
-from nnscaler.runtime.shards import shard
+from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
-from nnscaler.runtime.training.build import StageBuilder, stages_of
+from nnscaler.runtime.training.batch import Batch, BatchCutter
+from nnscaler.runtime.training.build import Held, Key, StageBuilder, stages_of
 from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
-from nnscaler.runtime.training.results import Results, total_loss
+from nnscaler.runtime.training.results import Results, check_outputs, total_loss
 
 Observe = Callable[[int, int, str, str, Tensor], None]
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -55,6 +55,8 @@ class ExecutorSettings:
     shapes      input -> shape of the global batch that the program is for; another one is refused
     tied        all names of each parameter or buffer that has several, for checkpoints
     returns     what the model returns, as the manifest has it, for `predict`
+    cut_axes    axes over which batches are cut before they are given: each rank gets the rows of its data part; none:
+                each gets the global batch
     """
 
     precision: str | None = None
@@ -67,6 +69,7 @@ class ExecutorSettings:
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tied: Sequence[Sequence[str]] = ()
     returns: Returns = field(default_factory=Returns)
+    cut_axes: tuple[str, ...] = ()
 
 
 class RankExecutor:
@@ -75,8 +78,11 @@ class RankExecutor:
     `observe(stage, micro, phase, name, tensor)` sees every tensor that the program assigns: phase is "prepare" (micro
     is -1), "forward", or "backward" for its gradient.
 
-    `parameters` maps (stage index, attribute) to the trainable parameters, each with its `.description`; a tied
-    parameter that two stages hold on this rank occurs twice, as one object.
+    `parameters` maps (stage index, attribute) to the trainable parameters as they lie between steps, each with its
+    `.description`; a tied parameter that two stages hold on this rank occurs twice, as one object.
+
+    `share`: an executor of the same model for batches of another size. The two have their parameters and their counts
+    of steps in common; `take_buffers` hands buffers over.
     Raises ProgramError for a role or a state that does not fit.
     """
 
@@ -89,6 +95,7 @@ class RankExecutor:
         settings: ExecutorSettings = ExecutorSettings(),
         *,
         observe: Observe | None = None,
+        share: RankExecutor | None = None,
     ) -> None:
         if rank != communicator.rank:
             raise ProgramError(f"rank {rank} was given the communicator of rank {communicator.rank}")
@@ -96,20 +103,24 @@ class RankExecutor:
         self.rank, self.communicator = rank, communicator
         self.precision, self.device = settings.precision, torch.device(settings.device)
         first, passes = settings.first_step, settings.first_pass
-        self.context = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
+        own = RunContext(settings.seed, settings.dropout, first, first if passes is None else passes)
+        self.context: RunContext = own if share is None else share.context
         self.tied = tuple(tuple(names) for names in settings.tied)
         self.loss_scale = settings.loss_scale
-        self._shapes = dict(settings.shapes)
+        self._cutter = BatchCutter(dict(settings.shapes), settings.cut_axes)
         self._observe, self._running = observe, ("", -1)
         classes = stages_of(self.module, rank)
         self.schedule = parse_schedule(self.module.SCHEDULE, classes)
-        builder = StageBuilder(communicator, state, self.precision, self.device, self.context)
+        given = {} if share is None else share.held
+        builder = StageBuilder(communicator, state, self.precision, self.device, self.context, given)
         with precision_of_run(self.precision):
             self.stages = {c.index: builder.build(c, self._observer(c.index)) for c in classes}
         self.parameters: dict[tuple[int, str], torch.nn.Parameter] = {
-            (index, name): getattr(stage, name) for index, stage in self.stages.items() for name in stage.parameters
+            (index, name): stage.at_rest[name] for index, stage in self.stages.items() for name in stage.parameters
         }
-        self._gradients = Gradients(self.stages, communicator)
+        self.held: Mapping[Key, Held] = builder.held
+        self._resting = tuple(builder.resting)
+        self._gradients = Gradients(self.stages, self._resting, communicator, self.precision)
         self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
         self._in_flight: dict[tuple[int, int], InFlight] = {}
@@ -151,7 +162,7 @@ class RankExecutor:
             return self._run(batch, backward=False)
 
     def predict(self, batch: Batch) -> Any:
-        """Return what the model returns for the global `batch`: its own structure of logical tensors, on every rank."""
+        """Run forward alone, and return what the model returns: its own structure of logical tensors, on every rank."""
         loss = self.forward_only(batch, keep=None)
         with self._working("gathering the results"), torch.no_grad():
             return self._results.restored(loss)
@@ -186,6 +197,14 @@ class RankExecutor:
         clip_gradients(stages, norm, max_norm)
         return norm
 
+    def take_buffers(self, other: RankExecutor) -> None:
+        """Go on with the buffers that another executor of the model has now."""
+        theirs = {d.fqn: getattr(s, name) for s in other.stages.values() for name, d in s.buffers.items()}
+        for stage in self.stages.values():
+            for name, description in stage.buffers.items():
+                if description.fqn in theirs:
+                    setattr(stage, name, theirs[description.fqn])
+
     @property
     def buffers(self) -> dict[tuple[int, str], Tensor]:
         """(stage index, attribute) to the local tensor, as of now: steps replace the tensors of updated buffers."""
@@ -199,9 +218,9 @@ class RankExecutor:
                 found += [(index, name, d.fqn, getattr(stage, name)) for name, d in stage.buffers.items()]
             elif kind == "parameter":
                 both = {**stage.parameters, **stage.frozen}
-                found += [(index, name, d.fqn, getattr(stage, name).detach()) for name, d in both.items()]
+                found += [(index, name, d.fqn, stage.at_rest[name].detach()) for name, d in both.items()]
             elif kind == "gradient":
-                found += [(index, name, d.fqn, getattr(stage, name).grad) for name, d in stage.parameters.items()]
+                found += [(index, name, d.fqn, stage.at_rest[name].grad) for name, d in stage.parameters.items()]
             else:
                 raise ValueError(f"kind {kind!r} is not 'parameter', 'gradient' or 'buffer'")
         return found
@@ -219,6 +238,9 @@ class RankExecutor:
             autocast_on(self.device.type),
             torch.autograd.set_multithreading_enabled(False),  # communication in backward belongs to this thread
         ):
+            if self._resting:
+                with self._working("the gathering of parameters"):
+                    gather(self._resting, self.communicator)
             prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
             for instruction in self.schedule:
                 stage = self.stages[instruction.stage]
@@ -282,7 +304,7 @@ class RankExecutor:
                     stage._observe(name, value)
             shared = {name: value for name, value in prepared.items() if name not in stage.updates}
             outputs = stage.forward(**arguments, **shared)
-            self._check_outputs(stage, {**prepared, **outputs})
+            check_outputs(stage, {**prepared, **outputs})
             outputs = self._results.collect(stage, outputs)
             for send in stage.sends:
                 with self.communicator.at(_place(stage)):
@@ -310,7 +332,7 @@ class RankExecutor:
             needed = [(value, gradient) for value, gradient in roots.values() if value.requires_grad]
             if needed:
                 torch.autograd.backward([v for v, _ in needed], [g for _, g in needed])
-            self._gradients.collect()
+            self._gradients.collect(stage.index)
             for name, receive in stage.receives.items():
                 if receive.needs_grad:
                     leaf = flight.received[name]
@@ -326,24 +348,8 @@ class RankExecutor:
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def _piece(self, stage: Stage, source: Input, batch: Batch) -> Tensor:
-        if source.name not in batch:
-            raise ProgramError(f"the batch has no input {source.name!r}")
-        found, wanted = tuple(batch[source.name].shape), tuple(self._shapes.get(source.name, batch[source.name].shape))
-        if found != wanted:  # sizes and counts of means are in the program's text: it would compute something else
-            message = f"input {source.name!r} has shape {found}, and the program is for {wanted}"
-            raise ProgramError(f"{message}; compile one for each size, or pad the batch")
-        try:
-            piece = shard(batch[source.name].detach(), source.states, stage.sizes(), stage.coordinates())
-        except ValueError as error:
-            raise ProgramError(f"input {source.name!r}: {error}") from error
+        piece = self._cutter.piece(stage, source, batch)
         return piece.to(self.device, in_precision(piece.dtype, self.precision))
-
-    def _check_outputs(self, stage: Stage, outputs: Mapping[str, Tensor]) -> None:
-        loss = ["loss"] if stage.loss is not None else []
-        wanted = {*(send.key for send in stage.sends), *stage.updates, *stage.results, *loss}
-        missing = sorted(wanted - set(outputs))
-        if missing:
-            raise ProgramError(f"forward does not return {missing}")
 
     def _observer(self, stage: int) -> Callable[[str, Tensor], None] | None:
         if self._observe is None:

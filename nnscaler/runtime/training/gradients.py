@@ -14,13 +14,14 @@ from nnscaler.runtime.communication.communicator import Communicator, ProgramErr
 from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import unravel
+from nnscaler.runtime.training.at_rest import BUCKET_BYTES, AtRest, scatter
+from nnscaler.runtime.training.autocast import dtype_named
 
 # Sum the gradients that different ranks hold parts of, once per step, in buckets.
 # A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every
 # stage that holds a copy of it. Parameters with the same group and dtype share buckets. Every rank works through
 # its groups in one global order (by their ranks), so two ranks that share several groups meet in the same order.
 
-BUCKET_BYTES = 25 * 2**20
 _NAMED = 3  # parameters of a bucket that an error names
 
 
@@ -33,9 +34,9 @@ class Holding:
 
 
 def holding(stage: Stage, description: Parameter) -> Holding:
-    """Return where the gradient of this stage's shard of a parameter is summed."""
+    """Return where the gradient of this stage's shard of a parameter at rest is summed."""
     here = unravel(stage.ranks.index(stage.rank), stage.axes)
-    kept = [axis for axis in stage.axes if axis not in description.reduce]
+    kept = [axis for axis in stage.axes if axis not in description.summed]
     positions = [
         position
         for position in range(len(stage.ranks))
@@ -111,57 +112,94 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Gradients:
-    """Holds what `.grad` had before the step apart, so that only this step's gradients are summed over ranks.
+    """From the gradients of leaves to those of tensors at rest.
 
-    A used parameter that got no gradient here contributes zeros; an unused one keeps `.grad` as it was.
+    What `.grad` had before the step is held apart, so that only this step's gradients are summed over ranks. A used
+    parameter that got no gradient here contributes zeros; an unused one keeps `.grad` as it was.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        resting: Sequence[AtRest],
+        communicator: Communicator,
+        precision: str | None = None,
+    ) -> None:
         self._communicator = communicator
-        self._holdings: dict[torch.nn.Parameter, Holding] = {}
+        self._resting = list(resting)
+        self._position = {entry.leaf: i for i, entry in enumerate(resting)}
+        self._holdings: dict[torch.nn.Parameter, Holding] = {}  # by leaf, in order
+        self._rest: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._used: dict[torch.nn.Parameter, bool] = {}
+        self._summed_in: dict[torch.nn.Parameter, torch.dtype] = {}
+        self._at_once: dict[int, list[torch.nn.Parameter]] = {}  # stage -> leaves that are divided after each backward
         for stage in stages.values():
             for name, description in stage.parameters.items():
-                parameter = getattr(stage, name)
-                self._holdings[parameter] = holding(stage, description)
-                self._used[parameter] = self._used.get(parameter, False) or description.used
+                leaf = getattr(stage, name)
+                self._rest[leaf] = stage.at_rest[name]
+                self._holdings[leaf] = holding(stage, description)
+                self._used[leaf] = self._used.get(leaf, False) or description.used
+                if description.sums:
+                    self._summed_in[leaf] = dtype_named(description.sums, precision)
+                if description.rest and description.scatter == "micro_batch":
+                    self._at_once.setdefault(stage.index, []).append(leaf)
         self._before: dict[torch.nn.Parameter, Tensor] = {}
-        self._wide: dict[torch.nn.Parameter, Tensor] = {}
+        self._sums: dict[torch.nn.Parameter, Tensor] = {}  # of a leaf over micro-batches, where not in its `.grad`
+        self._divided: dict[torch.nn.Parameter, Tensor] = {}  # the same, divided as the tensor at rest
 
     def begin(self) -> None:
-        self._before = {p: p.grad for p in self._holdings if p.grad is not None}
-        self._wide = {}
-        for parameter in self._holdings:
-            parameter.grad = None
+        self._before = {leaf: rest.grad for leaf, rest in self._rest.items() if rest.grad is not None}
+        self._sums, self._divided = {}, {}
+        for leaf, rest in self._rest.items():
+            leaf.grad = rest.grad = None
 
-    def collect(self) -> None:
-        """Move gradients of half precision into float32, after each backward."""
-        for parameter in self._holdings:
-            if parameter.dtype in _HALF and parameter.grad is not None:
-                wide = parameter.grad.float()
-                self._wide[parameter] = self._wide[parameter] + wide if parameter in self._wide else wide
-                parameter.grad = None
+    def collect(self, stage: int) -> None:
+        """After a backward of this stage, move gradients of half precision into float32, and divide those of ZeRO-2.
+
+        Every rank of the stage calls it after the same backward.
+        """
+        for leaf in self._holdings:
+            if leaf.dtype in _HALF and leaf.grad is not None:
+                wide = leaf.grad.float()
+                self._sums[leaf] = self._sums[leaf] + wide if leaf in self._sums else wide
+                leaf.grad = None
+        leaves = [leaf for leaf in self._at_once.get(stage, ()) if self._used[leaf]]
+        found = {self._position[leaf]: self._local(leaf) for leaf in leaves}
+        for i, gradient in scatter(found, self._resting, self._communicator).items():
+            leaf = self._resting[i].leaf
+            wide = gradient.float() if gradient.dtype in _HALF else gradient
+            self._divided[leaf] = self._divided[leaf] + wide if leaf in self._divided else wide
+            self._sums.pop(leaf, None)
+            leaf.grad = None
 
     def finish(self, loss_scale: float = 1.0) -> None:
         """Sums over ranks, takes the scale of the loss out, and leaves the result, plus what was there before the
-        step, in `.grad`."""
-        used = [p for p in self._holdings if self._used[p]]
-        summed = reduce_gradients([(self._holdings[p], self._local(p)) for p in used], self._communicator)
-        for parameter, scaled in zip(used, summed, strict=True):
-            gradient = scaled if loss_scale == 1.0 else scaled / loss_scale
-            before = self._before.get(parameter)
+        step, in `.grad` of the tensors at rest."""
+        used = [leaf for leaf in self._holdings if self._used[leaf]]
+        local = {leaf: self._divided[leaf] if leaf in self._divided else self._local(leaf) for leaf in used}
+        waiting = [leaf for leaf in used if leaf in self._position and leaf not in self._divided]
+        divided = scatter({self._position[leaf]: local[leaf] for leaf in waiting}, self._resting, self._communicator)
+        local.update((self._resting[i].leaf, gradient) for i, gradient in divided.items())
+        summed = reduce_gradients([(self._holdings[leaf], local[leaf]) for leaf in used], self._communicator)
+        for leaf, scaled in zip(used, summed, strict=True):
+            rest, before = self._rest[leaf], self._before.get(leaf)
+            wide = scaled.float() if scaled.dtype in _HALF else scaled  # summed in half precision
+            gradient = wide if loss_scale == 1.0 else wide / loss_scale
             total = gradient if before is None else before.to(gradient.dtype) + gradient
-            parameter.grad = total.to(parameter.dtype)
-        for parameter in self._holdings:
-            if not self._used[parameter]:
-                parameter.grad = self._before.get(parameter)
-        self._before, self._wide = {}, {}
+            if leaf is not rest:
+                leaf.grad = None
+            rest.grad = total.to(rest.dtype)
+        for leaf, rest in self._rest.items():
+            if not self._used[leaf]:
+                rest.grad = self._before.get(leaf)
+        self._before, self._sums, self._divided = {}, {}, {}
 
-    def _local(self, parameter: torch.nn.Parameter) -> Tensor:
-        if parameter.dtype in _HALF:
-            wide = self._wide.get(parameter)
-            return torch.zeros_like(parameter, dtype=torch.float32) if wide is None else wide
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    def _local(self, leaf: torch.nn.Parameter) -> Tensor:
+        """Return this rank's gradient of a leaf, in the dtype in which it is summed."""
+        found = self._sums.get(leaf) if leaf.dtype in _HALF else leaf.grad
+        if found is None:
+            found = torch.zeros_like(leaf, dtype=torch.float32 if leaf.dtype in _HALF else leaf.dtype)
+        return found.to(self._summed_in.get(leaf, found.dtype))
 
 
 # The norm of all gradients of a program, and gradients clipped to it.
@@ -174,7 +212,7 @@ EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 def holds_first_copy(stage: Stage, description: Parameter | Buffer) -> bool:
     """Return whether no rank before this one, and no stage before, holds the same elements."""
     coordinates = stage.coordinates()
-    states = description.states
+    states = description.at_rest
     if any(coordinates[axis] for axis in stage.axes if not isinstance(states.get(axis), Sharded)):
         return False
     copies = description.copies if isinstance(description, Parameter) else ()
@@ -212,11 +250,11 @@ def _counted(stages: Sequence[Stage]) -> Iterator[Tensor]:
     seen: set[int] = set()
     for stage in stages:
         for name, description in stage.parameters.items():
-            parameter = getattr(stage, name)
+            parameter = stage.at_rest[name]
             if id(parameter) not in seen and parameter.grad is not None and holds_first_copy(stage, description):
                 seen.add(id(parameter))
                 yield parameter.grad
 
 
 def _trained(stage: Stage) -> Iterator[torch.nn.Parameter]:
-    return (getattr(stage, name) for name in stage.parameters)
+    return (stage.at_rest[name] for name in stage.parameters)

@@ -115,6 +115,14 @@ class Results:
         return self._communicator.broadcast(sent, record.ranks[0], tuple(world)).to(value.dtype)
 
 
+def check_outputs(stage: Stage, outputs: Mapping[str, Tensor]) -> None:
+    """Check that a stage returns all that it declares. Raises ProgramError."""
+    loss = [LOSS] if stage.loss is not None else []
+    missing = sorted({*(send.key for send in stage.sends), *stage.updates, *stage.results, *loss} - set(outputs))
+    if missing:
+        raise ProgramError(f"forward does not return {missing}")
+
+
 def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator) -> Tensor:
     """Sum the loss of a step over micro-batches and ranks, on the axes where it is a partial sum."""
     assert stage.loss is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from nnscaler.runtime import ExecutorSettings, ProgramError, RankExecutor, Simul
 from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.structure import describe, restore
 from nnscaler.tracing import trace
+from nnscaler.training.engine import Engine, EngineSettings
 from verify.programs.typing.check import check_program
 
 
@@ -194,6 +196,30 @@ def test_a_scalar_loss_alone_declares_nothing() -> None:
     program = nnscaler.parallelize(Alone(), batch(), ranks=2, plan="dp=2")
     assert "Result" not in program.sources["role_0.py"] and "argmax" not in program.sources["role_0.py"]
     assert not program.graph.structure and "returns" not in print_graph(program.graph)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_an_engine_predicts_from_the_rows_of_its_part(plan: str) -> None:
+    """Also for another number of rows; and in evaluation mode for a model without a loss."""
+    model = Net()
+    program = nnscaler.parallelize(model, batch(), ranks=2, plan=plan)
+    with pytest.warns(UserWarning, match="only runs forward"):
+        other = nnscaler.parallelize(Predicting(), {"x": batch()["x"]}, ranks=2, plan=plan)
+    whole = {name: t.double() if t.is_floating_point() else t for name, t in batch(8).items()}
+
+    def work(communicator: Any) -> Any:
+        engines = [Engine(p, communicator, EngineSettings(dtype="float64", device="cpu")) for p in (program, other)]
+        part = engines[0].data_part
+        rows = {name: t.chunk(part.count)[part.index] for name, t in whole.items()}
+        with pytest.raises(nnscaler.NnscalerError, match="no loss"):
+            engines[1].evaluate(rows)
+        return engines[0].predict(rows), engines[1].predict(rows)
+
+    with torch.no_grad():
+        right = copy.deepcopy(model).double()(**whole)
+    for outputs, logits in Simulator(2).run(work):
+        torch.testing.assert_close(flat(outputs), flat(right), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(logits, right["shown"].logits, rtol=1e-12, atol=1e-12)
 
 
 # ---- what is wrong is found ----

@@ -11,7 +11,7 @@ from nnscaler.ir.signature import signatures
 from nnscaler.tracing import trace
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan, RestStep
-from nnscaler.transform.zero3 import sharded_at_rest
+from nnscaler.transform.zero import sharded_at_rest
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,10 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
     return (Path(file).name, file, function[0]), function[1]
 
 
-_MOST = 1 << 20  # ranks on one axis, or micro-batches: what is derived for each of them has an end
+_MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
 _MEMBERS = "index ranks axes micro_batches inputs prepare_inputs receives sends loss results updates".split()
+_OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
 
@@ -150,7 +151,9 @@ def _is_pieces(value: Any) -> bool:
 
 # what the runtime takes for each argument of a declaration; other kinds might mean one thing here and another there
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("fqn", "name", "key", "dtype"), lambda value: type(value) is str),
+    **dict.fromkeys(("fqn", "name", "key", "dtype", "master", "sums"), lambda value: type(value) is str),
+    "scatter": ("step", "micro_batch").__contains__,
+    "rest": lambda value: isinstance(value, dict) and all(isinstance(s, State) for s in value.values()),
     **dict.fromkeys(("used", "needs_grad"), lambda value: type(value) is bool),
     **dict.fromkeys(("messages", "backward"), _is_pieces),
     "stage": lambda value: type(value) is int,
@@ -232,8 +235,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
-    unknown = set(found) - {*_KINDS, *_MEMBERS}
-    if unknown or "forward" not in bodies:
+    if (unknown := set(found) - {*_KINDS, *_MEMBERS}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
@@ -315,7 +317,7 @@ def _states(call: ast.Call, value: Any) -> dict[str, State]:
 def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
     result: list[StoredText] = []
     for variable, call in _entries(found, group):
-        more = ("reduce", "copies", "used") if _CLASS_OF[group] == "Parameter" else ()
+        more = tuple(_OF_PARAMETERS) if _CLASS_OF[group] == "Parameter" else ()
         kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more))
         if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
             raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
@@ -328,9 +330,7 @@ def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Store
                 given["shape"],
                 given["dtype"],
                 _states(call, given.get("states", {})),
-                given.get("reduce", ()),
-                given.get("copies", ()),
-                given.get("used", True),
+                *(given.get(name, default) for name, default in _OF_PARAMETERS.items()),
             )
         )
     return result

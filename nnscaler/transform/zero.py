@@ -1,7 +1,8 @@
-"""Parameters that rest sharded over an axis whose ranks all read them: ZeRO-3, fully sharded data parallel.
+"""Parameters that rest sharded over an axis whose ranks all read them: ZeRO, fully sharded data parallel.
 
-Such a parameter's layout at rest, and that of its leaf, has one more `Sharded`. To be read it is converted like any
-tensor: gathered forward, its gradient reduced and scattered backward.
+Such a parameter's layout at rest has one more `Sharded`. Under ZeRO-3 that of its leaf has it too: to be read it is
+converted like any tensor, gathered forward, its gradient reduced and scattered backward. Under ZeRO-1 and 2 the leaf is
+whole on that axis, and the runtime makes the same conversion once a step.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from nnscaler.ir.layout import Layout, Sharded, explain_illegal
 from nnscaler.transform.plan import Plan, RestStep
 
 
-def resting(graph: Graph, plan: Plan) -> dict[str, tuple[str, ...]]:
-    """parameter (tensor name) -> the axes over which it rests sharded, as far as its sizes allow.
+def resting(graph: Graph, plan: Plan) -> dict[str, dict[str, int]]:
+    """parameter (tensor name) -> the axes over which it rests sharded, as far as its sizes allow, and the stage of
+    ZeRO on each.
 
     Raises NnscalerError("plan_illegal") for a pattern that names no parameter.
     """
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, dict[str, int]] = {}
     for step in plan.steps:
         if isinstance(step, RestStep):
             for name in select_parameters(graph, step.parameters):
-                found.setdefault(name, {})[step.axis] = None
-    return {name: tuple(axes) for name, axes in found.items()}
+                found.setdefault(name, {})[step.axis] = step.zero
+    return found
 
 
 def select_parameters(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:

@@ -1,0 +1,88 @@
+"""Cut a rank's pieces out of a batch: the global one, or the rows of this rank's data part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nnscaler.runtime.communication.communicator import ProgramError
+from nnscaler.runtime.layout import Sharded
+from nnscaler.runtime.role import Input, Stage
+from nnscaler.runtime.shards import cut_further, local_shape, shard
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCutter:
+    """Cuts inputs as their declarations say.
+
+    shapes     input -> shape of the global batch that the program is for; another one is refused
+    cut_axes   axes over which the batch that is given has been cut already; none: it is the global batch
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    cut_axes: tuple[str, ...] = ()
+
+    def piece(self, stage: Stage, source: Input, batch: Batch) -> Tensor:
+        """Return this rank's piece of an input, for the current micro-batch of the stage. Raises ProgramError."""
+        if source.name not in batch:
+            raise ProgramError(f"the batch has no input {source.name!r}")
+        given = batch[source.name].detach()
+        logical = tuple(self.shapes.get(source.name, given.shape))
+        done = {axis: state for axis, state in source.states.items() if axis in self.cut_axes}
+        here = stage.coordinates()
+        wanted = local_shape(logical, done, stage.sizes(), here)
+        if tuple(given.shape) != wanted:  # sizes and counts of means are in the program's text
+            message = f"input {source.name!r} has shape {tuple(given.shape)}, and the program is for {wanted}"
+            if done:
+                message += f" on this rank, {logical} in all"
+            raise ProgramError(f"{message}; compile one for each size, or pad the batch")
+        try:
+            if done:
+                return cut_further(given, logical, done, source.states, stage.sizes(), here)
+            return shard(given, source.states, stage.sizes(), here)
+        except ValueError as error:
+            raise ProgramError(f"input {source.name!r}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DataPart:
+    """The rows of each global batch that a rank needs: the `index`-th of `count` equal or nearly equal blocks."""
+
+    index: int
+    count: int
+
+
+def data_part(stages: Sequence[Stage], data_axes: Sequence[str]) -> DataPart:
+    """Return the part of the rank that has these stages.
+
+    It is that of the axes among `data_axes`, as coordinates in the order of the mesh. Raises ProgramError where its
+    stages want different parts, or rows that do not lie together.
+    """
+    found: set[DataPart] = set()
+    for stage in stages:
+        index, count = 0, 1
+        for axis, size in stage.axes.items():
+            if axis in data_axes:
+                index, count = index * size + getattr(stage, axis).index, count * size
+        found.add(DataPart(index, count))
+        for source in (*stage.inputs.values(), *stage.prepare_inputs.values()):
+            _check_nested(source, stage, data_axes)
+    if len(found) != 1:
+        raise ProgramError(f"the stages of one rank read different parts of the batch: {sorted(map(str, found))}")
+    return found.pop()
+
+
+def _check_nested(source: Input, stage: Stage, data_axes: Sequence[str]) -> None:
+    """Check that the rows of the part are one block, in the order of the axes."""
+    outer = 1
+    for axis in (a for a in stage.axes if a in data_axes):
+        state = source.states.get(axis)
+        if isinstance(state, Sharded):
+            if state.dim != 0 or state.sections or state.outer != outer:
+                message = f"input {source.name!r} is cut by {state} over {axis!r}"
+                raise ProgramError(f"{message}: a data part is a block of rows; give the executor the global batch")
+            outer *= stage.axes[axis]

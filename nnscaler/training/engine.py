@@ -1,0 +1,352 @@
+"""The engine of a rank: it runs a compiled program on batches of this rank's data part.
+
+    engine = nnscaler.start(program)
+    optimizer = engine.optimizer(torch.optim.AdamW, lr=3e-4)
+    for batch in engine.loader(dataset, batch_size=256):
+        loss = engine.step(batch)
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Every rank runs the same loop, and all of them see the same loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_registry.annotation.splits import balanced
+
+from nnscaler.codegen.program import Program
+from nnscaler.errors import NnscalerError
+from nnscaler.manifest import Manifest
+from nnscaler.runtime.communication.communicator import Communicator, CommunicatorBase
+from nnscaler.runtime.communication.factory import torch_communicator
+from nnscaler.runtime.communication.process_group import choose_device, join, torchrun_place
+from nnscaler.runtime.program.load_python import load_role
+from nnscaler.runtime.program.program_directory import groups_of, pairs_of, rank_with_loss
+from nnscaler.runtime.role import RunContext, Stage
+from nnscaler.runtime.training.autocast import dtype_named
+from nnscaler.runtime.training.batch import DataPart, data_part
+from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
+from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.training.optimizers import build_optimizer
+from nnscaler.training.sizes import (
+    SentProgram,
+    Shapes,
+    SizeClass,
+    Vouch,
+    agreed,
+    compile_size,
+    described,
+    folder_of,
+    sent,
+)
+
+Batch = Mapping[str, Tensor] | Sequence[Tensor]
+NO_LOSS = -1
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine runs its program.
+
+    dtype    replaces every floating dtype of the program ("float64"); None: as written
+    device   of this rank: "auto", "cpu" or "cuda"
+    seed     of dropout
+    cache    folder of the texts that are run; None: a temporary one
+    vouch    called on rank 0 with each program for another size, before it runs; raises where it is not the model's
+    """
+
+    dtype: str | None = None
+    device: str = "auto"
+    seed: int = 0
+    cache: Path | None = None
+    vouch: Vouch | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A program on this rank.
+
+    executor  of its role
+    source    the rank that tells all others the loss; NO_LOSS where the program has none
+    cut       batches are cut into data parts; else each rank computes the whole of them
+    """
+
+    executor: RankExecutor
+    source: int
+    cut: bool
+
+
+def start(program: Program, **settings: Any) -> Engine:
+    """Start the program on this rank: under torchrun one of many, else alone. `settings`: fields of EngineSettings.
+
+    Raises NnscalerError("wrong_ranks") where another number of ranks runs than the program is for.
+    """
+    chosen = EngineSettings(**settings)
+    place = torchrun_place()
+    ranks, running = program.manifest.ranks, 1 if place is None else place.world_size
+    if running != ranks:
+        raise NnscalerError(
+            "wrong_ranks",
+            f"the program is for {ranks} ranks ({program.plan.describe()}), and {running} run",
+            help=f"torchrun --nproc-per-node {ranks} ..., or another plan",
+        )
+    if place is None:
+        return Engine(program, CommunicatorBase(0, 1), chosen)
+    backend, device = choose_device(chosen.device, place)
+    if not torch.distributed.is_initialized():
+        join(backend, place.rank, place.world_size, device)
+    stages = _stages(sent(program), chosen.cache)
+    communicator = torch_communicator(
+        backend, place.rank, place.world_size, device, groups=groups_of(stages), pairs=pairs_of(stages)
+    )
+    return Engine(program, communicator, replace(chosen, device=str(device)))
+
+
+class Engine:
+    """A program on one rank, with what a training loop needs.
+
+    parameters   name in the model -> this rank's trainable tensor between steps, which an optimizer updates
+    data_part    the rows of a global batch that this rank is given
+    loss_scale   from which backward starts: see LossScaler
+    compilations what was compiled for batches of other sizes, in words
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        communicator: Communicator | None = None,
+        settings: EngineSettings = EngineSettings(),
+        share: RankExecutor | None = None,
+    ) -> None:
+        self.communicator = communicator or CommunicatorBase(0, 1)
+        self.rank, self.world_size = self.communicator.rank, self.communicator.world_size
+        self.settings = settings
+        self.device = torch.device("cpu" if settings.device == "auto" else settings.device)
+        self.compilations: list[str] = []
+        self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
+        self._program = program
+        self._first_size = SizeClass(_shapes(program.manifest), True)
+        self._carried = _carried(program)
+        self._has_modes = _has_modes(program)
+        self._running: dict[SizeClass, Running] = {}
+        self._current = self._run(sent(program), dict(program.state), share)
+        self._running[self._first_size] = self._current
+        stages = list(self.executor.stages.values())
+        self.data_part: DataPart = data_part(stages, program.plan.data_axes)
+
+    def another(self, program: Program) -> Engine:
+        """Start another program over the same parameters: a second loss of one model, with an optimizer of its own.
+
+        Parameters are those of the same name; `program.origin` is a module that has them, such as the other half of a
+        GAN. Raises ProgramError for one that lies otherwise between steps.
+        """
+        return Engine(program, self.communicator, self.settings, self.executor)
+
+    # -- what a loop calls ----------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, *, last: bool = True) -> Tensor:
+        """Run forward and backward of this data part's rows; return the loss of the global batch, on every rank.
+
+        Gradients add up in `.grad` until they are set to None. Where those of several batches make one optimizer step,
+        `last` is False for all but the last of them. Raises NnscalerError("batch_differs") for rows that do not fit
+        those of other ranks, and what compiling for a new size raises.
+        """
+        running, rows = self._prepared(batch, training=True)
+        running.executor.loss_scale = self.loss_scale
+        return self._told(running, running.executor.step(rows, last=last))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
+        running, rows = self._prepared(batch, training=False)
+        return self._told(running, running.executor.forward_only(rows))
+
+    def predict(self, batch: Batch) -> Any:
+        """Return what the model returns for the global batch in evaluation mode, on every rank; nothing changes.
+
+        Tensors are logical ones, in the model's own structure; the loss is among them where forward returns it.
+        """
+        running, rows = self._prepared(batch, training=False)
+        return running.executor.predict(rows)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""
+        return self.executor.clip_grad_norm(max_norm, norm_type)
+
+    def optimizer(
+        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer of `cls` over this rank's tensors between steps.
+
+        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `defaults`:
+        those of all others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
+        optimizer cannot update one by one.
+        """
+        names = {entry.fqns[0]: entry.fqns for entry in self.manifest.parameters if entry.trainable}
+        held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
+        return build_optimizer(cls, names, held, groups or {}, defaults)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.executor.zero_grad()
+
+    def skip(self) -> None:
+        """Count no optimizer step after the last batch. Every rank calls it."""
+        self.executor.skip()
+
+    # -- what the rank holds --------------------------------------------------------------------------------------
+
+    @property
+    def executor(self) -> RankExecutor:
+        """The executor that ran last: it has the buffers as they are now."""
+        return self._current.executor
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the program that was started."""
+        return self._program.manifest
+
+    @property
+    def program(self) -> Program:
+        """The program that was started."""
+        return self._program
+
+    @property
+    def context(self) -> RunContext:
+        """The counts of steps and batches, and the seed of random numbers."""
+        return self.executor.context
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return this rank's trainable tensors between steps, by name in the model."""
+        found: dict[str, torch.nn.Parameter] = {}
+        for stage in self._first.stages.values():
+            for name, description in stage.parameters.items():
+                found.setdefault(description.fqn, stage.at_rest[name])
+        return found
+
+    def stored(self) -> list[StoredTensor]:
+        """Return every parameter and buffer of this rank between steps."""
+        return stored_tensors(list(self.executor.stages.values()), self.manifest.tied)
+
+    # -- sizes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _first(self) -> RankExecutor:
+        return self._running[self._first_size].executor
+
+    def _prepared(self, batch: Batch, *, training: bool) -> tuple[Running, dict[str, Tensor]]:
+        """Return the program for this batch, with the buffers as they are now, and the rows that it takes."""
+        named = self._named(batch)
+        local = [(entry.name, tuple(named[entry.name].shape)) for entry in self.manifest.inputs]
+        shapes, rows = agreed(local, self.communicator, self._carried, self.data_part.index)
+        size = SizeClass(shapes, training or not self._has_modes)
+        running = self._running.get(size)
+        if running is None:
+            running = self._compiled(size, named)
+        if running is not self._current:
+            running.executor.take_buffers(self._current.executor)
+        if training:  # a program for evaluation holds, and changes, no buffer that it does not read
+            self._current = running
+        if running.cut:
+            count = sum(rows)
+            wanted = balanced(count, len(rows)) or (count // len(rows),) * len(rows)
+            if rows != wanted:
+                message = f"the data parts have {list(rows)} rows, and the program takes {list(wanted)}"
+                raise NnscalerError("batch_differs", message, help="engine.loader gives every part its rows")
+            return running, named
+        return running, {name: self._whole(name, tensor) for name, tensor in named.items()}
+
+    def _named(self, batch: Batch) -> dict[str, Tensor]:
+        names = [entry.name for entry in self.manifest.inputs]
+        if not isinstance(batch, Mapping):
+            if len(batch) != len(names):
+                raise NnscalerError("batch_differs", f"a batch of {len(batch)} tensors, and the model takes {names}")
+            return dict(zip(names, batch, strict=True))
+        missing = [name for name in names if name not in batch]
+        if missing:
+            raise NnscalerError("batch_differs", f"the batch has {sorted(batch)}, and the model takes {names}")
+        dims = {entry.name: len(entry.shape) for entry in self.manifest.inputs}
+        wrong = next((name for name in names if batch[name].dim() != dims[name]), None)
+        if wrong is not None:
+            message = f"input {wrong!r} has {batch[wrong].dim()} dims, and the model was compiled for {dims[wrong]}"
+            raise NnscalerError("batch_differs", message)
+        return {name: batch[name] for name in names}
+
+    def _compiled(self, size: SizeClass, batch: Mapping[str, Tensor]) -> Running:
+        made = compile_size(self._program, size, batch, self.communicator, self.settings.vouch)
+        self.compilations.append(described(size))
+        self._running[size] = self._run(made, dict(made.constants), self.executor)
+        return self._running[size]
+
+    def _run(self, program: SentProgram, state: Mapping[str, Tensor], share: RankExecutor | None) -> Running:
+        folder = folder_of(program.sources, self.settings.cache)
+        role = program.manifest.role_of(self.rank)
+        if role is None:
+            raise NnscalerError(
+                "wrong_ranks", f"the program is for {program.manifest.ranks} ranks: no rank {self.rank}"
+            )
+        settings = ExecutorSettings(
+            precision=self.settings.dtype,
+            device=self.device,
+            seed=self.settings.seed,
+            shapes=program.manifest.shapes,
+            tied=program.manifest.tied,
+            returns=program.manifest.returns,
+            cut_axes=program.data_axes,
+        )
+        if share is not None:  # buffers of the other program are handed over before each run
+            buffers = {entry.fqns[0]: entry for entry in program.manifest.buffers}
+            state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
+        module = load_role(folder / role.file)
+        executor = RankExecutor(module, self.rank, self.communicator, state, settings, share=share)
+        stages = _stages(program, self.settings.cache)
+        source = rank_with_loss(stages) if any(stage.loss is not None for stage in stages) else NO_LOSS
+        return Running(executor, source, bool(program.data_axes))
+
+    def _whole(self, name: str, rows: Tensor) -> Tensor:
+        """Return the global batch of an input, put together from the rows of all data parts."""
+        if name not in self._carried or self.data_part.count == 1:
+            return rows
+        everyone = tuple(range(self.world_size))
+        head = torch.tensor([self.data_part.index, rows.shape[0]])
+        heads = torch.stack(self.communicator.all_gather(head, everyone)).tolist()
+        shapes = [(count, *rows.shape[1:]) for _, count in heads]
+        pieces = self.communicator.all_gather(rows, everyone, shapes)
+        parts = {part: piece for (part, _), piece in reversed(list(zip(heads, pieces, strict=True)))}
+        return torch.cat([parts[index] for index in sorted(parts)])
+
+    def _told(self, running: Running, loss: Tensor | None) -> Tensor:
+        """Return the loss on every rank, in float64."""
+        if running.source == NO_LOSS:
+            raise NnscalerError("no_loss", "the model returns no loss", help="engine.predict gives what it returns")
+        value = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.detach().double()
+        return self.communicator.broadcast(value, running.source, tuple(range(self.world_size)))
+
+
+def _shapes(manifest: Manifest) -> Shapes:
+    return tuple((entry.name, entry.shape) for entry in manifest.inputs)
+
+
+def _carried(program: Program) -> frozenset[str]:
+    """Return the inputs whose dim 0 is the batch: that of the first input that has dims."""
+    inputs = [entry for entry in program.manifest.inputs if entry.shape]
+    return frozenset(entry.name for entry in inputs if entry.shape[0] == inputs[0].shape[0])
+
+
+def _has_modes(program: Program) -> bool:
+    """Return whether evaluation is another program: whether any part of the model is in training mode."""
+    return program.origin is not None and any(module.training for module in program.origin.module.modules())
+
+
+def _stages(program: SentProgram, cache: Path | None) -> list[type[Stage]]:
+    folder = folder_of(program.sources, cache)
+    return [stage for file in program.manifest.role_files for stage in load_role(folder / file).STAGES]

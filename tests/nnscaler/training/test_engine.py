@@ -1,0 +1,179 @@
+"""The engine against the eager model: curves under several plans, sizes that were not compiled, accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nnscaler
+import verify
+from nnscaler.codegen.program import Program
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.training.batch import DataPart
+from nnscaler.training.engine import Engine, EngineSettings
+
+FLOAT64 = EngineSettings(dtype="float64", device="cpu")
+
+
+class Layer(nn.Module):
+    def __init__(self, inputs: int, dropout: float, norm: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(inputs, 10)
+        self.norm = nn.BatchNorm1d(10) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.norm(self.up(x))))
+
+
+class Model(nn.Module):
+    """Two layers, dropout and batch norm: what differs between training and evaluation."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(6, 0.0, norm), Layer(10, dropout, norm)])
+        self.head = nn.Linear(10, 3, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def model(**arguments: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**arguments)
+
+
+def batch(rows: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(rows, 6, generator=generator, dtype=torch.float64),
+        "y": torch.randint(0, 3, (rows,), generator=generator),
+    }
+
+
+def compiled(module: nn.Module, plan: str, ranks: int, rows: int = 12) -> Program:
+    sample = {"x": torch.randn(rows, 6), "y": torch.zeros(rows, dtype=torch.long)}
+    return nnscaler.parallelize(module, sample, ranks=ranks, plan=plan)
+
+
+def rows_of(whole: dict[str, Tensor], part: DataPart) -> dict[str, Tensor]:
+    count = whole["x"].shape[0]
+    first, last = (-(-count * i // part.count) for i in (part.index, part.index + 1))
+    return {name: tensor[first:last] for name, tensor in whole.items()}
+
+
+def on_ranks(program: Program, work: Callable[[Engine], Any], settings: EngineSettings = FLOAT64) -> list[Any]:
+    ranks = program.manifest.ranks
+    if ranks == 1:
+        return [work(Engine(program, None, settings))]
+    return Simulator(ranks).run(lambda communicator: work(Engine(program, communicator, settings)))
+
+
+def eager(module: nn.Module, batches: Sequence[dict[str, Tensor]], **options: Any) -> list[float]:
+    module.double()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
+    losses = []
+    for whole in batches:
+        loss = module(**whole)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def curve(engine: Engine, batches: Sequence[dict[str, Tensor]]) -> list[float]:
+    optimizer = torch.optim.AdamW([{"params": list(engine.parameters.values())}], lr=0.05, weight_decay=0.1)
+    losses = []
+    for whole in batches:
+        losses.append(float(engine.step(rows_of(whole, engine.data_part))))
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+PLANS = [("dp=1", 1), ("dp=2", 2), ("dp=3", 3), ("tp=2", 2), ("pp=2", 2), ("dp=2,tp=2", 4), ("dp=2,zero=3", 2)]
+ZERO = [("dp=2,zero=1", 2), ("dp=2,zero=2", 2), ("dp=3,zero=1", 3), ("dp=3,zero=2", 3), ("dp=2,tp=2,zero=1", 4)]
+
+
+@pytest.mark.parametrize(("plan", "ranks"), PLANS + ZERO)
+def test_the_curve_is_that_of_the_eager_model(plan: str, ranks: int) -> None:
+    batches = [batch(12, seed) for seed in range(5)]
+    expected = eager(model(), batches)
+    for losses in on_ranks(compiled(model(), plan, ranks), lambda engine: curve(engine, batches)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [("dp=1", 1), ("dp=2", 2), ("dp=3", 3), ("dp=2,tp=2", 4), ("pp=2", 2), ("dp=2,zero=1", 2), ("dp=2,zero=3", 2)],
+)
+def test_batches_of_other_sizes_are_compiled_once(plan: str, ranks: int) -> None:
+    batches = [batch(rows, rows) for rows in (12, 5, 12, 1, 5, 7, 1)]
+    expected = eager(model(), batches)
+
+    def work(engine: Engine) -> tuple[list[float], int]:
+        return curve(engine, batches), len(engine.compilations)
+
+    for losses, compilations in on_ranks(compiled(model(), plan, ranks), work):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert compilations == 3
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=1", 1), ("dp=2", 2), ("tp=2", 2), ("pp=2", 2)])
+def test_evaluation_is_that_of_the_model_in_evaluation_mode(plan: str, ranks: int) -> None:
+    module = model(dropout=0.4, norm=True)
+    whole = batch(8, 3)
+    train = batch(12, 1)
+
+    def work(engine: Engine) -> tuple[float, float, float]:
+        before = float(engine.evaluate(rows_of(whole, engine.data_part)))
+        engine.step(rows_of(train, engine.data_part))
+        return before, float(engine.evaluate(rows_of(whole, engine.data_part))), float(engine.context.passes)
+
+    found = on_ranks(compiled(module, plan, ranks), work)
+    reference = model(dropout=0.4, norm=True).double()
+    reference.eval()
+    before = float(reference(**whole))
+    reference.train()
+    reference(**train)  # changes the running statistics
+    reference.eval()
+    after = float(reference(**whole))
+    assert before != after
+    for got in found:
+        assert got[:2] == pytest.approx((before, after), rel=1e-12)
+        assert got[2] == 1
+
+
+def test_programs_for_other_sizes_are_vouched_for() -> None:
+    """What is compiled on the way is typed before it runs; a text that is not the model's stops every rank."""
+    program = compiled(model(), "dp=2,zero=1", 2)
+    asked: list[str] = []
+
+    def checked(made: Program) -> None:
+        verify.vouch(made)
+        asked.append(str(made.manifest.shapes["x"]))
+        if made.manifest.shapes["x"][0] == 7:
+            text = made.sources["role_0.py"]
+            wrong = text.replace("comm.all_reduce(", "comm.invariant(", 1)
+            assert wrong != text
+            verify.vouch(replace(made, sources={"role_0.py": wrong}))
+
+    def work(engine: Engine) -> str:
+        engine.step(rows_of(batch(8), engine.data_part))
+        with pytest.raises(NnscalerError, match="is not proved") as error:
+            engine.step(rows_of(batch(7), engine.data_part))
+        return error.value.code
+
+    assert on_ranks(program, work, replace(FLOAT64, vouch=checked)) == ["program_refuted"] * 2
+    assert asked == ["(8, 6)", "(7, 6)"]
