@@ -30,7 +30,7 @@ from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, t
 from nnscaler.planning.policies import make_plan, parse_spec
 from nnscaler.runtime.program.program_directory import describe_state
 from nnscaler.scheduling.dependencies import check_acyclic
-from nnscaler.scheduling.registry import check_schedule, get_schedule
+from nnscaler.scheduling.registry import check_schedule, schedule_of
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.scheduling.timeline import simulate, timeline_rows
 from nnscaler.tracing import Traced, trace
@@ -123,7 +123,7 @@ def parallelize(
     precision: Precision | str | None = None,
     progress: Progress | None = None,
 ) -> Program:
-    """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
+    """Compile a model into a program for `ranks` ranks: its scalar loss, and the other tensors that it returns.
 
     `sample_inputs`: one global batch, as keyword arguments (dict) or positional ones (tuple). `plan`: a `Plan`, a
     specification such as `dp=2,tp=2,pp=2`, a function of (graph, ranks) that returns a `Plan`, or what is to be
@@ -131,7 +131,7 @@ def parallelize(
     `micro_batches` None: what the pipeline needs, or the planner finds. `replicate`: patterns of modules that tensor
     parallelism leaves whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
-    returns no loss, a function of its outputs and the batch.
+    returns no loss, a function of its outputs and the batch; without either, the program only runs forward.
     `precision`: mixed precision, a `Precision` or its text (`bfloat16`); parameters rest in the model's dtypes.
     `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, plan_too_large, micro_batches_coupled, ...
@@ -253,7 +253,7 @@ def compile_traced(
     start = time.perf_counter()
     partitioned = apply_plan(traced.graph, planned.signatures, chosen)
     communicated = materialise(partitioned, planned.signatures)
-    order = get_schedule(chosen.schedule)(chosen.devices, chosen.chunks, chosen.micro_batches)
+    order = schedule_of(chosen, bool(traced.graph.loss))
     check_acyclic(order, communicated.edges)
     report("communicate", time.perf_counter() - start, f"{len(communicated.stages)} stages")
     start = time.perf_counter()

@@ -83,6 +83,28 @@ class BufferRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ResultRecord:
+    """A tensor that the model returns. `shape`: of the logical tensor; `ranks`: of the stage that makes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returns:
+    """What the model returns.
+
+    structure   how (`nnscaler.runtime.structure`); empty where it is the loss alone
+    results     the tensors, the loss first
+    """
+
+    structure: str = ""
+    results: tuple[ResultRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A logical tensor in the folder. `sha256`: of its bytes; None where it has no data (on the meta device)."""
 
@@ -271,6 +293,7 @@ class Manifest:
     schedule               its name
     roles                  in the order of pipeline devices
     inputs, parameters, buffers   of the model
+    returns                what the model returns; empty in programs of older versions
     tensors                stage -> variable -> (logical tensor, layout); it is told, and never trusted
     communication          by axis and collective
     matmul_flops_divided   axis -> the fraction of the FLOPs of matmul-like operations that it divides
@@ -295,6 +318,7 @@ class Manifest:
     inputs: tuple[InputRecord, ...]
     parameters: tuple[ParameterRecord, ...] = ()
     buffers: tuple[BufferRecord, ...] = ()
+    returns: Returns = Returns()
     tensors: Mapping[int, Mapping[str, tuple[str, str]]]
     communication: tuple[AxisVolume, ...] = ()
     matmul_flops_divided: Mapping[str, float] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from nnscaler.codegen.operators import Origin, operator_records, written_origins
 from nnscaler.codegen.program import sha256
 from nnscaler.codegen.role_writer import write_role
 from nnscaler.communication.communicated_graph import CommunicatedGraph, Convert, StageProgram
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.ir.layout import Layout, format_layout
 from nnscaler.ir.placement import Split, Stage
 from nnscaler.ir.signature import Signature
@@ -23,6 +23,8 @@ from nnscaler.manifest import (
     InputRecord,
     Manifest,
     ParameterRecord,
+    ResultRecord,
+    Returns,
     RoleRecord,
 )
 from nnscaler.scheduling.schedule import Schedule
@@ -79,6 +81,7 @@ def manifest(
         schedule=schedule.name,
         roles=tuple(roles),
         **listed(graph),
+        returns=returns(communicated),
         tensors={p.stage.index: _variables(p) for p in communicated.stages},
         communication=tuple(
             AxisVolume(axis, kind, calls, sent) for (axis, kind), (calls, sent) in sorted(communicated.volumes.items())
@@ -109,6 +112,22 @@ def listed(graph: Graph) -> Listed:
         ),
         "buffers": tuple(BufferRecord(t.fqns, t.shape, t.dtype) for t in graph.with_role("buffer")),
     }
+
+
+def returns(communicated: CommunicatedGraph) -> Returns:
+    """Return what the model returns, and the ranks that have it."""
+    graph = communicated.partitioned.graph
+    ranks = {name: tuple(p.stage.mesh.ranks) for p in communicated.stages for name in results_of(p)}
+    results = tuple(
+        ResultRecord(name, graph.tensors[tensor].shape, graph.tensors[tensor].dtype, ranks[name])
+        for name, tensor in graph.results
+    )
+    return Returns(graph.structure, results)
+
+
+def results_of(program: StageProgram) -> list[str]:
+    """Return the names of the results that a stage makes, the loss first."""
+    return [*([LOSS] if program.loss is not None else []), *(name for name, _ in program.results)]
 
 
 def _variables(program: StageProgram) -> dict[str, tuple[str, str]]:

@@ -154,6 +154,7 @@ class StageProgram:
     sends           messages to later stages
     loss            on the stage that computes it
     updates         (buffer, its new value)
+    results         (name, version) of what it returns besides the loss, as it is made
     """
 
     stage: Stage
@@ -167,6 +168,7 @@ class StageProgram:
     sends: tuple[Message, ...]
     loss: Version | None
     updates: tuple[tuple[str, Version], ...] = ()
+    results: tuple[tuple[str, Version], ...] = ()
 
 
 @dataclass(frozen=True)

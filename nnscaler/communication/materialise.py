@@ -160,13 +160,17 @@ def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signatur
         for index in partitioned.placements[op.name].stages:
             _place(builders, index, partitioned, op, signatures[op.name])
     programs: list[StageProgram] = []
-    loss_stage = _stage_of_loss(partitioned)
+    loss_stage = stage_of(partitioned, graph.loss) if graph.loss else None
     finals = {
-        b.stage.index: (_finish_loss(b, graph) if b.stage.index == loss_stage else None, _finish_updates(b))
+        b.stage.index: (
+            _finish_loss(b, graph) if b.stage.index == loss_stage else None,
+            _finish_updates(b),
+            _results(b, partitioned),
+        )
         for b in builders
     }
     for builder in builders:
-        loss, updates = finals[builder.stage.index]
+        loss, updates, results = finals[builder.stage.index]
         programs.append(
             StageProgram(
                 builder.stage,
@@ -180,6 +184,7 @@ def materialise(partitioned: PartitionedGraph, signatures: Mapping[str, Signatur
                 tuple(builder.sends),
                 loss,
                 updates,
+                results,
             )
         )
     return CommunicatedGraph(partitioned, tuple(programs), volumes(graph, programs))
@@ -251,9 +256,19 @@ def _pass_on(builder: StageBuilder, name: str) -> None:
     builder.add(name, version.layout, variable=version.variable)
 
 
-def _stage_of_loss(partitioned: PartitionedGraph) -> int:
-    producer = partitioned.graph.producers[partitioned.graph.loss]
+def stage_of(partitioned: PartitionedGraph, result: str) -> int:
+    """Return the stage that returns a result: the last one that makes it."""
+    producer = partitioned.graph.producers[result]
     return partitioned.placements[producer.name].stages[-1]
+
+
+def _results(builder: StageBuilder, partitioned: PartitionedGraph) -> tuple[tuple[str, Version], ...]:
+    """Return the results that this stage makes, as they are made: nothing is communicated for them."""
+    return tuple(
+        (name, next(iter(builder.known(tensor).values())))
+        for name, tensor in partitioned.graph.outputs
+        if stage_of(partitioned, tensor) == builder.stage.index
+    )
 
 
 def _finish_loss(builder: StageBuilder, graph: Graph) -> Version:

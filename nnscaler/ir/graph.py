@@ -22,7 +22,7 @@ from op_registry.spec import SourceLocation
 RESERVED = frozenset(
     "self torch aten comm ops dtypes float recompute user device index ranks axes micro micro_batches parameters "
     "frozen buffers constants inputs prepare_inputs receives sends updates forward prepare context rank coordinates "
-    "sizes loss".split()
+    "sizes loss results".split()
 )
 
 
@@ -158,15 +158,20 @@ def as_call(operation: Operation, tensors: Mapping[str, LogicalTensor]) -> Call:
     return Call(operation.operator, map_slots(operation.args, argument), kwargs, outputs)
 
 
+LOSS = "loss"  # its name among the results
+
+
 @dataclass(frozen=True)
 class Graph:
-    """A traced model whose result is a scalar loss.
+    """A traced model: its scalar loss, and what else its forward returns.
 
     `tensors`      every tensor, in order of definition: stored ones (parameters, buffers, constants) and inputs
                    first. Unused parameters are listed too: they have no gradient
     `operations`   topologically ordered; each tensor is the output of at most one
-    `loss`         the name of the scalar result
+    `loss`         the name of the scalar loss; empty for a model without one, which only runs forward
     `updates`      (buffer, tensor): the buffer's value after the step
+    `outputs`      (name, tensor) of every further tensor that forward returns
+    `structure`    how forward returns them (`nnscaler.runtime.structure`); empty where it returns the loss alone
     """
 
     name: str
@@ -174,18 +179,30 @@ class Graph:
     operations: tuple[Operation, ...]
     loss: str
     updates: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
+    structure: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
 
     def __getstate__(self) -> dict[str, object]:
-        names = ("name", "operations", "loss", "updates")
+        names = ("name", "operations", "loss", "updates", "outputs", "structure")
         return {"tensors": dict(self.tensors), **{n: getattr(self, n) for n in names}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         for key, value in state.items():
             object.__setattr__(self, key, value)
         self.__post_init__()
+
+    @property
+    def results(self) -> tuple[tuple[str, str], ...]:
+        """(name, tensor) of all that forward returns, the loss first."""
+        return ((LOSS, self.loss), *self.outputs) if self.loss else self.outputs
+
+    @cached_property
+    def ends(self) -> frozenset[str]:
+        """The tensors that the graph is there for: results, and new values of buffers."""
+        return frozenset((*(name for _, name in self.results), *(value for _, value in self.updates)))
 
     @cached_property
     def producers(self) -> Mapping[str, Operation]:

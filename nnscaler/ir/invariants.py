@@ -114,10 +114,18 @@ def _is_in_place(operator: str) -> bool:
 
 def _results(graph: Graph) -> Iterator[str]:
     loss = graph.tensors.get(graph.loss)
-    if loss is None:
+    if not graph.loss and not graph.outputs:
+        yield "the graph has no loss and no other result"
+    elif loss is None and graph.loss:
         yield f"the loss {graph.loss} is not a tensor of the graph"
-    elif loss.shape != () or not is_floating_name(loss.dtype):
+    elif loss is not None and (loss.shape != () or not is_floating_name(loss.dtype)):
         yield f"the loss {graph.loss} is {loss.dtype}{list(loss.shape)}, not a floating scalar"
+    names = [name for name, _ in graph.results]
+    if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+        yield f"the results are called {names}"
+    for name, tensor in graph.outputs:
+        if tensor not in graph.producers:
+            yield f"the result {name} is {tensor}, which no operation makes"
     for buffer, value in graph.updates:
         old, new = graph.tensors.get(buffer), graph.tensors.get(value)
         if old is None or old.role != "buffer":

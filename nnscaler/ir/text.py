@@ -6,6 +6,9 @@ parameter %weight: float32[8, 4] grad = "weight"
 input %x: float32[2, 4] = "x"
 %linear: float32[2, 8] grad = aten.linear.default(%x, %weight)  | module="proj" type="Linear" at="tiny.py":7
 loss %mean
+
+A model that returns more has a line for each further result, `result "logits" = %linear`, and one that says how it
+returns them: `returns {...}` (`nnscaler.runtime.structure`). A model without loss has no line for it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from op_registry.spec import SourceLocation
 
 from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot
 
+_RETURNS = "returns "
 _WORD = re.compile(r"[A-Za-z_][\w.:]*\Z")
 
 
@@ -32,7 +36,9 @@ def print_graph(graph: Graph) -> str:
             lines.append(f"{tensor.role} {_typed(tensor)}" + (f" = {names}" if names else ""))
     lines += [print_operation(operation, graph) for operation in graph.operations]
     lines += [f"update %{buffer} = %{value}" for buffer, value in graph.updates]
-    lines.append(f"loss %{graph.loss}")
+    lines += [f"loss %{graph.loss}"] if graph.loss else []
+    lines += [f"result {json.dumps(name)} = %{tensor}" for name, tensor in graph.outputs]
+    lines += [f"{_RETURNS}{graph.structure}"] if graph.structure else []
     return "\n".join(lines) + "\n"
 
 
@@ -116,12 +122,16 @@ def parse_graph(text: str) -> Graph:
 
     Raises ValueError with the number of the line that is not in the language.
     """
-    name, loss = "", ""
+    name, loss, structure = "", "", ""
     tensors: dict[str, LogicalTensor] = {}
     operations: list[Operation] = []
     updates: list[tuple[str, str]] = []
+    outputs: list[tuple[str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if line.startswith(_RETURNS):
+            structure = line.removeprefix(_RETURNS)
             continue
         reader = _Reader(line, number)
         keyword = reader.peek()
@@ -131,6 +141,11 @@ def parse_graph(text: str) -> Graph:
         elif keyword == "loss":
             reader.take()
             loss = reader.tensor()
+        elif keyword == "result":
+            reader.take()
+            called = reader.text()
+            reader.expect("=")
+            outputs.append((called, reader.tensor()))
         elif keyword == "update":
             reader.take()
             buffer = reader.tensor()
@@ -145,7 +160,7 @@ def parse_graph(text: str) -> Graph:
             operations.append(operation)
             tensors.update({t.name: t for t in made})
         reader.end()
-    return Graph(name, tensors, tuple(operations), loss, tuple(updates))
+    return Graph(name, tensors, tuple(operations), loss, tuple(updates), tuple(outputs), structure)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from nnscaler.planning.cost.collectives import seconds_per_byte, summed_seconds
 from nnscaler.planning.cost.model import AxisPlace, Collective, CostModel
 from nnscaler.planning.cost.work import computes_in
 from nnscaler.scheduling.dependencies import Edge, check_acyclic, dependencies
-from nnscaler.scheduling.registry import get_schedule
+from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Instruction, Schedule
 from nnscaler.scheduling.timeline import Span, Timeline, simulate, timeline_of
 from nnscaler.transform.apply import apply_plan
@@ -293,7 +293,7 @@ def programmed(graph: Graph, signatures: Mapping[str, Signature], plan: Plan) ->
     """
     known = dict(signatures)  # `apply_plan` adds those of operations that it makes
     communicated = materialise(apply_plan(graph, known, plan), known)
-    return Programmed(communicated, get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches), known)
+    return Programmed(communicated, schedule_of(plan, bool(graph.loss)), known)
 
 
 def replay(graph: Graph, signatures: Mapping[str, Signature], plan: Plan, cost: CostModel) -> Replay:

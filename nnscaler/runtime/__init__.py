@@ -6,7 +6,19 @@ from nnscaler.runtime.communication.communicator import CommunicationError, Comm
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.layout import Invariant, Partial, Replicated, Sharded
 from nnscaler.runtime.program.user_operators import user_operators
-from nnscaler.runtime.role import Buffer, Constant, Exchange, Input, Loss, Parameter, Receive, Send, Stage, recompute
+from nnscaler.runtime.role import (
+    Buffer,
+    Constant,
+    Exchange,
+    Input,
+    Loss,
+    Parameter,
+    Receive,
+    Result,
+    Send,
+    Stage,
+    recompute,
+)
 from nnscaler.runtime.training.autocast import dtypes
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 
@@ -26,6 +38,7 @@ __all__ = [
     "RankExecutor",
     "Receive",
     "Replicated",
+    "Result",
     "Send",
     "Sharded",
     "Simulator",

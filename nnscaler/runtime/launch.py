@@ -242,6 +242,7 @@ def _executor(
         loss_scale=options.loss_scale,
         shapes=program.manifest.shapes,
         tied=program.manifest.tied,
+        returns=program.manifest.returns,
     )
     return RankExecutor(program.role(place.rank), place.rank, communicator, start.state, settings)
 

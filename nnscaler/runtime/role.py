@@ -62,6 +62,7 @@ def parse_schedule(text: str, stages: Sequence[type[Stage]]) -> tuple[Instructio
 
 
 MICRO = "micro"  # the axis of micro-batches
+LOSS = "loss"  # its name among the results
 
 Ranks = tuple[int, ...]
 Size = int | Mapping[str, tuple[int, ...]]  # of a dim; `{"dp": (3, 2)}`: by the rank's index on an axis
@@ -203,6 +204,20 @@ class Loss:
     states: Mapping[str, State] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that the model returns besides its loss, as this stage makes it.
+
+    shape    logical, of the whole step
+    dtype    its name
+    states   by axis, "micro" included; one that is missing holds the whole
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    states: Mapping[str, State] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class RunContext:
     """The state of a run that operators may read: dropout needs it. The executor keeps it up to date.
@@ -241,6 +256,7 @@ class Stage:
     receives: ClassVar[Mapping[str, Receive | Exchange]] = {}
     sends: ClassVar[tuple[Send | Exchange, ...]] = ()
     loss: ClassVar[Loss | None] = None
+    results: ClassVar[Mapping[str, Result]] = {}
     updates: ClassVar[Mapping[str, str]] = {}
 
     micro: AxisGroup

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from nnscaler.errors import NnscalerError
-from nnscaler.scheduling.schedule import Instruction, Schedule
+from nnscaler.scheduling.schedule import Instruction, Kind, Schedule
 
 Edge = tuple[int, int]  # producer stage, consumer stage
 
@@ -54,12 +54,13 @@ def check_acyclic(schedule: Schedule, edges: Collection[Edge]) -> tuple[Instruct
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that every stage runs forward and backward once per micro-batch, on its device: else
-    NnscalerError("bad_schedule")."""
+    """Check that every stage runs forward, and backward where the schedule trains, once per micro-batch, on its device:
+    else NnscalerError("bad_schedule")."""
+    kinds: tuple[Kind, ...] = ("F", "B") if schedule.trains else ("F",)
     counts = Counter((device, i) for device, order in enumerate(schedule.orders) for i in order)
     for stage, device in enumerate(schedule.devices):
         for micro in range(schedule.micro_batches):
-            for instruction in (Instruction("F", stage, micro), Instruction("B", stage, micro)):
+            for instruction in (Instruction(kind, stage, micro) for kind in kinds):
                 times = counts.pop((device, instruction), 0)
                 if times != 1:
                     raise NnscalerError("bad_schedule", f"device {device} runs {instruction} {times} times, not once")

@@ -10,7 +10,8 @@ from nnscaler.errors import NnscalerError
 from nnscaler.scheduling.gpipe import GPIPE
 from nnscaler.scheduling.interleaved import INTERLEAVED
 from nnscaler.scheduling.one_f_one_b import ONE_F_ONE_B
-from nnscaler.scheduling.schedule import ScheduleKind
+from nnscaler.scheduling.schedule import Schedule, ScheduleKind
+from nnscaler.transform.plan import Plan
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED)}
@@ -26,6 +27,12 @@ def get_schedule(name: str) -> ScheduleKind:
     near = get_close_matches(name.strip().lower(), SCHEDULES, 1, 0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
     raise NnscalerError("unknown_schedule", f"no schedule {name!r}", help=f"{guess}known: {', '.join(SCHEDULES)}")
+
+
+def schedule_of(plan: Plan, trains: bool) -> Schedule:
+    """Return the orders that a plan asks for. `trains`: the model has a loss; else there are no backward passes."""
+    found = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
+    return found if trains else found.forward_only()
 
 
 def check_schedule(name: str | None, searched: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getdoc
 from typing import Literal
 
@@ -36,16 +36,23 @@ class Schedule:
     devices         the device of each stage
     micro_batches   number of micro-batches
     orders          by device, its instructions in order
+    trains          False: there are no backward passes
     """
 
     name: str
     devices: tuple[int, ...]
     micro_batches: int
     orders: tuple[tuple[Instruction, ...], ...]
+    trains: bool = True
 
     @property
     def stages(self) -> int:
         return len(self.devices)
+
+    def forward_only(self) -> Schedule:
+        """Return the schedule without its backward passes, for a model without a loss."""
+        orders = tuple(tuple(i for i in order if i.kind == "F") for order in self.orders)
+        return replace(self, orders=orders, trains=False)
 
     def text(self, device: int) -> str:
         """Return one device's order as it stands in a rank program: `F0.0 F0.1 B0.0 ...`."""

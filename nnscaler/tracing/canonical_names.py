@@ -42,11 +42,16 @@ def canonical(raw: RawGraph, state: Mapping[str, Tensor]) -> tuple[RawGraph, dic
         chosen = naming.operation(operation)
         outputs.extend(_called(tensors[n], naming.names[n]) for n in operation.outputs if n is not None)
         renamed.append(with_names(operation, chosen, naming.names))
+    for _, name in raw.graph.outputs:
+        if tensors[name].role == "constant" and name not in naming.names:
+            constants.append(naming.constant(tensors[name], len(constants)))
+            new_state[constants[-1].fqns[0]] = state[tensors[name].fqns[0]]
     stored = [t for t in tensors.values() if t.role in ("parameter", "buffer")]
     inputs = [t for t in tensors.values() if t.role == "input"]
     ordered = {t.name: t for t in (*stored, *constants, *inputs, *outputs)}
     loss = naming.names.get(raw.graph.loss, raw.graph.loss)
-    graph = Graph(raw.graph.name, ordered, tuple(renamed), loss, raw.graph.updates)
+    results = tuple((result, naming.names.get(name, name)) for result, name in raw.graph.outputs)
+    graph = Graph(raw.graph.name, ordered, tuple(renamed), loss, raw.graph.updates, results, raw.graph.structure)
     storages = {naming.names.get(n, n): s for n, s in raw.storages.items()}
     return RawGraph(graph, {n: s for n, s in storages.items() if n in ordered}), new_state
 
@@ -73,7 +78,7 @@ def _called(tensor: LogicalTensor, name: str) -> LogicalTensor:
 
 
 def _needed(graph: Graph) -> list[Operation]:
-    used, kept = {graph.loss}, []
+    used, kept = {name for _, name in graph.results}, []
     for operation in reversed(graph.operations):
         if not used.isdisjoint(operation.outputs) or _acts(operation.operator):
             kept.append(operation)

@@ -1,4 +1,4 @@
-"""A traced graph must do what the module does: loss, gradients and buffers on the sample batch, against eager."""
+"""A traced graph must do what the module does: results, gradients and buffers on the sample batch, against eager."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph
+from nnscaler.ir.graph import LOSS, Graph
 from nnscaler.tracing.export.attributes import attributes_kept
 from nnscaler.tracing.export.locations import location_of_exception
-from nnscaler.tracing.export.loss_module import loss_of
+from nnscaler.tracing.export.loss_module import results_of
 from nnscaler.tracing.interpret import run_graph
 from nnscaler.tracing.precision import exact, exact_tensor, run_backward, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
@@ -34,12 +34,12 @@ _HELP = (
 class TrainingStep:
     """The results of one forward and backward. Tensors are by their first name in the model.
 
-    loss        scalar
+    results     by name, the loss first
     gradients   by parameter; None where the loss does not reach it
     buffers     after forward
     """
 
-    loss: Tensor
+    results: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
 
@@ -81,13 +81,14 @@ def _eager_step(model: nn.Module, graph: Graph, sample: SampleInputs, precision:
     args, kwargs = sample.rebuild(inputs)
     with torch.random.fork_rng(devices=_generators()):
         torch.manual_seed(0)
-        loss = loss_of(model(*args, **kwargs))
-        if loss.requires_grad:
+        found = results_of(model(*args, **kwargs))
+        loss = found.loss
+        if loss is not None and loss.requires_grad:
             run_backward(loss, torch.ones_like(loss))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return TrainingStep(
-        loss.detach(),
+        {name: tensor.detach() for name, tensor in found.tensors.items()},
         {t.fqns[0]: parameters[t.fqns[0]].grad for t in graph.with_role("parameter")},
         {t.fqns[0]: buffers[t.fqns[0]].detach() for t in graph.with_role("buffer")},
     )
@@ -132,15 +133,15 @@ def _graph_step(graph: Graph, state: Mapping[str, Tensor], sample: SampleInputs,
     with torch.random.fork_rng(devices=_generators()):
         torch.manual_seed(0)
         values = run_graph(graph, leaves, _inputs(sample, precision), precision=precision)
-    loss = values[graph.loss]
+    loss = values.get(graph.loss)
     trainable = [t.fqns[0] for t in graph.with_role("parameter") if leaves[t.fqns[0]].requires_grad]
     found: tuple[Tensor | None, ...] = (None,) * len(trainable)
-    if loss.requires_grad:
+    if loss is not None and loss.requires_grad:
         found = torch.autograd.grad(loss, [leaves[n] for n in trainable], allow_unused=True)
     by_name = dict(zip(trainable, found, strict=True))
     after = {graph.tensors[name].fqns[0]: values[value].detach() for name, value in graph.updates}
     return TrainingStep(
-        loss.detach(),
+        {name: values[tensor].detach() for name, tensor in graph.results},
         {t.fqns[0]: by_name.get(t.fqns[0]) for t in graph.with_role("parameter")},
         {t.fqns[0]: after.get(t.fqns[0], leaves[t.fqns[0]]) for t in graph.with_role("buffer")},
     )
@@ -158,7 +159,10 @@ def _inputs(sample: SampleInputs, precision: str | None) -> dict[str, Tensor]:
 
 
 def _compare(graph: Graph, eager: TrainingStep, traced: TrainingStep, tolerance: float) -> None:
-    _compare_family(graph, "the loss", {"": eager.loss}, {"": traced.loss}, tolerance)
+    for name, tensor in graph.results:  # each has a size of its own
+        what = "the loss" if name == LOSS else f"the result `{name}`"
+        place = graph.producers[tensor].where
+        _compare_family(graph, what, {"": eager.results[name]}, {"": traced.results[name]}, tolerance, place)
     _compare_family(graph, "the gradient of {}", eager.gradients, traced.gradients, tolerance)
     _compare_family(graph, "the buffer {} after the step", eager.buffers, traced.buffers, tolerance)
 
@@ -169,6 +173,7 @@ def _compare_family(
     right: Mapping[str, Tensor | None],
     found: Mapping[str, Tensor | None],
     tolerance: float,
+    place: SourceLocation | None = None,
 ) -> None:
     scale = GLOBAL_SHARE * max((_size(t) for t in right.values() if t is not None), default=0.0)
     for name, expected in right.items():
@@ -179,10 +184,11 @@ def _compare_family(
             continue  # a tensor that is overwritten as a whole: `_zero_gradients` tells the user
         if expected is None or actual is None:
             side = "the model gives none" if expected is None else "the traced graph gives none"
-            raise _unfaithful(what.format(name), side, _first_use(graph, name))
+            raise _unfaithful(what.format(name), side, place or _first_use(graph, name))
         error = _difference(expected, actual) / (max(_size(expected), scale) or 1.0)
         if not error <= tolerance:
-            raise _unfaithful(what.format(name), f"differs by {error:.1e} (relative)", _first_use(graph, name))
+            text = f"differs by {error:.1e} (relative)"
+            raise _unfaithful(what.format(name), text, place or _first_use(graph, name))
 
 
 def _zero_gradients(eager: TrainingStep, traced: TrainingStep) -> tuple[str, ...]:
@@ -216,7 +222,7 @@ def _first_use(graph: Graph, fqn: str) -> SourceLocation | None:
     for operation in graph.operations:
         if not set(names).isdisjoint(operation.inputs):
             return operation.where
-    return graph.producers[graph.loss].where if not fqn else None
+    return None
 
 
 def _unfaithful(what: str, how: str, where: SourceLocation | None) -> NnscalerError:

@@ -258,4 +258,10 @@ class Builder:
         """Return the graph; `updates` replaces those of the source."""
         kept = self.source.updates if updates is None else updates
         renamed = tuple((buffer, self.current(value)) for buffer, value in kept)
-        return Graph(self.source.name, self.tensors, tuple(self.operations), self.current(self.source.loss), renamed)
+        return self.source.replace(
+            tensors=self.tensors,
+            operations=tuple(self.operations),
+            loss=self.current(self.source.loss),
+            updates=renamed,
+            outputs=tuple((name, self.current(tensor)) for name, tensor in self.source.outputs),
+        )

@@ -22,7 +22,7 @@ from nnscaler.tracing.export.custom_gradients import (
     hooks_watched,
     refuse_stored_hooks,
 )
-from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note
+from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note, result_notes
 from nnscaler.tracing.mixed_precision import mixed, with_masters
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
@@ -62,7 +62,9 @@ def trace(
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
 ) -> Traced:
-    """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
+    """Trace the results of `module` on a sample batch, a mapping of keyword arguments or a tuple.
+
+    They are its scalar loss, if it has one, and every further tensor that it returns.
 
     Every part of the module is traced in the mode, train or evaluation, that it is in, with the shapes of the sample.
     Parameters may be on the meta device.
@@ -77,14 +79,7 @@ def trace(
     whole = module if loss_fn is None else with_loss(module, loss_fn)
     with mixed(module, precision) as masters:
         traced = _trace(whole, sample_inputs, self_check, specialise, repeat_layers)
-    prefix = "" if whole is module else _prefix(whole, module)
-    named = {prefix + name: dtype for name, dtype in masters.items()}
-    return replace(traced, graph=with_masters(traced.graph, precision, named))
-
-
-def _prefix(whole: nn.Module, module: nn.Module) -> str:
-    """Return what stands before a parameter's name in a module with a loss around the user's."""
-    return next(f"{name}." if name else "" for name, part in whole.named_modules() if part is module)
+    return replace(traced, graph=with_masters(traced.graph, precision, masters))  # names are those of the module
 
 
 def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: bool, repeat_layers: str) -> Traced:
@@ -103,7 +98,14 @@ def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: 
     state = _read_by(graph, stitched)
     changes = notes_of(exported.changed, lambda: None if meta else second_forward(module, sample))
     mode = mode_note(module)
-    notes = (*(() if mode is None else (mode,)), *_carried(regions), *stitched.notes, *exported.notes, *changes)
+    notes = (
+        *(() if mode is None else (mode,)),
+        *result_notes(wrapper.last.found),
+        *_carried(regions),
+        *stitched.notes,
+        *exported.notes,
+        *changes,
+    )
     if self_check:
         notes = (*notes, *_checked(module, graph, state, sample, hooks))
     notes = (*notes, *hooks.notes())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.runtime.program.load_python import load_user_module
+from nnscaler.tracing.export.loss_module import WithOutputs, loss_of
 
 LossFunction = Callable[[Any, Any], Any]  # (outputs of the model, batch) -> scalar loss
 _LABELS = "labels"
@@ -18,7 +19,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def with_loss(module: nn.Module, loss_fn: LossFunction) -> nn.Module:
-    """`module` itself (its parameters, its state, its names) which returns `loss_fn(outputs, batch)` when called.
+    """`module` itself (its parameters, its state, its names) which returns `loss_fn(outputs, batch)` beside its outputs
+    when called.
 
     `batch`: what it is called with, a dict or a tuple. To `loss_fn` alone goes what `forward` has no parameter for, and
     `labels`: from these a model of `transformers` would compute a loss of its own.
@@ -29,7 +31,7 @@ def with_loss(module: nn.Module, loss_fn: LossFunction) -> nn.Module:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own, named = _taken(takes, args, kwargs)
         outputs = kind.__call__(self, *own, **named)
-        return loss_fn(outputs, {**_named(takes, args), **kwargs} if kwargs else args)
+        return WithOutputs(loss_of(loss_fn(outputs, {**_named(takes, args), **kwargs} if kwargs else args)), outputs)
 
     loss_of_module: Any = type(kind.__name__, (kind,), {"__call__": call, "batch_signature": _open_ended(takes)})
     loss_of_module.__module__, loss_of_module.__qualname__ = kind.__module__, kind.__qualname__

@@ -51,6 +51,7 @@ from nnscaler.training.sizes import (
 )
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
+NO_LOSS = -1
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Running:
     """A program on this rank.
 
     executor  of its role
-    source    the rank that tells all others the loss
+    source    the rank that tells all others the loss; NO_LOSS where the program has none
     cut       batches are cut into data parts; else each rank computes the whole of them
     """
 
@@ -168,6 +169,14 @@ class Engine:
         """Return the loss of the global batch with the model in evaluation mode, on every rank; nothing changes."""
         running, rows = self._prepared(batch, training=False)
         return self._told(running, running.executor.forward_only(rows))
+
+    def predict(self, batch: Batch) -> Any:
+        """Return what the model returns for the global batch in evaluation mode, on every rank; nothing changes.
+
+        Tensors are logical ones, in the model's own structure; the loss is among them where forward returns it.
+        """
+        running, rows = self._prepared(batch, training=False)
+        return running.executor.predict(rows)
 
     def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
         """Return a loader of this part's rows of each global batch of `batch_size`; `options`: of `data.loader`."""
@@ -296,6 +305,7 @@ class Engine:
             seed=self.settings.seed,
             shapes=program.manifest.shapes,
             tied=program.manifest.tied,
+            returns=program.manifest.returns,
             cut_axes=program.data_axes,
         )
         if share is not None:  # buffers of the other program are handed over before each run
@@ -303,7 +313,8 @@ class Engine:
             state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
         module = load_role(folder / role.file)
         executor = RankExecutor(module, self.rank, self.communicator, state, settings, share=share)
-        source = rank_with_loss(_stages(program, self.settings.cache))
+        stages = _stages(program, self.settings.cache)
+        source = rank_with_loss(stages) if any(stage.loss is not None for stage in stages) else NO_LOSS
         return Running(executor, source, bool(program.data_axes))
 
     def _whole(self, name: str, rows: Tensor) -> Tensor:
@@ -320,6 +331,8 @@ class Engine:
 
     def _told(self, running: Running, loss: Tensor | None) -> Tensor:
         """Return the loss on every rank, in float64."""
+        if running.source == NO_LOSS:
+            raise NnscalerError("no_loss", "the model returns no loss", help="engine.predict gives what it returns")
         value = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.detach().double()
         return self.communicator.broadcast(value, running.source, tuple(range(self.world_size)))
 

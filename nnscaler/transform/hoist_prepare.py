@@ -139,7 +139,7 @@ def _stages_that_need(
 def _without_dead(partitioned: PartitionedGraph) -> PartitionedGraph:
     """Drop operations whose results only the hoisted copies replaced."""
     graph = partitioned.graph
-    live = {graph.loss, *(value for _, value in graph.updates)}
+    live = set(graph.ends)
     kept: list[Operation] = []
     for op in reversed(graph.operations):
         if any(name in live for name in op.outputs):

@@ -130,7 +130,7 @@ def _wanted(
 ) -> State | None:
     """Return the state in which all readers of a tensor without gradient take it; None where they differ, or have no
     say."""
-    if name is None or graph.tensors[name].needs_grad or name == graph.loss:
+    if name is None or graph.tensors[name].needs_grad or name in graph.ends:
         return None
     taken = {input_states(signatures[op.name], choices[op.name])[slot] for op, slot in graph.consumers[name]}
     return taken.pop() if len(taken) == 1 else None

@@ -129,15 +129,14 @@ def repeated_operations(graph: Graph, random: Collection[str] = ()) -> frozenset
     """Return the operations that every stage can compute for itself at no risk.
 
     They have no gradient, and depend only on inputs, constants and buffers that no step changes. Never those that make
-    the loss or a buffer's new value, nor calls of operators in `random` (they would draw other numbers on each stage).
+    a result or a buffer's new value, nor calls of operators in `random` (they would draw other numbers on each stage).
     """
     updated = {buffer for buffer, _ in graph.updates}
-    results = {graph.loss, *(value for _, value in graph.updates)}
     fixed = {t.name for t in graph.with_role("input", "constant", "buffer") if not t.needs_grad} - updated
     repeated = set()
     for op in graph.operations:
         outputs = [name for name in op.outputs if name is not None]
-        if op.operator in random or not fixed.issuperset(op.inputs) or not results.isdisjoint(outputs):
+        if op.operator in random or not fixed.issuperset(op.inputs) or not graph.ends.isdisjoint(outputs):
             continue
         if not any(graph.tensors[name].needs_grad for name in outputs):
             fixed.update(outputs)
@@ -164,8 +163,9 @@ def _forbidden_cuts(graph: Graph, anchored: Sequence[Operation]) -> frozenset[in
     """Return the cuts that would separate the loss from the last stage, or the readers of an updated buffer from its
     update."""
     index = {op.name: i for i, op in enumerate(anchored)}
-    loss = index[graph.producers[graph.loss].name]
-    forbidden = set(range(loss + 1, len(anchored)))
+    forbidden: set[int] = set()
+    if graph.loss:
+        forbidden = set(range(index[graph.producers[graph.loss].name] + 1, len(anchored)))
     for buffer, value in graph.updates:
         users = [index[op.name] for op, _ in graph.consumers[buffer] if op.name in index]
         if value in graph.producers:

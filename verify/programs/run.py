@@ -205,8 +205,8 @@ def _not_finite(reference: Trajectory) -> Finding | None:
 
 def _beside(request: PlanRequest, prepared: Prepared, reference: Trajectory) -> Beside:
     trials, notes = plan_trials(request, prepared, reference)
-    more = request.depth != "quick" and request.exact
-    return Beside(trials, forward_only=more, checkpoint=more, notes=notes)
+    more, trains = request.depth != "quick" and request.exact, bool(prepared.graph.loss)
+    return Beside(trials, forward_only=more or not trains, checkpoint=more and trains, notes=notes)
 
 
 def run_and_compare(
@@ -254,7 +254,7 @@ def _compare_beside(comparison: Comparison, task: Task, beside: Beside) -> list[
     checks: list[Callable[[], CheckOutcome]] = [
         partial(trial_check.check, comparison, trial) for trial in beside.trials
     ]
-    if beside.forward_only:
+    if beside.forward_only and comparison.reference.losses:
         checks.append(lambda: check_forward_only(comparison))
     if task.checkpoint is not None:
         folder = task.checkpoint
@@ -274,6 +274,8 @@ def _random_numbers(prepared: Prepared) -> Sequence[CheckOutcome]:
 
 def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[CheckOutcome]:
     """Localise every line that is wrong by itself, in a run where nothing is dropped."""
+    if not prepared.graph.loss:
+        return []  # its judge follows gradients
     started = time.perf_counter()
     found = localise_apart(task.plain(), prepared.graph, prepared.program, SourceMap(prepared.graph), request.timeout)
     text = f"{len(found)} wrong line{'s' * (len(found) != 1)}" if found else "nothing more"
@@ -283,7 +285,7 @@ def _localised(request: PlanRequest, prepared: Prepared, task: Task) -> list[Che
 
 def _minimal(request: PlanRequest, prepared: Prepared, reference: Trajectory, work: Path) -> tuple[str, ...]:
     """Minimise a plan whose program is wrong, and return a note on the splits that remain: the fault is among them."""
-    if request.program is not None or prepared.traced is None or request.depth == "quick":
+    if request.program is not None or prepared.traced is None or request.depth == "quick" or not prepared.graph.loss:
         return ()
     started = time.perf_counter()
     plan = Plan.from_json((prepared.program.path / "plan.json").read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from nnscaler.runtime.program.load_python import load_role
 from nnscaler.runtime.role import MICRO, Input, Stage
 from nnscaler.runtime.shards import logical_indices
 from verify.programs.checks.context import CheckOutcome, Comparison
-from verify.programs.checks.logical import holdings_of
+from verify.programs.checks.logical import holdings_of, results_of
 from verify.programs.execution.backends import Failure, finding_of
 from verify.programs.execution.rank_program import RankResult, Task, TrialTask
 from verify.programs.opened_program import OpenedProgram
@@ -157,7 +157,7 @@ def plan_trials(
     request: PlanRequest, prepared: Prepared, reference: Trajectory
 ) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
     """Return the trials, and notes on those that could not be made."""
-    if request.depth == "quick" or not request.exact:
+    if request.depth == "quick" or not request.exact or not prepared.graph.loss:
         return (), ()
     scales = (*SCALES, *(DEEP_SCALES if request.depth == "deep" else ()))
     trials = [_scaled(prepared, reference, scale) for scale in scales]
@@ -229,7 +229,7 @@ def make_task(
         str(prepared.program.path),
         str(work / "state.pt"),
         str(work / "batch.pt"),
-        request.steps,
+        request.steps if prepared.graph.loss else 0,
         reference.learning_rate,
         request.dtype,
         draws=prepared.unmatched is None,  # also where the model draws nothing: the program must not either
@@ -250,17 +250,19 @@ def make_comparison(
     places = SourceMap(prepared.graph)
     names, used = names_of(prepared.model), places.of_parameters()
     loss = prepared.graph.loss
+    made = {name: place for name, t in prepared.graph.outputs if (place := places.of_tensor(t)) is not None}
     return Comparison(
         reference,
         results,
         parameters,
         buffers,
         names,
-        used,
+        {**made, **used},
         exact_tolerance(),
-        request.steps,
+        request.steps if loss else 0,
         loss,
         places.of_tensor(loss),
+        results_of(modules),
     )
 
 

@@ -72,6 +72,7 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         "loss_missing": Code("No rank of the program returns a loss."),
         "gradient_norm_differs": Code("The norm of all gradients, to which they are clipped, is not the model's."),
         "loss_scale_matters": Code("A gradient is not the same once the scale of the loss is divided out."),
+        "result_differs": Code("What the program returns besides the loss is not what the model returns."),
         "forward_only_differs": Code("The program's loss without backward is not the model's."),
         "checkpoint_differs": Code(
             "A checkpoint lacks a tensor, or training that goes on from it computes something else."

@@ -35,6 +35,11 @@ def package_of(folder: Path) -> str:
     return _PREFIX + sha256(str(folder).encode()).hexdigest()[:12]
 
 
+def is_private(module: str) -> bool:
+    """Return whether a module has the private name of a user's file, which depends on its folder."""
+    return module.startswith(_PREFIX)
+
+
 def claim_folder(folder: Path) -> None:
     """Make the files of `folder` importable: its private package exists, and it is on `sys.path`, last."""
     name = package_of(folder)

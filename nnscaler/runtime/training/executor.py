@@ -7,7 +7,7 @@ float32 where the parameter is of half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType, TracebackType
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnscaler.manifest import Returns
 from nnscaler.runtime.communication.comm import AxisGroup
 from nnscaler.runtime.communication.communicator import CommunicationError, Communicator, ProgramError
-from nnscaler.runtime.layout import Invariant, Partial
 from nnscaler.runtime.role import MICRO, Input, Instruction, RunContext, Stage, parse_schedule
 from nnscaler.runtime.training.at_rest import gather
 from nnscaler.runtime.training.autocast import autocast_on, dtype_named, in_precision, precision_of_run
@@ -27,6 +27,7 @@ from nnscaler.runtime.training.build import Held, Key, StageBuilder, stages_of
 from nnscaler.runtime.training.gradients import Gradients, clip_gradients, gradient_norm
 from nnscaler.runtime.training.messages import Mail
 from nnscaler.runtime.training.observe import observed_copy
+from nnscaler.runtime.training.results import Results, check_outputs, total_loss
 
 Observe = Callable[[int, int, str, str, Tensor], None]
 
@@ -53,6 +54,7 @@ class ExecutorSettings:
                 survive half precision
     shapes      input -> shape of the global batch that the program is for; another one is refused
     tied        all names of each parameter or buffer that has several, for checkpoints
+    returns     what the model returns, as the manifest has it, for `predict`
     cut_axes    axes over which batches are cut before they are given: each rank gets the rows of its data part; none:
                 each gets the global batch
     """
@@ -66,6 +68,7 @@ class ExecutorSettings:
     loss_scale: float = 1.0
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     tied: Sequence[Sequence[str]] = ()
+    returns: Returns = field(default_factory=Returns)
     cut_axes: tuple[str, ...] = ()
 
 
@@ -118,23 +121,28 @@ class RankExecutor:
         self.held: Mapping[Key, Held] = builder.held
         self._resting = tuple(builder.resting)
         self._gradients = Gradients(self.stages, self._resting, communicator, self.precision)
+        self._results = Results(self.stages, communicator, settings.returns, self.precision)
         self._mail = Mail(communicator, self.device)
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage
 
     # -- a training step ------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, *, last: bool = True) -> Tensor | None:
+    def step(self, batch: Batch, *, last: bool = True, keep: Collection[str] | None = ()) -> Tensor | None:
         """Run forward and backward of the global `batch`; return the loss on the ranks whose stage computes it (else
         None).
 
         Afterwards `.grad` of each parameter has this step's gradient added to what it held, complete on every rank.
         `context.step` counts this as an optimizer step. Where gradients of several batches are added up for one, `last`
         is False for all but the last of them; `skip` takes the count back where the optimizer makes no step.
+        `keep`: the names of the results to keep besides the loss (None: all), for `results` and `gather_results`.
         Raises ProgramError or CommunicationError, which name the rank, the instruction and the line of the program.
         """
+        if not self._results.with_loss:
+            raise ProgramError("the program has no loss, and only runs forward: call predict")
         with torch.enable_grad():
             self._gradients.begin()
+            self._results.begin(keep)
             total = self._run(batch, backward=True)
         self.context.passes += 1
         self.context.step += last
@@ -144,13 +152,33 @@ class RankExecutor:
         """Count no optimizer step after the last batch: its gradients are not used. On every rank."""
         self.context.step -= 1
 
-    def forward_only(self, batch: Batch) -> Tensor | None:
+    def forward_only(self, batch: Batch, *, keep: Collection[str] | None = ()) -> Tensor | None:
         """Return the loss of the global `batch` as `step` gives it, without gradients; nothing of the program changes.
 
-        This is no evaluation mode: dropout and batch norm do what they do in the program's steps.
+        This is no evaluation mode: dropout and batch norm do what they do in the program's steps. `keep`: as in `step`.
         """
         with torch.no_grad():
+            self._results.begin(keep)
             return self._run(batch, backward=False)
+
+    def predict(self, batch: Batch) -> Any:
+        """Run forward alone, and return what the model returns: its own structure of logical tensors, on every rank."""
+        loss = self.forward_only(batch, keep=None)
+        with self._working("gathering the results"), torch.no_grad():
+            return self._results.restored(loss)
+
+    @property
+    def results(self) -> dict[str, Tensor]:
+        """Name to this rank's part of each result that the last run kept, on the ranks of the stage that makes it.
+
+        Micro-batches are put together; over ranks it lies as the stage's `results` declare.
+        """
+        return self._results.local()
+
+    def gather_results(self) -> dict[str, Tensor]:
+        """Return the logical tensors of the results that the last run kept, on every rank. Every rank calls this."""
+        with self._working("gathering the results"), torch.no_grad():
+            return self._results.gathered()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -231,7 +259,7 @@ class RankExecutor:
             total = None
             for index, values in losses.items():
                 with self._working("the sum of the loss"):
-                    total = self._total(self.stages[index], values)
+                    total = total_loss(self.stages[index], values, self.communicator)
             self._in_flight.clear()
             self.communicator.finish()
         return total
@@ -276,7 +304,8 @@ class RankExecutor:
                     stage._observe(name, value)
             shared = {name: value for name, value in prepared.items() if name not in stage.updates}
             outputs = stage.forward(**arguments, **shared)
-            self._check_outputs(stage, {**prepared, **outputs})
+            check_outputs(stage, {**prepared, **outputs})
+            outputs = self._results.collect(stage, outputs)
             for send in stage.sends:
                 with self.communicator.at(_place(stage)):
                     self._mail.send_value(stage, send, outputs[send.key], micro)
@@ -316,30 +345,11 @@ class RankExecutor:
             raise ProgramError(f"a loss scale of {self.loss_scale:g} is infinite in the loss's dtype, {loss.dtype}")
         return torch.full_like(loss, self.loss_scale)
 
-    def _total(self, stage: Stage, losses: list[Tensor]) -> Tensor:
-        """Sum the loss of the step over micro-batches and ranks, on the axes where it is a partial sum."""
-        assert stage.loss is not None
-        states = stage.loss.states
-        total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]
-        for axis in stage.axes:
-            state = states.get(axis, Invariant())
-            if isinstance(state, Partial):
-                total = self.communicator.all_reduce(total, getattr(stage, axis).ranks, state.reduction)
-            elif not isinstance(state, Invariant):
-                raise ProgramError(f"the loss is {state} on axis {axis!r}: only Invariant and Partial are a loss")
-        return total
-
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def _piece(self, stage: Stage, source: Input, batch: Batch) -> Tensor:
         piece = self._cutter.piece(stage, source, batch)
         return piece.to(self.device, in_precision(piece.dtype, self.precision))
-
-    def _check_outputs(self, stage: Stage, outputs: Mapping[str, Tensor]) -> None:
-        wanted = {*(send.key for send in stage.sends), *stage.updates, *(["loss"] if stage.loss is not None else [])}
-        missing = sorted(wanted - set(outputs))
-        if missing:
-            raise ProgramError(f"forward does not return {missing}")
 
     def _observer(self, stage: int) -> Callable[[str, Tensor], None] | None:
         if self._observe is None:

@@ -17,10 +17,10 @@ from op_registry.register import operator_of
 from op_registry.spec import SourceLocation
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Region, Role, Slot
+from nnscaler.ir.graph import LOSS, Graph, LogicalTensor, Operation, Region, Role, Slot
 from nnscaler.tracing.export.checkpoints import checkpoint_of
 from nnscaler.tracing.export.locations import location_of_trace, module_of
-from nnscaler.tracing.export.loss_module import PREFIX
+from nnscaler.tracing.export.loss_module import PREFIX, Results
 from nnscaler.tracing.rewrite import (
     RawGraph,
     Ref,
@@ -53,8 +53,10 @@ class Imported:
     state: Mapping[str, Tensor]
 
 
-def import_program(program: ExportedProgram, module: nn.Module, input_names: Sequence[str]) -> Imported:
-    """Turn the exported loss of `module` into a graph that may still hold in-place operators.
+def import_program(
+    program: ExportedProgram, module: nn.Module, input_names: Sequence[str], results: Results
+) -> Imported:
+    """Turn the exported results of `module` into a graph that may still hold in-place operators.
 
     Raises NnscalerError "trace_failed" for what a graph cannot hold: shapes and numbers that depend on data,
     and control-flow operators of torch.
@@ -62,10 +64,20 @@ def import_program(program: ExportedProgram, module: nn.Module, input_names: Seq
     importer = _Importer(type(module).__name__)
     arguments = importer.read_signature(program, module, input_names)
     result = importer.walk(program.graph_module, arguments, Region())
-    loss = result[0] if isinstance(result, tuple | list) else result
-    if not isinstance(loss, Ref):
+    named = dict(zip(results.tensors, result, strict=True))
+    loss = None if results.loss is None else named.pop(LOSS)
+    if results.loss is not None and not isinstance(loss, Ref):
         raise NnscalerError("no_loss", "the loss does not depend on any tensor")
-    graph = Graph(importer.name, importer.tensors, tuple(importer.operations), loss.name)
+    outputs = tuple((name, value.name) for name, value in named.items() if isinstance(value, Ref))
+    assert len(outputs) == len(named), named
+    graph = Graph(
+        importer.name,
+        importer.tensors,
+        tuple(importer.operations),
+        loss.name if isinstance(loss, Ref) else "",
+        outputs=outputs,
+        structure=results.rest.structure,
+    )
     return Imported(RawGraph(graph, importer.storages), importer.state)
 
 

@@ -1,15 +1,17 @@
-"""The module that is exported: it takes the sample's tensors one by one and returns the scalar loss."""
+"""The module that is exported: it takes the sample's tensors one by one and returns the loss and the other results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
+from nnscaler.runtime.structure import Returned, describe
 from nnscaler.tracing.sample_inputs import SampleInputs
 
 PREFIX = "model"  # the name of the user's module inside `LossModule`
@@ -32,10 +34,43 @@ or give a function of the model's outputs and the batch, as --loss-fn file.py::l
 """
 
 
-class LossModule(nn.Module):
-    """Calls `model` on the sample's structure around `tensors`, and returns its loss.
+@dataclass(frozen=True)
+class WithOutputs:
+    """A loss that is computed outside of a model, and what the model itself returned."""
 
-    `around` is opened around each call: what makes an export follow the path of eager.
+    loss: Tensor
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a model's forward.
+
+    loss   scalar; None for a model without one
+    rest   the other tensors, and how they are returned
+    """
+
+    loss: Tensor | None
+    rest: Returned
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, the loss first."""
+        return {**({} if self.loss is None else {"loss": self.loss}), **self.rest.tensors}
+
+
+class LastResults:
+    """The results of the last forward, for what reads the exported graph."""
+
+    def __init__(self) -> None:
+        self.found: Results | None = None
+
+
+class LossModule(nn.Module):
+    """Calls `model` on the sample's structure around `tensors`, and returns its results, the loss first.
+
+    `around` is opened around each call: what makes an export follow the path of eager. `last`: what the last call
+    returned.
     """
 
     def __init__(self, model: nn.Module, sample: SampleInputs) -> None:
@@ -43,11 +78,31 @@ class LossModule(nn.Module):
         self.model = model
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.sample = sample
+        self.last = LastResults()
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self.sample.rebuild(dict(zip(self.sample.tensors, tensors, strict=True)))
         with self.around():
-            return loss_of(self.model(*args, **kwargs))
+            self.last.found = results_of(self.model(*args, **kwargs))
+        return tuple(self.last.found.tensors.values())
+
+
+def results_of(output: Any) -> Results:
+    """Return the loss in a module's output, and what else it returns. A model without a loss returns other tensors, and
+    no scalar with a gradient.
+
+    Raises NnscalerError "no_loss" where it returns no tensor, or scalars that are not named as the loss.
+    """
+    try:
+        found = _found(output)
+    except NnscalerError:
+        rest = describe(output)
+        scalars = [t for t in rest.tensors.values() if _is_scalar(t) and t.requires_grad]
+        if scalars or not rest.tensors:
+            raise
+        return Results(None, rest)
+    rest = describe(output.outputs if isinstance(output, WithOutputs) else output, found)
+    return Results(found.reshape(()) if found.ndim else found, rest)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -55,6 +110,12 @@ def loss_of(output: Any) -> Tensor:
 
     Raises NnscalerError "no_loss" where there is none, or more than one that it may be.
     """
+    found = _found(output)
+    return found.reshape(()) if found.ndim else found
+
+
+def _found(output: Any) -> Tensor:
+    """Return the tensor of an output that is the loss, of one element."""
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss", output)
@@ -63,7 +124,8 @@ def loss_of(output: Any) -> Tensor:
     elif isinstance(output, tuple | list):
         found = _only_scalar(output)
     if _is_scalar(found):
-        return found if found.ndim == 0 else found.reshape(())
+        assert isinstance(found, Tensor)
+        return found
     raise NnscalerError("no_loss", f"the model returns {_describe(found)}, not a scalar loss", help=_TEMPLATE)
 
 
@@ -104,6 +166,23 @@ def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__
+
+
+def result_notes(results: Results | None) -> tuple[str, ...]:
+    """Return what the user should know of the results: that there is no loss, and what a program does not give."""
+    if results is None:
+        return ()
+    notes = []
+    if results.loss is None:
+        listed = ", ".join(f"`{name}`" for name in results.tensors)
+        notes.append(
+            f"the model returns no scalar loss with a gradient, so its program only runs forward and gives {listed}; "
+            "to train it return a loss, or give a function of the outputs and the batch: --loss-fn file.py::loss"
+        )
+    if results.rest.left_out:
+        listed = ", ".join(f"`{path}` ({kind})" for path, kind in results.rest.left_out)
+        notes.append(f"the model also returns {listed}; a program returns tensors, and None in this place")
+    return tuple(notes)
 
 
 def mode_note(module: nn.Module) -> str | None:

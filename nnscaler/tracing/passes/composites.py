@@ -187,11 +187,7 @@ _NAMES = (
 def lower_embedding_bag(graph: Graph) -> Graph:
     """Calls whose other results (which bag an entry is in, sizes of bags, places of maxima) nobody reads."""
     builder = Builder(graph)
-    read = (
-        {name for operation in graph.operations for name in operation.inputs}
-        | {graph.loss}
-        | {v for _, v in graph.updates}
-    )
+    read = {name for operation in graph.operations for name in operation.inputs} | graph.ends
     producers = {name: operation for operation in graph.operations for name in operation.outputs if name is not None}
     for operation in graph.operations:
         kind = operation.operator

@@ -7,7 +7,7 @@ from dataclasses import replace
 from op_registry.registry import facts_of
 
 from nnscaler.ir.graph import Graph, Operation
-from nnscaler.tracing.rewrite import is_floating
+from nnscaler.tracing.rewrite import Builder, Ref, is_floating, make_operation
 
 
 def needing_grad(graph: Graph) -> frozenset[str]:
@@ -25,7 +25,7 @@ def _reaching_loss(graph: Graph) -> frozenset[str]:
     A tensor that is used behind `detach` only, or only by comparisons, gets none, and eager then leaves a parameter's
     gradient out.
     """
-    found = {graph.loss}
+    found = {graph.loss} if graph.loss else set()
     for operation in reversed(graph.operations):
         carried = found.intersection(_connected(operation)) if operation.region.grad_enabled else ()
         if any(is_floating(graph.tensors[name].dtype) for name in carried):
@@ -41,9 +41,10 @@ def _connected(operation: Operation) -> list[str]:
 
 def mark_needs_grad(graph: Graph) -> Graph:
     """Set `needs_grad`, and remove no-grad regions around operations that have no gradient anyway."""
-    unused = {name for name, uses in graph.consumers.items() if not uses}
+    unused = {name for name, uses in graph.consumers.items() if not uses} if graph.loss else set()
     carrying = needing_grad(graph)
-    found = carrying & (_reaching_loss(graph) | unused)
+    results = {name for _, name in graph.outputs}
+    found = carrying & (_reaching_loss(graph) | (unused - results))
     tensors = {name: replace(t, needs_grad=name in found) for name, t in graph.tensors.items()}
 
     def simplified(operation: Operation) -> Operation:
@@ -54,12 +55,31 @@ def mark_needs_grad(graph: Graph) -> Graph:
     return graph.replace(tensors=tensors, operations=tuple(simplified(op) for op in graph.operations))
 
 
+def own_results(graph: Graph) -> Graph:
+    """Copy what the model returns as it was given or stored, so that an operation makes each result."""
+    builder, copies = Builder(graph), dict[str, str]()
+    for operation in graph.operations:
+        builder.keep(operation)
+    for name, source in graph.outputs:
+        tensor = graph.tensors[source]
+        if tensor.role != "activation" and source not in copies:
+            copies[source] = builder.fresh(name)
+            made = replace(tensor, name=copies[source], role="activation", needs_grad=False, fqns=())
+            operation = make_operation(made.name, "aten.clone.default", (Ref(source),), outputs=(made.name,))
+            builder.operations.append(operation)
+            builder.tensors[made.name] = made
+    if not copies:
+        return graph
+    outputs = tuple((name, copies.get(source, source)) for name, source in graph.outputs)
+    return builder.finish().replace(outputs=outputs)
+
+
 # Operations whose results nobody uses disappear, and so do results and constants that nobody uses.
 
 
 def remove_dead_code(graph: Graph) -> Graph:
-    """Keep what the loss and the updates need. Parameters, buffers and inputs stay, used or not."""
-    used = {graph.loss, *(value for _, value in graph.updates)}
+    """Keep what results and updates need. Parameters, buffers and inputs stay, used or not."""
+    used = set(graph.ends)
     kept = []
     for operation in reversed(graph.operations):
         outputs = tuple(name if name in used else None for name in operation.outputs)

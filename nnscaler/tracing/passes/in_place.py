@@ -381,8 +381,10 @@ class _Values:
                 updates.append((root.name, self.value(root.name)))
         order = {name: i for i, name in enumerate(self.builder.tensors)}
         updates.sort(key=lambda pair: order[pair[0]])
-        graph = self.builder.finish(tuple(updates))
-        return graph.replace(loss=self.value(self.raw.graph.loss))
+        raw = self.raw.graph
+        loss = self.value(raw.loss) if raw.loss else ""
+        outputs = tuple((name, self.value(tensor)) for name, tensor in raw.outputs)  # before the end: it may view again
+        return self.builder.finish(tuple(updates)).replace(loss=loss, outputs=outputs)
 
 
 def _unwritable(operation: Operation | None, message: str) -> NnscalerError:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.errors import NnscalerError
-from nnscaler.ir.graph import Graph, LogicalTensor, Operation, Slot
+from nnscaler.ir.graph import LogicalTensor, Operation, Slot
 from nnscaler.tracing.canonical_names import canonical, with_names
 from nnscaler.tracing.export.importer import import_program
 from nnscaler.tracing.export.loss_module import LossModule
@@ -103,7 +103,8 @@ class _Expander:
     def finish(self) -> RawGraph:
         graph = self.raw.graph
         loss = self._names.get(graph.loss, graph.loss)
-        made = Graph(graph.name, self.tensors, tuple(self.operations), loss, graph.updates)
+        outputs = tuple((name, self._names.get(tensor, tensor)) for name, tensor in graph.outputs)
+        made = graph.replace(tensors=self.tensors, operations=tuple(self.operations), loss=loss, outputs=outputs)
         return RawGraph(made, self.storages)
 
     def _listed(self, operation: Operation, values: Any) -> tuple[str | None, ...]:
@@ -245,7 +246,9 @@ def export_graph(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: b
 def _export(wrapper: LossModule, tensors: tuple[Tensor, ...], specialise: bool, calls: Calls | None = None) -> Stitched:
     exported = export_loss(wrapper, tensors, specialise)
     name_windows(exported.program)
-    imported = import_program(exported.program, wrapper.model, tuple(wrapper.sample.tensors))
+    results = wrapper.last.found
+    assert results is not None
+    imported = import_program(exported.program, wrapper.model, tuple(wrapper.sample.tensors), results)
     if calls is None:
         return Stitched(exported, *canonical(imported.raw, imported.state))
     expanded = canonical(*expand(imported.raw, imported.state, calls.calls))

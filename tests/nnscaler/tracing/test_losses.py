@@ -16,6 +16,7 @@ from nnscaler.errors import NnscalerError
 from nnscaler.ir import Graph
 from nnscaler.tracing import trace
 from nnscaler.tracing.export.loss_module import loss_of
+from nnscaler.tracing.passes.dataflow import remove_dead_code
 
 
 @dataclass
@@ -67,7 +68,9 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def operators(graph: Graph) -> list[str]:
-    return [op.operator for op in graph.operations if op.operator != "aten.reshape.default"]
+    """Of the loss alone."""
+    of_loss = remove_dead_code(graph.replace(outputs=()))
+    return [op.operator for op in of_loss.operations if op.operator != "aten.reshape.default"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,14 +92,8 @@ def test_a_program_of_such_a_model(form: str) -> None:
             lambda logits, loss: (loss, logits.square().mean(), logits),
             "a tuple of float32[], float32[], float32[4, 4], and any of the scalars at 0 and 1 may be the loss",
         ),
-        (
-            lambda logits, loss: (logits, loss.detach()),
-            "a tuple of float32[4, 4], float32[], and no scalar in it has a gradient",
-        ),
-        (lambda logits, loss: (logits, "mean"), "a tuple of float32[4, 4], str, not a scalar loss"),
         (lambda logits, loss: {"logits": logits, "cost": loss}, "a dict of 'logits', 'cost', not a scalar loss"),
         (lambda logits, loss: (), "a tuple of nothing, not a scalar loss"),
-        (lambda logits, loss: logits, "a tensor of shape (4, 4) and dtype float32, not a scalar loss"),
         (lambda logits, loss: None, "a NoneType, not a scalar loss"),
     ],
 )
@@ -105,6 +102,23 @@ def test_what_is_no_loss(returned: Callable[[Tensor, Tensor], Any], message: str
         trace(Net(returned), batch())
     assert (caught.value.code, caught.value.message) == ("no_loss", f"the model returns {message}")
     assert "return the loss" in str(caught.value.help) and "--loss-fn" in str(caught.value.help)
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda logits, loss: (logits, loss.detach()), ["output_0", "output_1"]),
+        (lambda logits, loss: (logits, "mean"), ["output_0"]),
+        (lambda logits, loss: logits, ["output"]),
+    ],
+)
+def test_without_a_loss_the_program_only_runs_forward(
+    returned: Callable[[Tensor, Tensor], Any], names: list[str]
+) -> None:
+    with pytest.warns(UserWarning, match="only runs forward and gives `output.*--loss-fn"):
+        graph = trace(Net(returned), batch()).graph
+    assert not graph.loss and [name for name, _ in graph.outputs] == names
+    assert not any(tensor.needs_grad for tensor in graph.tensors.values())
 
 
 def test_without_gradients_the_only_scalar_is_the_loss() -> None:

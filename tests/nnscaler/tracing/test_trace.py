@@ -129,9 +129,7 @@ def test_losses(form: str) -> None:
     assert traced.graph.tensors[traced.graph.loss].shape == ()
 
 
-@pytest.mark.parametrize(
-    ("form", "what"), [("logits", r"shape \(4, 6\)"), ("integer", "int64"), ("none", "NoneType"), ("text", "a str")]
-)
+@pytest.mark.parametrize(("form", "what"), [("none", "NoneType"), ("text", "a str")])
 def test_no_loss(form: str, what: str) -> None:
     with pytest.raises(NnscalerError, match=what) as caught:
         trace(Returning(form), (X,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from op_registry.spec import SourceLocation
 
@@ -34,6 +34,7 @@ class Comparison:
     steps       number of training steps
     loss        the graph's tensor
     loss_place  where the model computes it
+    outputs     name -> the declared holding of each result besides the loss
     """
 
     reference: Trajectory
@@ -46,6 +47,7 @@ class Comparison:
     steps: int
     loss: str = "loss"
     loss_place: SourceLocation | None = None
+    outputs: Mapping[str, Holding] = field(default_factory=dict)
 
     def place(self, name: str) -> SourceLocation | None:
         """Return where the model uses this parameter."""

@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from nnscaler.runtime.layout import Replicated, States
-from nnscaler.runtime.role import Buffer, Parameter, Stage
+from nnscaler.runtime.role import MICRO, Buffer, Parameter, Stage
 from nnscaler.runtime.shards import Difference, assemble, ravel, same_bits, unravel
 from verify.programs.execution.rank_program import Entry, RankResult
 
@@ -80,6 +80,25 @@ def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, t
     )
 
 
+def results_of(modules: Iterable[ModuleType]) -> dict[str, Holding]:
+    """Return the results that the stages of these role modules declare, by name, as they lie over ranks."""
+    return {
+        name: Holding(
+            name,
+            stage.index,
+            name,
+            tuple(declared.shape),
+            {a: s for a, s in declared.states.items() if a != MICRO and not isinstance(s, Replicated)},
+            dict(stage.axes),
+            tuple(stage.ranks),
+            False,
+        )
+        for module in modules
+        for stage in module.STAGES
+        for name, declared in stage.results.items()
+    }
+
+
 def put_together(holding: Holding, entries: Mapping[int, Sequence[Entry]]) -> StageTensor:
     """Return the logical tensor from the entries of every rank (by rank)."""
     pieces: dict[int, Tensor] = {}
@@ -122,11 +141,13 @@ def _find(entries: Sequence[Entry], holding: Holding) -> Tensor | None:
 
 
 def by_rank(results: Iterable[RankResult], kind: str, step: int = 0) -> dict[int, Sequence[Entry]]:
-    """Return the entries of "gradient" (of a step), "parameter" or "buffer" by rank."""
+    """Return the entries of "gradient" or "result" (of a step), "parameter" or "buffer" by rank."""
     found: dict[int, Sequence[Entry]] = {}
     for result in results:
         if kind == "gradient":
             found[result.rank] = result.gradients[step]
+        elif kind == "result":
+            found[result.rank] = result.returned[step]
         else:
             found[result.rank] = result.parameters if kind == "parameter" else result.buffers
     return found

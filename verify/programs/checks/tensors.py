@@ -49,7 +49,7 @@ def check_gradients(comparison: Comparison) -> CheckOutcome:
         for logical in together:
             tied = [other for other in together if other.holding.name == logical.holding.name]
             last = before.get((logical.holding.stage, logical.holding.name))
-            _compare(tally, comparison, reference, logical, tied, last)
+            compare(tally, comparison, reference, logical, tied, last)
         before = {(found.holding.stage, found.holding.name): found.value for found in together}
     return tally.outcome()
 
@@ -61,7 +61,7 @@ def check_parameters(comparison: Comparison) -> CheckOutcome:
     reference = Reference("parameter", comparison.steps - 1, expected, family_scale(expected.values()))
     entries = by_rank(comparison.results, "parameter")
     for holding in comparison.parameters.values():
-        _compare(tally, comparison, reference, put_together(holding, entries))
+        compare(tally, comparison, reference, put_together(holding, entries))
     return tally.outcome()
 
 
@@ -73,11 +73,11 @@ def check_buffers(comparison: Comparison) -> CheckOutcome:
     reference = Reference("buffer", comparison.steps - 1, expected, scale)
     entries = by_rank(comparison.results, "buffer")
     for holding in comparison.buffers.values():
-        _compare(tally, comparison, reference, put_together(holding, entries))
+        compare(tally, comparison, reference, put_together(holding, entries))
     return tally.outcome()
 
 
-def _compare(
+def compare(
     tally: Tally,
     comparison: Comparison,
     reference: Reference,
@@ -127,7 +127,7 @@ def _differs(
     name, kind, step = logical.holding.name, reference.kind, reference.step
     assert logical.value is not None
     code = f"{kind}_differs" if is_finite(logical.value) else "not_finite"
-    when = f"at step {step}" if kind == "gradient" else f"after {_steps(comparison)}"
+    when = f"at step {step}" if kind in ("gradient", "result") else f"after {_steps(comparison)}"
     return _finding(
         comparison,
         code if verdict is Verdict.REFUTED else "near_threshold",

@@ -91,6 +91,8 @@ class RankResult:
     norm          of the gradients of the last step, before clipping; None where they were not clipped
     trials        name -> result
     forward_loss  the first step's loss without backward; None where the rank does not know it
+    returned      per step, the results besides the loss; of a program without a loss, those of its one forward
+    gathered      name -> logical result of the first step, without backward
     resumed       parameters and buffers after the last step, made from the checkpoint
     """
 
@@ -103,6 +105,8 @@ class RankResult:
     trials: Mapping[str, TrialResult] = field(default_factory=dict)
     forward_loss: Tensor | None = None
     resumed: tuple[Entry, ...] = ()
+    returned: tuple[tuple[Entry, ...], ...] = ()
+    gathered: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def role_file(program: str | Path, rank: int) -> Path:
@@ -130,6 +134,7 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
     )
     losses: list[Tensor | None] = []
     gradients: list[tuple[Entry, ...]] = []
+    returned: list[tuple[Entry, ...]] = []
     norm = None
     for step in range(task.steps):
         last = step == task.steps - 1
@@ -138,13 +143,20 @@ def _run_rank(communicator: Communicator, task: Task, observe: Callable[..., Non
         loss, found, norm = _step(executor, batch, task, clip=last)
         losses.append(loss)
         gradients.append(found)
+        returned.append(_returned(executor))
     parameters, buffers = _entries(executor, "parameter"), _entries(executor, "buffer")
     trials = {trial.name: _trial(communicator, task, state, trial) for trial in task.trials}
-    forward = _kept(_executor(communicator, task, state).forward_only(batch)) if task.forward_only else None
+    forward, gathered = None, dict[str, Tensor]()
+    if task.forward_only:
+        executor = _executor(communicator, task, state)
+        forward = _kept(executor.forward_only(batch, keep=None))
+        gathered = {name: tensor.cpu() for name, tensor in executor.gather_results().items()}
+        returned = returned or [_returned(executor)]
     resumed = () if task.checkpoint is None else _resume(communicator, task, state, batch)
     return RankResult(
-        communicator.rank, tuple(losses), tuple(gradients), parameters, buffers, norm, trials, forward, resumed
-    )
+        communicator.rank, tuple(losses), tuple(gradients), parameters, buffers, norm, trials, forward, resumed,
+        tuple(returned), gathered,
+    )  # fmt: skip
 
 
 def _executor(
@@ -164,6 +176,7 @@ def _executor(
         seed=task.seed,
         first_step=first_step,
         loss_scale=loss_scale,
+        returns=read_manifest(Path(task.program)).returns,
     )
     with _BUILDING:
         return RankExecutor(module, communicator.rank, communicator, state, settings, observe=observe)
@@ -174,7 +187,7 @@ def _step(
 ) -> tuple[Tensor | None, tuple[Entry, ...], Tensor | None]:
     """Make one step of SGD; return the loss, the gradients before clipping, and their norm where they are clipped."""
     executor.zero_grad()
-    loss = _kept(executor.step(batch))
+    loss = _kept(executor.step(batch, keep=None))
     gradients = _entries(executor, "gradient")
     norm = executor.clip_grad_norm(task.max_norm).cpu() if clip and task.max_norm is not None else None
     parameters = {id(p): p for p in executor.parameters.values()}  # a tied one may be there twice
@@ -212,6 +225,11 @@ def _descend(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> 
 
 def _entries(executor: RankExecutor, kind: str) -> tuple[Entry, ...]:
     return tuple((stage, attribute, name, _kept(t)) for stage, attribute, name, t in executor.local_tensors(kind))
+
+
+def _returned(executor: RankExecutor) -> tuple[Entry, ...]:
+    made = {name: index for index, stage in executor.stages.items() for name in stage.results}
+    return tuple((made[name], name, name, _kept(tensor)) for name, tensor in executor.results.items())
 
 
 def _kept(tensor: Tensor | None) -> Tensor | None:

@@ -169,7 +169,7 @@ class Teacher:
         known = self.variables.get((statement.stage, name))
         if known is not None or not statement.key:
             return known
-        wanted = self.logical.graph.loss if name == "loss" else name.rpartition("@")[0]
+        wanted = dict(self.logical.graph.results).get(name) or name.rpartition("@")[0]
         read = [v for r in statement.reads if (v := self.variables.get((statement.stage, r))) is not None]
         every = [*read, *(v for (stage, _), v in reversed(list(self.variables.items())) if stage == statement.stage)]
         found = next((v for v in every if v.tensor == wanted), None)

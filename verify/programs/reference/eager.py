@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from nnscaler.errors import NnscalerError
 from nnscaler.tracing.export.locations import location_of_exception
-from nnscaler.tracing.export.loss_module import loss_of
+from nnscaler.tracing.export.loss_module import Results, results_of
 from nnscaler.tracing.precision import exact, run_backward, with_draws, without_dropout
 from nnscaler.tracing.sample_inputs import SampleInputs
 from verify.programs.reference.program_draws import Draw, ProgramDraws, UnmatchedDraws
@@ -107,6 +107,7 @@ class Trajectory:
     seconds     of wall time
     norm        of all gradients in the last step, where they were clipped
     settings    what another run needs to be comparable (`run_reference(..., settings=...)`)
+    results     one map per step: what the model returns besides the loss, by name
     """
 
     losses: tuple[Tensor, ...]
@@ -117,6 +118,7 @@ class Trajectory:
     seconds: float
     norm: Tensor | None = None
     settings: Settings = field(default_factory=Settings)
+    results: tuple[Mapping[str, Tensor], ...] = ()
 
 
 def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -138,6 +140,8 @@ def run_reference(
 ) -> Trajectory:
     """Train a copy of `module` on the sample batch with SGD, in `dtype`. Every part stays in its mode.
 
+    A model without a loss runs forward once.
+
     In float64 everything is: also what the model's code casts to float32. `learning_rate` None: chosen from the first
     gradient. Raises NnscalerError `model_raised` with the user's own line if the model raises, UnmatchedDraws where it
     draws other random numbers than `settings` says.
@@ -147,6 +151,7 @@ def run_reference(
     model = copy.deepcopy(module)
     draws = None if how.draws is None else ProgramDraws(how.draws, how.seed)
     losses: list[Tensor] = []
+    results: list[Mapping[str, Tensor]] = []
     gradients: list[dict[str, Tensor | None]] = []
     norm = None
     with _running_in(model, dtype, draws):
@@ -155,9 +160,13 @@ def run_reference(
             if draws is not None:
                 draws.begin(step)
             model.zero_grad(set_to_none=True)
-            losses.append(_loss(model, sample, inputs, how.loss_scale))
+            found = _step(model, sample, inputs, how.loss_scale)
             if draws is not None:
                 draws.end()
+            results.append({name: _copy(t) for name, t in found.rest.tensors.items()})
+            if found.loss is None:
+                break
+            losses.append(_copy(found.loss))
             gradients.append(_gradients(model))
             if learning_rate is None:
                 learning_rate = choose_learning_rate(model)
@@ -166,9 +175,10 @@ def run_reference(
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate).step()
     parameters = {n: p.detach().cpu() for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {n: b.detach().cpu() for n, b in model.named_buffers(remove_duplicate=False)}
-    assert learning_rate is not None, "at least one step"
+    rate = 0.0 if learning_rate is None else learning_rate
     seconds = time.perf_counter() - started
-    return Trajectory(tuple(losses), tuple(gradients), parameters, buffers, learning_rate, seconds, norm, how)
+    of_steps = tuple(results)
+    return Trajectory(tuple(losses), tuple(gradients), parameters, buffers, rate, seconds, norm, how, of_steps)
 
 
 def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
@@ -203,9 +213,12 @@ def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
     return replace(how, max_norm=limit), norm.detach().cpu()
 
 
-def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Return the loss, after a backward pass that starts from `scale`, which is divided out of the gradients."""
-    loss = _forward(model, sample, inputs)
+def _step(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Results:
+    """Return the results, after a backward pass that starts from `scale`, which is divided out of the gradients."""
+    found = _forward(model, sample, inputs)
+    loss = found.loss
+    if loss is None:
+        return found
     if not loss.requires_grad:
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
@@ -214,13 +227,17 @@ def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], 
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad / scale
-    return loss.detach().cpu().clone()
+    return found
 
 
-def _forward(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def _forward(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Results:
     args, kwargs = sample.rebuild({name: t.clone() for name, t in inputs.items()})
     with _told():
-        return loss_of(model(*args, **kwargs))
+        return results_of(model(*args, **kwargs))
 
 
 @contextmanager
@@ -289,6 +306,9 @@ def noise_between(one: Trajectory, exact: Trajectory) -> dict[Key, float]:
         noise["loss", step, ""] = difference(a, b, scale).relative
     for step, (found, right) in enumerate(zip(one.gradients, exact.gradients, strict=True)):
         _family(noise, "gradient", step, found, right)
+    for step, (returned, own) in enumerate(zip(one.results, exact.results, strict=True)):
+        for name, expected in own.items():
+            _family(noise, "result", step, {name: returned[name]}, {name: expected})
     last = len(exact.losses) - 1
     if one.norm is not None and exact.norm is not None:
         noise["norm", last, ""] = difference(one.norm, exact.norm).relative

@@ -94,6 +94,7 @@ from verify.programs.typing.lines.operations import Typer
 from verify.programs.typing.lines.uniform import uniform_dims
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.messages import arrivals, check_sends
+from verify.programs.typing.results import check_results
 from verify.programs.typing.roles.reader import read_role
 from verify.programs.typing.roles.record import check_manifest
 from verify.programs.typing.roles.text import RoleText, StageText, Unreadable
@@ -268,7 +269,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
 
     count, noted = check_ranks(roles)
     conclude("ranks and axes", count, noted)
-    order = check_schedule(roles, stages)
+    order = check_schedule(roles, stages, bool(graph.loss))
     for role, mistake in order.wrong:
         finder.add(role.file, role.schedule_line, mistake)
     instructions = sum(len(role.schedule) for role in roles)
@@ -292,6 +293,7 @@ def _interpret(roles: Sequence[RoleText], graph: Graph, finder: Finder, before: 
     conclude("messages between stages", sent, crossing + unmatched)
     conclude("stored tensors and gradient sums", *check_stored(done, graph))
     conclude("loss and buffers", *check_ends(done, graph))
+    conclude("results besides the loss", *check_results(done, graph))
     drawn, shared = _draws(done)
     conclude("random numbers", drawn, shared)
     obligations = tuple(

@@ -25,12 +25,15 @@ class Order:
     wrong: tuple[tuple[RoleText, Mistake], ...]
 
 
-def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText]) -> Order:
-    """Check the schedules of all roles. Raises nothing: mistakes are in the result."""
+def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText], trains: bool = True) -> Order:
+    """Check the schedules of all roles. Raises nothing: mistakes are in the result.
+
+    `trains`: the model has a loss, so that every forward has its backward; else there is none.
+    """
     orders: list[list[Instruction]] = []
     wrong: list[tuple[RoleText, Mistake]] = []
     for role in roles:
-        order, mistakes = _read(role)
+        order, mistakes = _read(role, trains)
         orders.append(order)
         wrong += [(role, m) for m in mistakes]
     total, stuck = _run(orders, stages)
@@ -42,7 +45,7 @@ def check_schedule(roles: Sequence[RoleText], stages: Mapping[int, StageText]) -
     return Order(tuple(total), tuple(wrong))
 
 
-def _read(role: RoleText) -> tuple[list[Instruction], list[Mistake]]:
+def _read(role: RoleText, trains: bool) -> tuple[list[Instruction], list[Mistake]]:
     counts = {stage.index: stage.micro_batches for stage in role.stages}
     order: list[Instruction] = []
     mistakes: list[Mistake] = []
@@ -52,6 +55,10 @@ def _read(role: RoleText) -> tuple[list[Instruction], list[Mistake]]:
             mistakes.append(Mistake("deadlock", f"SCHEDULE of {role.file} has {word!r}, which this role cannot run"))
             continue
         instruction = (match[1], int(match[2]), int(match[3]))
+        if match[1] == "B" and not trains:
+            message = f"SCHEDULE of {role.file} runs {word}, and the model has no loss"
+            mistakes.append(Mistake("gradient_reduced_wrongly", message, "there is nothing to start a backward from"))
+            continue
         if instruction in order:
             cause = "its gradient would be added twice" if match[1] == "B" else None
             mistakes.append(Mistake("gradient_reduced_wrongly", f"SCHEDULE of {role.file} runs {word} twice", cause))
@@ -64,6 +71,8 @@ def _read(role: RoleText) -> tuple[list[Instruction], list[Mistake]]:
                 message = f"SCHEDULE of {role.file} never runs {_text(forward)}"
                 cause = "micro-batches are left out of the step: a wrong count of micro-batches"
                 mistakes.append(Mistake("not_covered", message, cause))
+            elif not trains:
+                continue
             elif backward not in order:
                 message = f"SCHEDULE of {role.file} never runs {_text(backward)}"
                 cause = "gradients are summed before the last micro-batch's backward: its part is missing"

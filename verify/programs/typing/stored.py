@@ -185,10 +185,13 @@ def check_ends(readings: Sequence[Reading], graph: Graph) -> tuple[int, list[Not
     """Check the outputs of all stages; return their number, and the mistakes."""
     noted: list[Noted] = []
     with_loss = [r for r in readings if r.stage.loss is not None]
-    if len(with_loss) != 1:
+    if len(with_loss) != bool(graph.loss):
         stages = [r.stage.index for r in with_loss]
         place = (with_loss or readings)[-1].stage
-        noted.append(Noted(place, place.number, Mistake("not_covered", f"stages {stages} compute the loss, not one")))
+        wanted = "one" if graph.loss else "none: the model has no loss"
+        noted.append(
+            Noted(place, place.number, Mistake("not_covered", f"stages {stages} compute the loss, not {wanted}"))
+        )
     for reading in with_loss:
         mistake = _loss(reading, graph)
         if mistake is not None:

@@ -14,7 +14,7 @@ from nnscaler.communication.materialise import materialise
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.placement import Choice, PartitionedGraph
 from nnscaler.ir.signature import Signature, signatures
-from nnscaler.scheduling.registry import get_schedule
+from nnscaler.scheduling.registry import schedule_of
 from nnscaler.scheduling.schedule import Schedule
 from nnscaler.transform.apply import apply_plan
 from nnscaler.transform.plan import Plan
@@ -68,7 +68,7 @@ def generation_of(base: Base) -> Generation:
     known = dict(signatures(graph, default_registry()))
     partitioned = apply_plan(graph, known, plan)
     communicated = materialise(partitioned, known)
-    order = get_schedule(plan.schedule)(plan.devices, plan.chunks, plan.micro_batches)
+    order = schedule_of(plan, bool(graph.loss))
     functions = {name: opaque.function for name, opaque in base.traced.functions.items()}
     origins = operator_origins((op.operator for op in graph.operations), functions)
     made = Generation(plan, program.manifest.model["name"], known, partitioned, communicated, order, origins)

@@ -20,6 +20,7 @@ from verify.programs.typing.roles.text import (
     InputText,
     MessageText,
     OutsideGrammar,
+    ResultText,
     RoleText,
     StageText,
     StoredText,
@@ -31,7 +32,7 @@ from verify.programs.typing.roles.text import (
 
 OF_RUNTIME = frozenset(
     (
-        "Buffer Constant Exchange Input Invariant Loss Parameter Partial Receive Replicated Send Sharded Stage"
+        "Buffer Constant Exchange Input Invariant Loss Parameter Partial Receive Replicated Result Send Sharded Stage"
         " comm dtypes ops recompute user_operators"
     ).split()
 )
@@ -128,6 +129,7 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
 
 _MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
+_MEMBERS = "index ranks axes micro_batches inputs prepare_inputs receives sends loss results updates".split()
 _OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
@@ -233,9 +235,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
                 pass
             case _:
                 raise Unreadable(member, f"`{ast.unparse(member).partition(chr(10))[0]}` is no part of a stage")
-    unknown = set(found) - {*_KINDS, "index", "ranks", "axes", "micro_batches", "inputs", "prepare_inputs"}
-    unknown -= {"receives", "sends", "loss", "updates"}
-    if unknown or "forward" not in bodies:
+    if (unknown := set(found) - {*_KINDS, *_MEMBERS}) or "forward" not in bodies:
         raise Unreadable(node, f"`class {node.name}` has {sorted(unknown)}" if unknown else "a stage without forward")
     fixed = {n: read_value(found[n][0]) for n in ("index", "ranks", "axes", "micro_batches") if n in found}
     if len(fixed) < 4:
@@ -264,6 +264,7 @@ def _stage(file: str, node: ast.ClassDef, source: Sequence[str]) -> StageText:
         bodies.get("prepare"),
         bodies["forward"],
         tuple(source),
+        tuple(_result(call, name) for name, call in _entries(found, "results")),
     )
 
 
@@ -384,13 +385,16 @@ def _shape(call: ast.Call, value: Any) -> tuple[int | Expression, ...]:
     return tuple(sizes)
 
 
+def _result(call: ast.Call, name: str) -> ResultText:
+    kind, given = _arguments(call, ("shape", "dtype", "states"))
+    if kind != "Result" or "dtype" not in given or not _tuple_of(int, given.get("shape")):
+        raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `results`")
+    return ResultText(call.lineno, name, given["shape"], given["dtype"], _states(call, given.get("states", {})))
+
+
 def _loss(found: Mapping[str, tuple[ast.expr, int]]) -> Mapping[str, State] | None:
     if "loss" not in found:
         return None
-    node = found["loss"][0]
-    if not isinstance(node, ast.Call):
+    if not isinstance(node := found["loss"][0], ast.Call) or ast.unparse(node.func) != "Loss":
         raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    kind, given = _arguments(node, ("states",))
-    if kind != "Loss":
-        raise Unreadable(node, f"`{ast.unparse(node)}` is no loss")
-    return _states(node, given.get("states", {}))
+    return _states(node, _arguments(node, ("states",))[1].get("states", {}))

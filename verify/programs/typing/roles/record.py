@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from nnscaler.codegen.generate import listed
-from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.manifest import MANIFEST, Manifest, StoredTensor
+from nnscaler.ir.graph import LOSS, Graph, LogicalTensor
+from nnscaler.manifest import MANIFEST, Manifest, ResultRecord, Returns, StoredTensor
 from nnscaler.records import encode
 from nnscaler.runtime.communication.communicator import ProgramError
 from nnscaler.runtime.program.program_directory import describe_state
@@ -47,12 +47,14 @@ def check_manifest(
     of_model = encode(listed(graph))
     right: dict[str, Any] = {
         "ranks": len(ranks),
+        "returns": encode(_returns(roles, graph)),
         "roles": sorted((role.file, sorted(role.ranks)) for role in roles),
         "micro_batches": max((stage.micro_batches for role in roles for stage in role.stages), default=1),
         **of_model,
     }
     found = {
         "ranks": manifest.ranks,
+        "returns": encode(manifest.returns),
         "roles": sorted((role.file, sorted(role.ranks)) for role in manifest.roles),
         "micro_batches": manifest.micro_batches,
         **{name: encode(getattr(manifest, name)) for name in of_model},
@@ -77,6 +79,16 @@ def check_manifest(
         for name in sorted(named - files)
     ]
     return len(right) + len(files | named), [*wrong, *left_out, *_operator_files(sorted(files), folder)]
+
+
+def _returns(roles: Sequence[RoleText], graph: Graph) -> Returns:
+    """Return what the model returns, with the ranks of the stage that makes each result by the text."""
+    ranks: dict[str, tuple[int, ...]] = {}
+    for stage in (stage for role in roles for stage in role.stages):
+        names = [*([LOSS] if stage.loss is not None else []), *(result.name for result in stage.results)]
+        ranks.update(dict.fromkeys(names, stage.ranks))
+    tensors = ((name, graph.tensors[tensor]) for name, tensor in graph.results)
+    return Returns(graph.structure, tuple(ResultRecord(n, t.shape, t.dtype, ranks.get(n, ())) for n, t in tensors))
 
 
 def _operator_files(names: Sequence[str], folder: str) -> Iterator[Mistake]:

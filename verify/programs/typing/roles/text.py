@@ -155,6 +155,17 @@ class ExchangeText:
 
 
 @dataclass(frozen=True)
+class ResultText:
+    """A result besides the loss, as a stage declares it."""
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    states: Mapping[str, State]
+
+
+@dataclass(frozen=True)
 class StageText:
     """One stage class. `loss` is None where the stage computes none."""
 
@@ -174,6 +185,7 @@ class StageText:
     prepare: Body | None
     forward: Body
     source: tuple[str, ...] = ()
+    results: tuple[ResultText, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+"""The results of a run besides its loss: kept by micro-batch, put together on a rank, and gathered over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nnscaler.manifest import ResultRecord, Returns
+from nnscaler.runtime.communication.communicator import Communicator, ProgramError
+from nnscaler.runtime.cut import Cut, cut_of, nested
+from nnscaler.runtime.layout import Invariant, Partial, Sharded, States
+from nnscaler.runtime.role import LOSS, MICRO, Result, Stage
+from nnscaler.runtime.shards import Sizes, local_shape
+from nnscaler.runtime.structure import restore
+from nnscaler.runtime.training.autocast import dtype_named
+
+
+class Results:
+    """The results that one rank keeps of its last run."""
+
+    def __init__(
+        self, stages: Mapping[int, Stage], communicator: Communicator, returns: Returns, precision: str | None
+    ) -> None:
+        self._declared = {name: (stage, r) for stage in stages.values() for name, r in stage.results.items()}
+        self._communicator, self._returns, self._precision = communicator, returns, precision
+        self._device = next(iter(stages.values())).device
+        self._pieces: dict[str, list[Tensor]] = {}
+        self._wanted: Collection[str] | None = ()
+
+    @property
+    def with_loss(self) -> bool:
+        """False for a program that is known to have no loss."""
+        return not self._returns.results or self._returns.results[0].name == LOSS
+
+    def begin(self, keep: Collection[str] | None) -> None:
+        """Forget the last run. `keep`: names of the results to keep of the next one; None: all."""
+        self._pieces.clear()
+        self._wanted = keep
+
+    def collect(self, stage: Stage, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep the results of a micro-batch; return the other outputs, so that nothing else holds these.
+
+        Raises ProgramError for one of another shape than is declared.
+        """
+        for name, declared in stage.results.items():
+            if self._wanted is None or name in self._wanted:
+                piece = outputs[name].detach()
+                wanted = local_shape(declared.shape, declared.states, stage.sizes(), stage.coordinates())
+                if tuple(piece.shape) != wanted:
+                    raise ProgramError(f"the result {name!r} has shape {tuple(piece.shape)}, and {wanted} is declared")
+                self._pieces.setdefault(name, []).append(piece)
+        return {name: value for name, value in outputs.items() if name not in stage.results}
+
+    def local(self) -> dict[str, Tensor]:
+        """Put this rank's pieces together over micro-batches, by name."""
+        return {name: _over_micro_batches(*self._declared[name], pieces) for name, pieces in self._pieces.items()}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Return the logical tensors of all that was kept, on every rank, which all call this."""
+        self._check()
+        local = self.local()
+        found: dict[str, Tensor] = {}
+        for record in self._returns.results:
+            if record.name == LOSS or (self._wanted is not None and record.name not in self._wanted):
+                continue
+            value = None
+            if record.name in local:
+                value = self._whole(*self._declared[record.name], local[record.name])
+            found[record.name] = self._everywhere(record, value)
+        return found
+
+    def restored(self, loss: Tensor | None) -> Any:
+        """Return what the model returns, on every rank, after a run that kept everything. `loss`: of the run."""
+        found = self.gathered()
+        for record in self._returns.results:
+            if record.name == LOSS:
+                found[LOSS] = self._everywhere(record, loss)
+        return restore(self._returns.structure, found)
+
+    def _check(self) -> None:
+        if self._declared and not self._returns.results:
+            raise ProgramError("the executor was not told what the model returns: ExecutorSettings(returns=...)")
+
+    def _whole(self, stage: Stage, declared: Result, piece: Tensor) -> Tensor:
+        """Gather a result over the ranks of its stage."""
+        states = {axis: state for axis, state in declared.states.items() if axis != MICRO}
+        value = piece.contiguous()
+        for axis in stage.axes:
+            state, group = states.get(axis), getattr(stage, axis)
+            if isinstance(state, Partial):
+                value = self._communicator.all_reduce(value, group.ranks, state.reduction)
+            elif isinstance(state, Sharded):
+                cut = local_cut(states, stage.axes, axis)
+                shapes = [cut.shape_at(value.shape, i) for i in range(group.size)] if cut.sizes else None
+                sent = _sendable(value)
+                pieces = self._communicator.all_gather(sent, group.ranks, shapes)
+                value = cut.join([p.to(value.dtype) for p in pieces])
+            states.pop(axis, None)
+        return value
+
+    def _everywhere(self, record: ResultRecord, value: Tensor | None) -> Tensor:
+        """Give a result that one stage has whole to the ranks of all others."""
+        world = range(self._communicator.world_size)
+        if set(record.ranks) >= set(world):
+            assert value is not None
+            return value
+        if value is None:
+            dtype = dtype_named(record.dtype, self._precision)
+            value = torch.empty(record.shape, dtype=dtype, device=self._device)
+        sent = _sendable(value.contiguous())
+        return self._communicator.broadcast(sent, record.ranks[0], tuple(world)).to(value.dtype)
+
+
+def check_outputs(stage: Stage, outputs: Mapping[str, Tensor]) -> None:
+    """Check that a stage returns all that it declares. Raises ProgramError."""
+    loss = [LOSS] if stage.loss is not None else []
+    missing = sorted({*(send.key for send in stage.sends), *stage.updates, *stage.results, *loss} - set(outputs))
+    if missing:
+        raise ProgramError(f"forward does not return {missing}")
+
+
+def total_loss(stage: Stage, losses: list[Tensor], communicator: Communicator) -> Tensor:
+    """Sum the loss of a step over micro-batches and ranks, on the axes where it is a partial sum."""
+    assert stage.loss is not None
+    states = stage.loss.states
+    total = torch.stack(losses).sum(0) if isinstance(states.get(MICRO), Partial) else losses[-1]
+    for axis in stage.axes:
+        state = states.get(axis, Invariant())
+        if isinstance(state, Partial):
+            total = communicator.all_reduce(total, getattr(stage, axis).ranks, state.reduction)
+        elif not isinstance(state, Invariant):
+            raise ProgramError(f"the loss is {state} on axis {axis!r}: only Invariant and Partial are a loss")
+    return total
+
+
+def _over_micro_batches(stage: Stage, declared: Result, pieces: list[Tensor]) -> Tensor:
+    state = declared.states.get(MICRO)
+    if isinstance(state, Partial):
+        stacked = torch.stack(pieces)
+        return stacked.amax(0) if state.reduction == "max" else stacked.sum(0, dtype=pieces[0].dtype)
+    if isinstance(state, Sharded):
+        return local_cut(declared.states, stage.sizes(), MICRO).join(pieces)
+    return pieces[-1]
+
+
+def local_cut(states: States, sizes: Sizes, axis: str) -> Cut:
+    """Return how an axis cuts what all the others of `states` leave of a dim."""
+    state = states[axis]
+    assert isinstance(state, Sharded)
+    along = [(a, s) for a, s in states.items() if isinstance(s, Sharded) and s.dim == state.dim]
+    order = nested([(replace(cut_of(s), dim=0), sizes[a]) for a, s in along])
+    return next(replace(cut, dim=state.dim) for position, cut in order if along[position][0] == axis)
+
+
+def _sendable(value: Tensor) -> Tensor:
+    """Truth values travel as numbers: not every backend knows them."""
+    return value.to(torch.uint8) if value.dtype == torch.bool else value
