@@ -201,6 +201,10 @@ class Engine:
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
+    def add_size(self, size: SizeClass, program: SentProgram) -> None:
+        """Take a program for batches of another size that was compiled before. Every rank calls it."""
+        self._running[size] = self._run(program, dict(program.constants), self.executor)
+
     @property
     def _first(self) -> RankExecutor:
         return self._running[self._first_size].executor

@@ -149,13 +149,13 @@ def run_reference(
     losses: list[Tensor] = []
     gradients: list[dict[str, Tensor | None]] = []
     norm = None
-    with _running_in(model, dtype, draws):
+    with running_in(model, dtype, draws):
         inputs = {name: _cast(t, dtype) for name, t in sample.tensors.items()}
         for step in range(steps):
             if draws is not None:
                 draws.begin(step)
             model.zero_grad(set_to_none=True)
-            losses.append(_loss(model, sample, inputs, how.loss_scale))
+            losses.append(backward_loss(model, sample, inputs, how.loss_scale))
             if draws is not None:
                 draws.end()
             gradients.append(_gradients(model))
@@ -175,8 +175,8 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
     model = copy.deepcopy(module)
     draws = ProgramDraws()
-    with _running_in(model, torch.float64, draws):
-        _forward(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
+    with running_in(model, torch.float64, draws):
+        forward_loss(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
     return draws
 
 
@@ -203,9 +203,9 @@ def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
     return replace(how, max_norm=limit), norm.detach().cpu()
 
 
-def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Tensor:
+def backward_loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Tensor:
     """Return the loss, after a backward pass that starts from `scale`, which is divided out of the gradients."""
-    loss = _forward(model, sample, inputs)
+    loss = forward_loss(model, sample, inputs)
     if not loss.requires_grad:
         raise NnscalerError("no_gradient", "the loss does not depend on any parameter that is trained")
     with _told():
@@ -217,7 +217,8 @@ def _loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], 
     return loss.detach().cpu().clone()
 
 
-def _forward(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Tensor:
+def forward_loss(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of these inputs. Raises NnscalerError `model_raised`."""
     args, kwargs = sample.rebuild({name: t.clone() for name, t in inputs.items()})
     with _told():
         return loss_of(model(*args, **kwargs))
@@ -253,7 +254,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def _running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None) -> Iterator[None]:
+def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None) -> Iterator[None]:
+    """While open, the model computes in `dtype` and draws what a program draws; without `draws` nothing is dropped."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))  # drawing moves torch's generator
         if dtype == torch.float64:
