@@ -52,6 +52,21 @@ def shard(tensor: Tensor, states: States, sizes: Sizes, coordinates: Coordinates
     return piece.clone(memory_format=torch.contiguous_format)
 
 
+def cut_further(
+    piece: Tensor, shape: Sequence[int], held: States, states: States, sizes: Sizes, coordinates: Coordinates
+) -> Tensor:
+    """Return what `states` leave of a piece that is cut as `held` says: a part of it, in its own memory.
+
+    `shape`: of the logical tensor. Raises ValueError when a size does not divide.
+    """
+    here = logical_coordinates(shape, held, sizes, coordinates)
+    wanted = logical_coordinates(shape, states, sizes, coordinates)
+    for dim, (have, want) in enumerate(zip(here, wanted, strict=True)):
+        if len(want) < len(have):
+            piece = _select(piece, dim, torch.searchsorted(have, want))
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
 def local_shape(shape: Sequence[int], states: States, sizes: Sizes, coordinates: Coordinates) -> tuple[int, ...]:
     """Return the shape of the piece of the rank at `coordinates`."""
     local = tuple(shape)

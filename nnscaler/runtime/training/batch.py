@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nnscaler.runtime.communication.communicator import ProgramError
-from nnscaler.runtime.layout import Sharded, States
+from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import Input, Stage
-from nnscaler.runtime.shards import local_shape, logical_coordinates, shard
+from nnscaler.runtime.shards import cut_further, local_shape, shard
 
 Batch = Mapping[str, Tensor]
 
@@ -43,28 +42,10 @@ class BatchCutter:
             raise ProgramError(f"{message}; compile one for each size, or pad the batch")
         try:
             if done:
-                return _inner(given, logical, done, source.states, stage)
+                return cut_further(given, logical, done, source.states, stage.sizes(), here)
             return shard(given, source.states, stage.sizes(), here)
         except ValueError as error:
             raise ProgramError(f"input {source.name!r}: {error}") from error
-
-
-def _inner(given: Tensor, logical: Sequence[int], done: States, states: States, stage: Stage) -> Tensor:
-    """Cut further: the logical indices that are wanted, at their places among those that are given."""
-    sizes, here = stage.sizes(), stage.coordinates()
-    held = logical_coordinates(logical, done, sizes, here)
-    wanted = logical_coordinates(logical, states, sizes, here)
-    piece = given
-    for dim, (have, want) in enumerate(zip(held, wanted, strict=True)):
-        if len(want) == len(have):
-            continue
-        places = torch.searchsorted(have, want)
-        first = int(places[0]) if len(places) else 0
-        if len(places) and int(places[-1]) - first == len(places) - 1:
-            piece = piece.narrow(dim, first, len(places))
-        else:
-            piece = piece.index_select(dim, places.to(given.device))
-    return piece.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,8 +142,8 @@ def _pieces(stage: Stage) -> Iterator[dict[str, Any]]:
             yield {
                 "name": description.fqn,
                 "shape": shape,
-                "indices": logical_indices(shape, description.states, stage.sizes(), stage.coordinates()),
-                "tensor": getattr(stage, name).detach().cpu().clone(),
+                "indices": logical_indices(shape, description.at_rest, stage.sizes(), stage.coordinates()),
+                "tensor": stage.at_rest.get(name, getattr(stage, name)).detach().cpu().clone(),
             }
 
 

@@ -64,14 +64,14 @@ def holdings_of(modules: Iterable[ModuleType]) -> tuple[dict[tuple[int, str], Ho
 
 
 def _holding(stage: type[Stage], attribute: str, declared: Parameter | Buffer, trainable: bool) -> Holding:
-    reduce = declared.reduce if isinstance(declared, Parameter) else ()
+    reduce = declared.summed if isinstance(declared, Parameter) else ()
     copies = declared.copies if isinstance(declared, Parameter) else ()
     return Holding(
         declared.fqn,
         stage.index,
         attribute,
         tuple(declared.shape),
-        {axis: state for axis, state in declared.states.items() if not isinstance(state, Replicated)},
+        {axis: state for axis, state in declared.at_rest.items() if not isinstance(state, Replicated)},
         dict(stage.axes),
         tuple(stage.ranks),
         trainable,

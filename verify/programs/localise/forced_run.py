@@ -90,8 +90,8 @@ class TaughtRun:
         with torch.no_grad():
             for stage in executor.stages.values():
                 for name, declared in stage.parameters.items():
-                    right = shard(self.state[declared.fqn], declared.states, stage.sizes(), stage.coordinates())
-                    getattr(stage, name).copy_(right)
+                    right = shard(self.state[declared.fqn], declared.at_rest, stage.sizes(), stage.coordinates())
+                    stage.at_rest[name].copy_(right)
         before = {(i, n): t.clone() for i, n, t in _stored(executor)}
         executor.zero_grad()
         loss = executor.step(self.inputs)

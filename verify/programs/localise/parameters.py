@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nnscaler.ir.graph import Graph
 from nnscaler.runtime.role import MICRO, Parameter, Stage
-from nnscaler.runtime.shards import shard, unravel
+from nnscaler.runtime.shards import cut_further, shard, unravel
 from verify.programs.localise.culprit import SHOWN, Culprit, Key, RoleLine
 from verify.programs.localise.statements import Foreign
 from verify.programs.localise.teacher_forcing import Teacher
@@ -170,7 +170,7 @@ def _is_right(
 
 def _own(stage: type[Stage], declared: Parameter, rank: int, tensor: Tensor) -> Tensor:
     here = unravel(stage.ranks.index(rank), stage.axes)
-    return shard(tensor, declared.states, stage.axes, here)
+    return shard(tensor, declared.at_rest, stage.axes, here)
 
 
 # -- why: the gradient as a combination of the parts that were dealt --------------------------------------------------
@@ -228,8 +228,14 @@ def _parts(teacher: Teacher, stage: int, declared: Parameter, rank: int) -> dict
                 for micro in range(other.micro_batches):
                     part = teacher.part_of(index, theirs, (owner, micro))
                     if part is not None:
-                        found[str(index), owner, micro] = part
+                        at = {**there, **{axis: here[axis] for axis in declared.rest}}
+                        found[str(index), owner, micro] = _at_rest(part, declared, other, at)
     return found
+
+
+def _at_rest(part: Tensor, declared: Parameter, stage: type[Stage], at: Mapping[str, int]) -> Tensor:
+    """Return what the tensor at rest at these coordinates gets of a part of the leaf's gradient."""
+    return cut_further(part, declared.shape, declared.states, declared.at_rest, stage.axes, at)
 
 
 def _solve(columns: Mapping[Column, Tensor], piece: Tensor) -> dict[Column, float] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nnscaler.ir.graph import Graph, LogicalTensor
-from nnscaler.ir.layout import INVARIANT, PARTIAL
+from nnscaler.ir.layout import INVARIANT, PARTIAL, Sharded, explain_illegal
 from verify.programs.typing.explain_mismatch import disagreement
 from verify.programs.typing.lines.walk import Noted, Reading
 from verify.programs.typing.roles.text import StageText, StoredText
@@ -65,6 +65,11 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
             "has no gradient in the model" if stored.kind == "parameter" else "is trained in the model, and frozen here"
         )
         found.append(Mistake("gradient_reduced_wrongly", f"`{stored.fqn}` {word}", tensor=tensor.name))
+    misplaced = _wrong_rest(reading, stored, tensor)
+    if misplaced:
+        message = f"`{stored.fqn}` cannot rest so: {misplaced}"
+        why = "the optimizer would update elements that no rank, or several, put back"
+        found.append(Mistake("not_covered", message, why, tensor.name))
     unknown = [a for a in stored.reduce if a not in reading.stage.axes]
     sharded = [a for a in stored.reduce if a in stored.states]
     if unknown or sharded or len(set(stored.reduce)) < len(stored.reduce):
@@ -80,6 +85,28 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
         cause = "a missing gradient is None, and not zeros: optimizers treat them differently"
         found.append(Mistake("gradient_reduced_wrongly", message, cause, tensor.name))
     return found
+
+
+def _wrong_rest(reading: Reading, stored: StoredText, tensor: LogicalTensor) -> str:
+    """Return why a parameter cannot lie so between steps; empty where it can.
+
+    The leaf is whole on an axis of `rest`: `Replicated` where `reduce` names it, and else `Invariant`. So what the
+    runtime does for each is a row of the conversion table, `Sharded -> Replicated` (all_gather, reduce_scatter) or
+    `Sharded -> Invariant` (all_gather, slice).
+    """
+    if not stored.rest:
+        return "" if stored.scatter == "step" else "nothing is scattered"
+    if stored.kind != "parameter":
+        return "it is not trained"
+    for axis, state in stored.rest.items():
+        if axis not in reading.stage.axes:
+            return f"there is no axis {axis}"
+        if axis in stored.states:
+            return f"axis {axis} divides it already in the step"
+        if not isinstance(state, Sharded):
+            return f"{state} over {axis} is no division"
+    layout = reading.axes.layout({**stored.states, **stored.rest})
+    return explain_illegal(layout, reading.axes.sizes, tensor.shape) or ""
 
 
 def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph) -> list[Noted]:
@@ -104,7 +131,8 @@ def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph
     for reading, stored in ordered:
         if stored.kind == "parameter" or stored.copies:  # without gradient and unlisted, each is a tensor of its own
             axes = tuple(reading.stage.axes.items())  # copies are summed position by position
-            key = (tuple(sorted(stored.states.items(), key=str)), tuple(sorted(stored.reduce)), axes, stored.fqn)
+            lies = tuple(tuple(sorted(states.items(), key=str)) for states in (stored.states, stored.rest))
+            key = (lies, stored.scatter, stored.master, tuple(sorted(stored.reduce)), axes, stored.fqn)
             groups.setdefault(key, []).append((reading, stored))
     if len(groups) > 1:
         reading, stored = ordered[-1]

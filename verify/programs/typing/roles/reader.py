@@ -148,9 +148,10 @@ def _is_pieces(value: Any) -> bool:
 
 # what the runtime takes for each argument of a declaration; other kinds might mean one thing here and another there
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("fqn", "name", "key", "dtype"), lambda value: type(value) is str),
+    **dict.fromkeys(("fqn", "name", "key", "dtype", "master"), lambda value: type(value) is str),
     **dict.fromkeys(("used", "needs_grad"), lambda value: type(value) is bool),
     **dict.fromkeys(("messages", "backward"), _is_pieces),
+    "scatter": lambda value: value in ("step", "micro_batch"),
     "stage": lambda value: type(value) is int,
     "peers": lambda value: _tuple_of(int, value),
     "reduce": lambda value: _tuple_of(str, value),
@@ -313,7 +314,7 @@ def _states(call: ast.Call, value: Any) -> dict[str, State]:
 def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
     result: list[StoredText] = []
     for variable, call in _entries(found, group):
-        more = ("reduce", "copies", "used") if _CLASS_OF[group] == "Parameter" else ()
+        more = ("reduce", "copies", "used", "rest", "scatter", "master") if _CLASS_OF[group] == "Parameter" else ()
         kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more))
         if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
             raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
@@ -329,6 +330,9 @@ def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Store
                 given.get("reduce", ()),
                 given.get("copies", ()),
                 given.get("used", True),
+                _states(call, given.get("rest", {})),
+                given.get("scatter", "step"),
+                given.get("master", ""),
             )
         )
     return result

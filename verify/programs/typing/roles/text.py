@@ -96,7 +96,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class StoredText:
-    """A declared parameter, buffer or constant. `states` are those at rest, by axis."""
+    """A declared parameter, buffer or constant. `states`: by axis, in a step; `rest`: what is added between steps."""
 
     number: int
     kind: str  # "parameter" | "frozen" | "buffer" | "constant"
@@ -108,6 +108,9 @@ class StoredText:
     reduce: tuple[str, ...] = ()
     copies: tuple[tuple[int, ...], ...] = ()
     used: bool = True
+    rest: Mapping[str, State] = field(default_factory=dict)
+    scatter: str = "step"
+    master: str = ""
 
 
 @dataclass(frozen=True, slots=True)
