@@ -36,6 +36,7 @@ from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.training.replicas import check_replicas
 from nnscaler.training.sizes import (
     SentProgram,
     Shapes,
@@ -198,6 +199,10 @@ class Engine:
     def stored(self) -> list[StoredTensor]:
         """Return every parameter and buffer of this rank between steps."""
         return stored_tensors(list(self.executor.stages.values()), self.manifest.tied)
+
+    def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Compare copies on several ranks by checksums, as `nnscaler.training.replicas.check_replicas`."""
+        return check_replicas(self, optimizer)
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 

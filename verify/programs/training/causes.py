@@ -171,9 +171,10 @@ def _other_batches(trained: Trained, right: Mapping[str, Tensor], number: int) -
             continue
         what = "replayed" if other < number else "batches before it were skipped"
         for drawn in dict.fromkeys((number, other)):
-            yield f"it is the loss of batch {other}, and batch {number} is due: {what}", trained.model.compute(
-                right, batch, drawn
-            )[0]
+            yield (
+                f"it is the loss of batch {other}, and batch {number} is due: {what}",
+                trained.model.compute(right, batch, drawn)[0],
+            )
 
 
 def _parts_of(trained: Trained, right: Mapping[str, Tensor], number: int) -> Alternatives:
@@ -204,7 +205,10 @@ def _misread(trained: Trained, batch: Batch) -> Iterator[tuple[str, Batch]]:
     for name in sorted(course.carried):
         for shift in range(1, count):
             moved = torch.cat([rows[(p + shift) % count][name] for p in range(count)])
-            yield f"the rows of `{name}` are those of another data part than the rest of the batch", {**batch, name: moved}
+            yield (
+                f"the rows of `{name}` are those of another data part than the rest of the batch",
+                {**batch, name: moved},
+            )
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -229,8 +233,9 @@ def _gradients(trained: Trained, found: Compared) -> Alternatives:
         if len(parts) > 1:
             yield f"it is added up in {dtype}", torch.stack(parts).to(narrow).sum(0).double()
     if step:
-        yield "it is computed with the parameters before the last update: a stale gather", _sum(
-            _each_batch(trained, step, name, eager.before(step - 1)), right
+        yield (
+            "it is computed with the parameters before the last update: a stale gather",
+            _sum(_each_batch(trained, step, name, eager.before(step - 1)), right),
         )
     yield "it is clipped already", right * _clipping(trained, eager.steps[step])
     for n in (2, 3, 4):
@@ -291,8 +296,9 @@ def _norms(trained: Trained, found: Compared) -> Alternatives:
     eager, step = trained.eager, found.step
     gradients = [g for g in eager.steps[step].gradients.values() if g is not None]
     for kind, text in ((1.0, "1"), (float("inf"), "infinity")):
-        yield f"it is the norm of type {text}", torch.stack([torch.linalg.vector_norm(g, kind) for g in gradients]).norm(
-            kind
+        yield (
+            f"it is the norm of type {text}",
+            torch.stack([torch.linalg.vector_norm(g, kind) for g in gradients]).norm(kind),
         )
     if step and eager.steps[step - 1].norm is not None:
         norm = eager.steps[step - 1].norm
@@ -428,9 +434,7 @@ def _coupled(
     course, rates = trained.course, trained.eager.steps[step].rates
     decay = float(options_of(course.optimizer)["weight_decay"])
     every = frozenset(gradients)
-    inside = {
-        n: g if g is None or n in course.undecayed else g + decay * old[n].double() for n, g in gradients.items()
-    }
+    inside = {n: g if g is None or n in course.undecayed else g + decay * old[n].double() for n, g in gradients.items()}
     text = "weight decay goes into the gradient, and the optimizer keeps them apart"
     yield text, *updated(course, old, states, inside, rates, every)
     apart = {n: p if n in course.undecayed else p * (1 - rates[0] * decay) for n, p in old.items()}
@@ -468,9 +472,7 @@ def _narrow_updates(trained: Trained, step: int) -> Iterator[Update]:
         states = eager.states_before(step)
         text = f"the update has gradients that are rounded to {dtype}"
         yield text, *updated(course, own, states, rounded, now.rates)
-        kept = {
-            n: {k: v.to(narrow).double() if v.dim() else v for k, v in s.items()} for n, s in states.items()
-        }
+        kept = {n: {k: v.to(narrow).double() if v.dim() else v for k, v in s.items()} for n, s in states.items()}
         yield f"the update has states that are kept in {dtype}", *updated(course, own, kept, clipped, now.rates)
 
 
@@ -490,7 +492,10 @@ def _buffers(trained: Trained, found: Compared) -> Alternatives:
         yield "only one batch of an accumulated step is in it", trained.model.train(once).buffers[name]
     if trained.course.evaluation is not None:
         again = replace(trained.course, steps=(*trained.course.steps, (trained.course.evaluation,)), evaluation=None)
-        yield "the batch of the evaluation is in it: evaluation changes buffers", trained.model.train(again).buffers[name]
+        yield (
+            "the batch of the evaluation is in it: evaluation changes buffers",
+            trained.model.train(again).buffers[name],
+        )
 
 
 def _evaluations(trained: Trained, found: Compared) -> Alternatives:

@@ -47,7 +47,9 @@ NAMES: Mapping[str, str] = {
 REPLICAS, OWNERS = "training: replicas bitwise equal", "training: owners of the optimizer state"
 
 
-def compare(trained: Trained, again: Callable[[], EagerRun], place: Callable[[str], SourceLocation | None]) -> list[CheckOutcome]:
+def compare(
+    trained: Trained, again: Callable[[], EagerRun], place: Callable[[str], SourceLocation | None]
+) -> list[CheckOutcome]:
     """Return the outcomes. `again`: the eager run from parameters moved by one unit of rounding, for where something
     differs; `place`: where the model uses a parameter."""
     every = list(everything(trained))
@@ -103,9 +105,7 @@ def _scalars(number: int, expected: StepRecord, steps: Mapping[int, StepRecord])
         )
 
 
-def _states(
-    trained: Trained, number: int, expected: StepRecord, steps: Mapping[int, StepRecord]
-) -> Iterator[Compared]:
+def _states(trained: Trained, number: int, expected: StepRecord, steps: Mapping[int, StepRecord]) -> Iterator[Compared]:
     keys = dict.fromkeys(key for states in expected.states.values() for key in states)
     for key in keys:
         right = {name: states[key] for name, states in expected.states.items() if key in states}
@@ -145,7 +145,9 @@ def _alike(found: Mapping[int, Tensor], holders: set[int] | None = None) -> Whol
     differing: list[Unequal] = []
     for rank, other in found.items():
         if other.shape != value.shape:
-            return Whole(None, found, problem=f"rank {rank} has {tuple(other.shape)}, rank {first} {tuple(value.shape)}")
+            return Whole(
+                None, found, problem=f"rank {rank} has {tuple(other.shape)}, rank {first} {tuple(value.shape)}"
+            )
         differing += unequal(value, other, first, rank)
     regions: dict[int, tuple[Tensor, ...]] = {rank: () for rank in found}
     return Whole(value, found, regions, tuple(differing), len(found) - 1)
@@ -253,7 +255,9 @@ def _subject(trained: Trained, entry: Compared) -> str:
 # -- copies and owners ------------------------------------------------------------------------------------------------
 
 
-def _replicas(trained: Trained, every: Sequence[Compared], place: Callable[[str], SourceLocation | None]) -> CheckOutcome:
+def _replicas(
+    trained: Trained, every: Sequence[Compared], place: Callable[[str], SourceLocation | None]
+) -> CheckOutcome:
     """Check that copies have equal bits: of gradients, states and parameters, at every step."""
     tally = Tally(REPLICAS, Verdict.TESTED_EXACT)
     step: int | None = None
@@ -303,4 +307,3 @@ def _owners(trained: Trained, every: Sequence[Compared], place: Callable[[str], 
         tally.add(verdict, finding)
     fullest = max(sizes.values(), default=0)
     return tally.outcome(f"{fullest:,} bytes on the fullest rank, {total:,} in all" if total else "")
-

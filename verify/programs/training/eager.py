@@ -84,9 +84,7 @@ class EagerModel:
                 optimizer.step()
                 scheduler.step()
                 kept = {n: t for n, t in _parameters(model).items() if n in trained}
-                steps.append(
-                    StepRecord(tuple(losses), gradients, norm, rates, kept, states_of(optimizer, trained))
-                )
+                steps.append(StepRecord(tuple(losses), gradients, norm, rates, kept, states_of(optimizer, trained)))
             buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
             evaluation = None if course.evaluation is None else self._evaluated(model, course.evaluation)
         return EagerRun(initial, tuple(steps), buffers, evaluation)

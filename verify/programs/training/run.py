@@ -165,10 +165,14 @@ def _batches(
     sample = prepared.sample.tensors
     if given:
         own = [dict(flatten_inputs(prepared.model, batch).tensors) for batch in given]
-        wrong = next((b for b in own if {n: t.shape for n, t in b.items()} != {n: t.shape for n, t in sample.items()}), None)
+        wrong = next(
+            (b for b in own if {n: t.shape for n, t in b.items()} != {n: t.shape for n, t in sample.items()}), None
+        )
         if wrong is not None:
             message = "train_batches() gives a batch of other shapes than sample_inputs()"
-            raise NnscalerError("inputs_differ", message, help="give batches of one size: a short one is made of the last")
+            raise NnscalerError(
+                "inputs_differ", message, help="give batches of one size: a short one is made of the last"
+            )
         return [own[i % len(own)] for i in range(count)], ()
     batches: list[Batch] = [drawn(sample, carried, request.seed + 1 + i) for i in range(count)]
     if all(model.runs_on(batch) for batch in batches):
@@ -199,9 +203,7 @@ def _short(
     return short, {rows: draws or ()}, ()
 
 
-def _scales(
-    request: PlanRequest, prepared: Prepared, model: EagerModel, batch: Batch
-) -> tuple[float, float | None]:
+def _scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: Batch) -> tuple[float, float | None]:
     """Return a learning rate that moves the parameters by a small share, and a norm to which gradients are clipped."""
     copied = copy.deepcopy(prepared.model).double()
     _, gradients = model.compute({}, batch)
@@ -292,4 +294,3 @@ def _vouch(program: Program) -> None:
     found = next((f for o in outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings), None)
     if found is not None:
         raise NnscalerError("size_refuted", f"the program for another size is not the model: {found.message}")
-
