@@ -149,7 +149,7 @@ def _alike(found: Mapping[int, Tensor], holders: set[int] | None = None) -> Whol
                 None, found, problem=f"rank {rank} has {tuple(other.shape)}, rank {first} {tuple(value.shape)}"
             )
         differing += unequal(value, other, first, rank)
-    regions: dict[int, tuple[Tensor, ...]] = {rank: () for rank in found}
+    regions: dict[int, tuple[Tensor, ...]] = dict.fromkeys(found, ())
     return Whole(value, found, regions, tuple(differing), len(found) - 1)
 
 

@@ -18,7 +18,6 @@ from verify.programs.training.course import Batch, Course, make_optimizer, make_
 from verify.programs.training.ranks import StepRecord, states_of
 
 Draws = tuple[Draw | None, ...]
-CLOSE = 1e-8  # an alternative that is this near is the one
 
 
 @dataclass(frozen=True)

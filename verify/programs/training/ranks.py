@@ -121,6 +121,10 @@ class Loop:
         self.optimizer: torch.optim.Optimizer = make_optimizer(engine.parameters, course)
         self.scheduler: LRScheduler = make_scheduler(self.optimizer)
 
+    def clear(self) -> None:
+        """Forget the gradients of the step before."""
+        self.optimizer.zero_grad()
+
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """Return this rank's rows of a batch."""
         part = self.engine.data_part
@@ -154,7 +158,7 @@ class Loop:
 
     def step(self, number: int) -> StepRecord:
         """Make one optimizer step."""
-        self.optimizer.zero_grad()
+        self.clear()
         losses = self.accumulate(number)
         parameters = self.engine.parameters
         gradients = {name: _kept(p.grad) for name, p in parameters.items()}

@@ -7,7 +7,7 @@ import copy
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from verify.programs.training.course import (
     shortened,
     undecayed_of,
 )
-from verify.programs.training.eager import Draws, EagerModel, eager_model
+from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
 from verify.programs.training.trained import Trained
 from verify.programs.typing import check_program
@@ -65,12 +65,17 @@ CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
 
 @dataclass(frozen=True)
 class Training:
-    """What is compared: the course, the model that goes through it, and the program. `notes`: what was left out."""
+    """What is compared: the course, the model that goes through it, and the program.
+
+    notes  what was left out
+    sizes  programs that were compiled before; the engine compiles others when a batch comes
+    """
 
     course: Course
     model: EagerModel
     program: Program
     notes: tuple[str, ...] = ()
+    sizes: Mapping[SizeClass, SentProgram] = field(default_factory=dict)
 
 
 def check_training(
@@ -88,10 +93,7 @@ def check_training(
     outcome = run_ranks(training, request, prepared, work, backend)
     seconds = time.perf_counter() - started
     if isinstance(outcome, Failure):
-        refuted = int(outcome.verdict is Verdict.REFUTED)
-        finding = finding_of(outcome, prepared.program.path, SourceMap(prepared.graph))
-        finding = replace(finding, message=f"training: {finding.message}")
-        return [CheckOutcome(Check(NAME, outcome.verdict, refuted, refuted, seconds), (finding,))], training.notes
+        return [outcome_of(outcome, prepared, seconds)], training.notes
     told = outcome[0].compilations
     detail = f"compiled for {len(told)} other size{'s' * (len(told) != 1)}" if told else ""
     ran = CheckOutcome(Check(NAME, Verdict.TESTED_EXACT, len(outcome), 0, seconds, detail))
@@ -102,10 +104,21 @@ def check_training(
     return [ran, *outcomes], training.notes
 
 
-def compare_runs(training: Training, ranks: Sequence[RankTraining], prepared: Prepared) -> list[CheckOutcome]:
-    """Compare what the ranks did with what the model does."""
+def outcome_of(failure: Failure, prepared: Prepared, seconds: float) -> CheckOutcome:
+    """Return the check of a run that did not end."""
+    refuted = int(failure.verdict is Verdict.REFUTED)
+    finding = finding_of(failure, prepared.program.path, SourceMap(prepared.graph))
+    finding = replace(finding, message=f"training: {finding.message}")
+    return CheckOutcome(Check(NAME, failure.verdict, refuted, refuted, seconds), (finding,))
+
+
+def compare_runs(
+    training: Training, ranks: Sequence[RankTraining], prepared: Prepared, eager: EagerRun | None = None
+) -> list[CheckOutcome]:
+    """Compare what the ranks did with what the model does. `eager`: that, where it is known."""
     model, course = training.model, training.course
-    trained = Trained(course, model.train(course), model, tuple(ranks))
+    micro_batches = prepared.program.manifest.micro_batches
+    trained = Trained(course, eager or model.train(course), model, tuple(ranks), micro_batches)
     places = SourceMap(prepared.graph).of_parameters()
     return compare(trained, lambda: model.train(course, moved=True), places.get)
 
@@ -125,7 +138,7 @@ def make_training(request: PlanRequest, prepared: Prepared, given: Sequence[Any]
     model = eager_model(prepared, request.seed, more)
     steps = in_steps(batches, request.train_steps)
     evaluation = None
-    if prepared.unmatched is None and model.draws is None or not model.draws_in_evaluation():
+    if not model.draws_in_evaluation():
         evaluation = short or batches[0]
     if short is not None and len(steps) > 1:
         steps = (*steps[:-1], (short,))
@@ -224,7 +237,7 @@ def run_ranks(
     training: Training, request: PlanRequest, prepared: Prepared, work: Path, backend: str, apart: bool = True
 ) -> tuple[RankTraining, ...] | Failure:
     """Train on all ranks: threads in a child process (`apart` false: in this one), or processes."""
-    task = TrainTask(training.program, training.course, str(work / "texts"), {}, _vouch)
+    task = TrainTask(training.program, training.course, str(work / "texts"), training.sizes, _vouch)
     ranks, timeout = request.rank_count, request.timeout
     if backend != "simulator":
         return _in_processes(task, request, prepared, backend)
@@ -257,7 +270,7 @@ def _in_processes(
     task: TrainTask, request: PlanRequest, prepared: Prepared, backend: str
 ) -> tuple[RankTraining, ...] | Failure:
     """Train in processes, which do not have the model: what they compile later is compiled here."""
-    task = replace(task, sizes=_compiled_sizes(task))
+    task = replace(task, sizes=compiled_sizes(task.program, task.course))
     ranks = request.rank_count
     with contextlib.ExitStack() as stack:
         job = JobSpecification(
@@ -272,9 +285,8 @@ def _in_processes(
     return tuple(outcome.results()) if outcome.end == "finished" else failure_of_job(outcome)
 
 
-def _compiled_sizes(task: TrainTask) -> dict[SizeClass, SentProgram]:
+def compiled_sizes(program: Program, course: Course) -> dict[SizeClass, SentProgram]:
     """Compile the program for every other size of the course."""
-    program, course = task.program, task.course
     known = program.manifest.shapes
     modes = any(module.training for module in program.origin.module.modules()) if program.origin else False
     wanted: dict[SizeClass, Batch] = {}

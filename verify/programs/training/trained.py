@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from verify.programs.training.course import Course
@@ -12,15 +14,19 @@ from verify.programs.training.ranks import RankTraining
 from verify.programs.training.together import Whole
 from verify.results.tolerance import Key
 
+Alternatives = Iterator[tuple[str, Tensor]]  # what a mistake would have made, and a sentence on it
+NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
+
 
 @dataclass(frozen=True)
 class Trained:
-    """A course as the model and as the ranks went through it."""
+    """A course as the model and as the ranks went through it. `micro_batches`: into which the program cuts a batch."""
 
     course: Course
     eager: EagerRun
     model: EagerModel
     ranks: tuple[RankTraining, ...]
+    micro_batches: int = 1
 
     @property
     def parts(self) -> int:
