@@ -102,4 +102,3 @@ def bench(spec: Spec, optimizer: str, folder: Path) -> Bench:
     training = make_training(request, base.prepared)
     training = replace(training, sizes=compiled_sizes(training.program, training.course))
     return Bench(request, base.prepared, training, training.model.train(training.course), folder)
-
