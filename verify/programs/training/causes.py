@@ -1,48 +1,71 @@
 """Why a training run differs: what a mistake that is known would make of the right tensors is computed, and compared.
 
 Everything before the first difference agrees, so the right state is known there. Each alternative is a tensor with a
-sentence; the first one that has what the wrong ranks have is told. Ranks that are right are left out: "on rank 1: ...".
+sentence; one that is what the wrong ranks have is told. Ranks that are right are left out: "on rank 1: ...".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from verify.programs.training import causes_of_losses, causes_of_updates
-from verify.programs.training.trained import Alternatives, Compared, Trained
+from verify.programs.training.trained import Alternatives, Candidate, Compared, Trained
 from verify.results.tolerance import largest
 
 CLOSE = 1e-8  # an alternative that is this near is the one
+_SEVERAL = ("gradient", "state", "parameter")  # of which many differ at once
 
 
-def explain(trained: Trained, found: Compared) -> str | None:
-    """Return a sentence on the cause; None where no alternative is what the ranks have."""
+def explain_all(trained: Trained, found: Sequence[Compared]) -> list[str | None]:
+    """Return a sentence on the cause of each; None where no alternative is what the ranks have.
+
+    Several alternatives may explain one tensor: the one that explains most of them is told.
+    """
+    every = [list(_sentences(trained, entry)) for entry in found]
+    counted = Counter(sentence for sentences in every for sentence in dict.fromkeys(sentences))
+    return [max(sentences, key=lambda s: counted[s]) if sentences else None for sentences in every]
+
+
+def _sentences(trained: Trained, found: Compared) -> Iterator[str]:
     if found.expected is None or found.observed.value is None:
-        return None
+        return
     wrong = found.observed.wrong_ranks(found.expected, CLOSE, found.scale * 1e-3)
     if not wrong:
-        return "copies differ in rounding alone: their sums were taken in different orders"
+        if found.observed.unequal:
+            yield "copies differ in rounding alone: their sums were taken in different orders"
+        return
     where = "" if len(wrong) == len(found.observed.pieces) else f"on rank {', '.join(map(str, wrong))} alone: "
-    told = _neighbour(found, wrong)
-    for sentence, candidate in () if told else _ALTERNATIVES[found.kind](trained, found):
+    neighbour = _neighbour(found, wrong)
+    if neighbour:
+        yield where + neighbour
+        return
+    known = False
+    for sentence, candidate in _ALTERNATIVES[found.kind](trained, found):
         if _explains(found, wrong, candidate):
-            told = sentence
-            break
-    told = told or _factor(trained, found) or _unsummed(found)
-    return f"{where}{told}" if told else None
+            yield where + sentence
+            known = True
+            if found.kind not in _SEVERAL:
+                return
+    told = None if known else _factor(trained, found) or _unsummed(found)
+    if told:
+        yield where + told
 
 
-def _explains(found: Compared, wrong: list[int], candidate: Tensor) -> bool:
+def _explains(found: Compared, wrong: list[int], candidate: Candidate) -> bool:
     """Return whether all wrong ranks have what the candidate is there, and that is not the right tensor."""
     assert found.expected is not None
     least = max(largest(found.expected), found.scale * 1e-3)
     differs = False
     for rank in wrong:
+        logical = candidate if isinstance(candidate, Tensor) else candidate.get(rank)
+        if logical is None:
+            return False
         piece, region = found.observed.pieces[rank].double(), found.observed.regions[rank]
-        other = candidate.double()[region]
+        other = logical.double()[region]
         if other.shape != piece.shape or not bool(((piece - other).abs() <= CLOSE * least).all()):
             return False
         differs = differs or bool(((other - found.expected.double()[region]).abs() > CLOSE * least).any())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verify.programs.training.course import Batch, rate_at
-from verify.programs.training.together import region_of
+from verify.programs.training.together import indices_of
 from verify.programs.training.trained import NARROW, Alternatives, Compared, Trained
 
 SINGLE = 64  # parameters that are tried one by one
@@ -22,9 +22,11 @@ def of_rate(trained: Trained, found: Compared) -> Alternatives:
     base, step = trained.course.learning_rate, found.step
     batches = trained.course.first_batch(step)
     like = torch.zeros((), dtype=torch.float64)
+    if len(trained.course.steps[step]) > 1 or batches > step:
+        for done in (batches, trained.course.first_batch(step + 1) - 1):
+            yield "the scheduler steps once per batch, and not once per optimizer step", like + base * rate_at(done)
     yield "the scheduler is off by one: it is the rate of the step after", like + base * rate_at(step + 1)
     yield "the scheduler is off by one: it is the rate of the step before", like + base * rate_at(step - 1)
-    yield "the scheduler steps once per batch, and not once per optimizer step", like + base * rate_at(batches)
     yield "the scheduler steps twice per optimizer step", like + base * rate_at(2 * step)
     yield "the scheduler never steps", like + base
     for other in range(step + 3):
@@ -84,7 +86,10 @@ def _parts_of(trained: Trained, right: Mapping[str, Tensor], number: int) -> Alt
         if rows[min(course.carried)].shape[0] == 0:
             return
         losses.append(trained.model.without_draws().compute(right, rows)[0])
-        yield f"it is the loss of the rows of data part {part} alone: the others do not count", losses[-1]
+        every = "all parts read them (the order of data depends on the rank), or the others do not count"
+        yield f"it is the loss of the rows of data part {part} alone: {every}", losses[-1]
+        share = rows[min(course.carried)].shape[0] / batch[min(course.carried)].shape[0]
+        yield f"it is the share of data part {part}: the sum over ranks is missing", losses[-1] * share
     yield "it is the mean of the losses of the data parts, which have other numbers", torch.stack(losses).mean()
     for what, mixed in _misread(trained, batch):
         yield what, trained.model.compute(right, mixed, number)[0]
@@ -94,7 +99,7 @@ def _gathered(trained: Trained, right: Mapping[str, Tensor], step: int) -> Itera
     """Return parameters that were put together wrongly from their shards."""
     moves: dict[str, list[tuple[str, Tensor]]] = {}
     for name, value in right.items():
-        regions = [region_of(layout) for r in trained.ranks if (layout := r.layout(name)) is not None]
+        regions = [indices_of(layout) for r in trained.ranks if (layout := r.layout(name)) is not None]
         distinct = [r for i, r in enumerate(regions) if not any(_same(r, other) for other in regions[:i])]
         if len(distinct) < 2:
             continue
@@ -104,11 +109,12 @@ def _gathered(trained: Trained, right: Mapping[str, Tensor], step: int) -> Itera
                 turned[region] = value[other]
         moves.setdefault("in the wrong order", []).append((name, turned))
         for dim in range(value.dim()):
+            later = [r for r in distinct if bool((r[dim] > 0).all())]
             moved = value.clone()
-            for region in distinct[1:]:
-                if bool((region[dim] > 0).all()):
-                    moved[(*region[:dim], region[dim] - 1, *region[dim + 1 :])] = value[region]
-            moves.setdefault("one element off", []).append((name, moved))
+            for region in later:
+                moved[(*region[:dim], region[dim] - 1, *region[dim + 1 :])] = value[region]
+            if later:
+                moves.setdefault("one element off", []).append((name, moved))
         if step:
             moves.setdefault("", []).append((name, trained.eager.before(step - 1)[name]))
     for how, found in moves.items():
@@ -133,7 +139,7 @@ def _misread(trained: Trained, batch: Batch) -> Iterator[tuple[str, Batch]]:
     rows = [course.rows(batch, part, count) for part in range(count)]
     for part in range(count):
         same = {n: torch.cat([rows[part][n]] * count) if n in course.carried else t for n, t in batch.items()}
-        yield f"every data part reads the rows of part {part}: the order of data depends on the rank", same
+        yield f"all data parts read the rows of part {part}: the order of data depends on the rank", same
     whole = {n: torch.cat([r[n] for r in reversed(rows)]) if n in course.carried else t for n, t in batch.items()}
     yield "the data parts are exchanged: each rank reads the rows of another", whole
     size = max(b[min(course.carried)].shape[0] for b in course.batches())
@@ -147,7 +153,7 @@ def _misread(trained: Trained, batch: Batch) -> Iterator[tuple[str, Batch]]:
         for shift in range(1, count):
             moved = torch.cat([rows[(p + shift) % count][name] for p in range(count)])
             yield (
-                f"the rows of `{name}` are those of another data part than the rest of the batch",
+                f"the rows of `{name}` and of the other inputs are those of different data parts",
                 {**batch, name: moved},
             )
 
@@ -160,6 +166,14 @@ def of_buffer(trained: Trained, found: Compared) -> Alternatives:
     initial = dict(trained.model.model.named_buffers()).get(name)
     if initial is not None:
         yield "it never changes: its new values are not kept", initial.detach().double()
+    last = trained.course.steps[-1]
+    if found.kind == "buffer" and len(last) == 1:
+        own = trained.model.buffers_after(trained.eager.before(len(trained.eager.steps) - 1), last[0])
+        for text, buffers in own:
+            yield (
+                f"the program for the last batch's size started from {text}: buffers are not handed over",
+                buffers[name],
+            )
     shorter = replace(trained.course, steps=trained.course.steps[:-1], evaluation=None)
     if shorter.steps:
         yield "it is that of the step before: the last batch is not in it", trained.model.train(shorter).buffers[name]

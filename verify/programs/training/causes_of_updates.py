@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from verify.programs.training.course import options_of, rate_at
+from verify.programs.training.course import Batch, options_of, rate_at
 from verify.programs.training.eager import updated
 from verify.programs.training.ranks import StepRecord
 from verify.programs.training.trained import NARROW, Alternatives, Compared, Trained
@@ -66,25 +66,36 @@ def _of_rows(trained: Trained, found: Compared) -> Alternatives:
     course, batches = trained.course, trained.course.steps[found.step]
     if len(batches) > 1 or not course.carried:
         return
-    batch, first = batches[0], course.first_batch(found.step)
-    total = batch[min(course.carried)].shape[0]
+    batch = batches[0]
     parts = [course.rows(batch, part, trained.parts) for part in range(trained.parts)]
-    chosen = [
-        (f"of the rows of data part {i} alone: the sum over ranks is missing", rows) for i, rows in enumerate(parts)
-    ]
+    chosen: list[tuple[str, Batch]] = []
     for micro in range(trained.micro_batches if trained.micro_batches > 1 else 0):
         pieces = [course.rows(rows, micro, trained.micro_batches) for rows in parts]
         rows = {n: torch.cat([p[n] for p in pieces]) if n in course.carried else t for n, t in batch.items()}
         chosen.append((f"of micro-batch {micro} alone: the others are not in it", rows))
     for sentence, rows in chosen:
-        count = rows[min(course.carried)].shape[0]
-        if 0 < count < total:
-            gradient = trained.model.without_draws().compute(trained.eager.before(found.step), rows, first)[1][
-                found.name
-            ]
-            if gradient is not None:
-                yield f"it is that {sentence}", gradient * (count / total)
-                yield f"it is the mean {sentence}", gradient
+        mean, share = _gradient_of(trained, found, rows)
+        if mean is not None:
+            yield f"it is that {sentence}", mean * share
+            yield f"it is the mean {sentence}", mean
+    own = [_gradient_of(trained, found, rows) for rows in parts] if trained.parts > 1 else []
+    if own and all(mean is not None for mean, _ in own):
+        text = "it is that of the rank's own data part alone: the sum over ranks is missing"
+        for scaled in (True, False):
+            each = [mean * share if scaled else mean for mean, share in own if mean is not None]
+            yield text, {r.rank: each[r.part[0]] for r in trained.ranks}
+
+
+def _gradient_of(trained: Trained, found: Compared, rows: Batch) -> tuple[Tensor | None, float]:
+    """Return the gradient of some rows of the step's batch, and their share of it."""
+    course = trained.course
+    total = course.steps[found.step][0][min(course.carried)].shape[0]
+    count = rows[min(course.carried)].shape[0]
+    if not 0 < count < total:
+        return None, 0.0
+    compute = trained.model.without_draws().compute
+    _, gradients = compute(trained.eager.before(found.step), rows, course.first_batch(found.step))
+    return gradients.get(found.name), count / total
 
 
 def _each_batch(
@@ -164,8 +175,6 @@ def _counts(trained: Trained, found: Compared) -> Alternatives:
     step, batches = found.step, trained.course.first_batch(found.step + 1)
     if batches != step + 1:
         yield "it counts batches, and not optimizer steps: bias correction is off", like + batches
-    yield "it counts two for each step: the update is made twice", like + 2 * (step + 1)
-    yield "it is that of the step before: no update was made", like + step
     yield "it starts again at 1: the state was lost", like + 1
     for more in range(1, 4):
         yield f"it is {more} ahead", like + step + 1 + more
@@ -203,7 +212,6 @@ def _updates(trained: Trained, step: int) -> Iterator[Update]:
     yield "no update was made of it", own, states
     yield "the gradients are not clipped before the update", *after("", now.gradients)[1:]
     yield after("the gradients are clipped twice", _scaled(now.gradients, factor * factor))
-    yield after("each gradient is clipped by its own norm", _clipped_alone(trained, now.gradients))
     if step:
         before = eager.steps[step - 1]
         stale = _scaled(before.gradients, _clipping(trained, before))
@@ -230,14 +238,6 @@ def _updates(trained: Trained, step: int) -> Iterator[Update]:
         yield after(f"the gradients are 1/{count} of what they should be: averaged twice", _scaled(clipped, 1 / count))
     yield after("the update goes the wrong way: its sign is turned", _scaled(clipped, -1.0))
     yield from _miscounted(trained, step, own, states, clipped)
-
-
-def _clipped_alone(trained: Trained, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    limit = trained.course.max_norm or float("inf")
-    return {
-        n: None if g is None else g * min(1.0, limit / (float(torch.linalg.vector_norm(g)) + 1e-6))
-        for n, g in gradients.items()
-    }
 
 
 def _scaled(gradients: Mapping[str, Tensor | None], factor: float) -> dict[str, Tensor | None]:

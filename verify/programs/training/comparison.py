@@ -13,7 +13,7 @@ from torch import Tensor
 
 from op_registry.spec import SourceLocation
 
-from verify.programs.checks.context import SHOWN, CheckOutcome, Tally
+from verify.programs.checks.context import CheckOutcome, Tally
 from verify.programs.training import causes
 from verify.programs.training.eager import EagerRun
 from verify.programs.training.ranks import StepRecord
@@ -44,6 +44,7 @@ NAMES: Mapping[str, str] = {
     "buffer": "training: buffers",
     "evaluation": "training: evaluation",
 }
+LOOKED_AT = 8  # tensors that differ first, whose causes are looked for
 REPLICAS, OWNERS = "training: replicas bitwise equal", "training: owners of the optimizer state"
 
 
@@ -54,20 +55,32 @@ def compare(
     differs; `place`: where the model uses a parameter."""
     every = list(everything(trained))
     tolerance = exact_tolerance()
-    if any(not _verdict(entry, tolerance).passes for entry in every):
+    off = [_relative(entry) for entry in every]
+    if any(not tolerance.judge(e.key, relative).passes for e, relative in zip(every, off, strict=True)):
         tolerance = exact_tolerance(_noise(trained, again()))
-    verdicts = [_verdict(entry, tolerance) for entry in every]
-    order = list(CHECKS)
-    wrong = [(e.step, order.index(e.kind)) for e, v in zip(every, verdicts, strict=True) if not v.passes]
-    first = min(wrong, default=None)
+    verdicts = [tolerance.judge(e.key, relative) for e, relative in zip(every, off, strict=True)]
+    wrong = {e.key: (e, v) for e, v in zip(every, verdicts, strict=True) if not v.passes}
+    told = _first([entry for entry, _ in wrong.values()])
+    causes_of = dict(zip((e.key for e in told), causes.explain_all(trained, told), strict=True))
     tallies = {kind: Tally(NAMES[kind], tolerance.level, tolerance) for kind in CHECKS}
-    for entry, verdict in zip(every, verdicts, strict=True):
-        told = not verdict.passes and (entry.step, order.index(entry.kind)) == first
-        full = len(tallies[entry.kind].findings) >= SHOWN
-        finding = _finding(trained, entry, verdict, tolerance, place) if told and not full else None
-        tallies[entry.kind].add(verdict, finding, _relative(entry), entry.key)
+    for entry, verdict, relative in zip(every, verdicts, off, strict=True):
+        finding = None
+        if entry.key in causes_of:
+            finding = _finding(trained, entry, verdict, tolerance, place, causes_of[entry.key])
+        tallies[entry.kind].add(verdict, finding, relative, entry.key)
     outcomes = [tally.outcome() for tally in tallies.values()]
     return [o for o in (*outcomes, _replicas(trained, every, place), _owners(trained, every, place)) if o.check.count]
+
+
+def _first(wrong: Sequence[Compared]) -> list[Compared]:
+    """Return what differs first, some of it: the others follow from it."""
+    order = list(CHECKS)
+    first = min(((e.step, order.index(e.kind)) for e in wrong), default=None)
+    found = [e for e in wrong if (e.step, order.index(e.kind)) == first]
+    tensors = {e.parameter for e in found if e.expected is not None and e.expected.dim()}
+    if found and found[0].kind == "state":  # the count of a parameter's updates follows what became of its tensors
+        found = [e for e in found if e.parameter not in tensors or (e.expected is not None and e.expected.dim())]
+    return found[:LOOKED_AT]
 
 
 def everything(trained: Trained) -> Iterator[Compared]:
@@ -167,10 +180,6 @@ def _relative(entry: Compared) -> float:
     return worst
 
 
-def _verdict(entry: Compared, tolerance: Tolerance) -> Verdict:
-    return tolerance.judge(entry.key, _relative(entry))
-
-
 def _noise(trained: Trained, moved: EagerRun) -> dict[Key, float]:
     """Return how far the model itself moves where its parameters move by one unit of rounding."""
     other = replace(trained, eager=moved)
@@ -188,13 +197,13 @@ def _finding(
     verdict: Verdict,
     tolerance: Tolerance,
     place: Callable[[str], SourceLocation | None],
+    cause: str | None,
 ) -> Finding:
     subject = _subject(trained, entry)
     name = entry.parameter
     facts = {"tensor": name or entry.kind, "step": str(entry.step)}
     code = CHECKS[entry.kind]
     value = entry.observed.value
-    cause: str | None = None
     if value is None or entry.expected is None:
         why = entry.observed.problem or ("no rank has it" if entry.expected is not None else "the model has none")
         message = f"{subject}: {why}"
@@ -207,7 +216,6 @@ def _finding(
         found = _worst(entry)
         message = f"{subject} differs: {found}"
         code = code if is_finite(value) else "not_finite"
-        cause = causes.explain(trained, entry)
         allowed = tolerance.allowed(entry.key)
         ranks = entry.observed.wrong_ranks(entry.expected, allowed, entry.scale * 1e-3)
         facts |= {"ranks": ", ".join(map(str, ranks)), "allowed": f"{allowed:.3g}"}
@@ -282,7 +290,7 @@ def _unlike(
         "differing elements": str(found.elements),
         "greatest difference": f"{found.largest:.6g}",
     }
-    cause = None if entry.expected is None else causes.explain(trained, entry)
+    (cause,) = causes.explain_all(trained, [entry])
     return Finding("replicas_differ", message, place(name), facts, cause)
 
 

@@ -110,6 +110,21 @@ class EagerModel:
             loss = self._backward(model, batch, number, draws)
             return loss, {n: p.grad for n, p in model.named_parameters()}
 
+    def buffers_after(self, parameters: Mapping[str, Tensor], batch: Batch) -> list[tuple[str, dict[str, Tensor]]]:
+        """Return what a batch makes of the buffers as they are built, and of zeros."""
+        found = []
+        for text in ("the buffers as they are built", "zeros"):
+            model = copy.deepcopy(self.model)
+            with torch.no_grad(), running_in(model, torch.float64, None):
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    if name in parameters:
+                        tensor.copy_(parameters[name])
+                    elif text == "zeros" and not isinstance(tensor, nn.Parameter):
+                        tensor.zero_()
+                forward_loss(model, self.sample, _cast(batch))
+            found.append((text, {n: b.detach().clone() for n, b in model.named_buffers()}))
+        return found
+
     def runs_on(self, batch: Batch) -> bool:
         """Return whether the model takes the batch, and its loss is finite."""
         model = copy.deepcopy(self.model)

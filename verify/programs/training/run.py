@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from nnscaler.codegen.program import Origin, Program
 from nnscaler.compile import for_batch
@@ -78,16 +77,13 @@ class Training:
     sizes: Mapping[SizeClass, SentProgram] = field(default_factory=dict)
 
 
-def check_training(
-    request: PlanRequest, prepared: Prepared, work: Path, given: Sequence[Any] = ()
-) -> tuple[list[CheckOutcome], tuple[str, ...]]:
+def check_training(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[list[CheckOutcome], tuple[str, ...]]:
     """Train on both sides and compare; return the outcomes, and notes on what was left out.
 
-    `given`: batches of the user's own, instead of such as are drawn. Raises NnscalerError for an optimizer that there
-    is not.
+    Raises NnscalerError for an optimizer that there is not.
     """
     started = time.perf_counter()
-    training = make_training(request, prepared, given)
+    training = make_training(request, prepared)
     course = training.course
     backend = request.train_backend or "simulator"
     outcome = run_ranks(training, request, prepared, work, backend)
@@ -126,14 +122,14 @@ def compare_runs(
 # -- the course -------------------------------------------------------------------------------------------------------
 
 
-def make_training(request: PlanRequest, prepared: Prepared, given: Sequence[Any] = ()) -> Training:
+def make_training(request: PlanRequest, prepared: Prepared) -> Training:
     """Make the course of training: batches, optimizer, rate and norm."""
     class_of(request.optimizer)
     sample = prepared.sample.tensors
     carried = carried_by(sample)
     program = program_of(request, prepared)
     model = eager_model(prepared, request.seed, {})
-    batches, notes = _batches(request, prepared, model, carried, given)
+    batches, notes = _batches(request, prepared, model, carried)
     short, more, told = _short(program, prepared, model, batches[-1], carried)
     model = eager_model(prepared, request.seed, more)
     steps = in_steps(batches, request.train_steps)
@@ -171,13 +167,13 @@ def program_of(request: PlanRequest, prepared: Prepared) -> Program:
 
 
 def _batches(
-    request: PlanRequest, prepared: Prepared, model: EagerModel, carried: frozenset[str], given: Sequence[Any]
+    request: PlanRequest, prepared: Prepared, model: EagerModel, carried: frozenset[str]
 ) -> tuple[list[Batch], tuple[str, ...]]:
     """Return one batch more than there are steps, which the model takes."""
     count = request.train_steps + 1
     sample = prepared.sample.tensors
-    if given:
-        own = [dict(flatten_inputs(prepared.model, batch).tensors) for batch in given]
+    if prepared.train_batches:
+        own = [dict(flatten_inputs(prepared.model, batch).tensors) for batch in prepared.train_batches]
         wrong = next(
             (b for b in own if {n: t.shape for n, t in b.items()} != {n: t.shape for n, t in sample.items()}), None
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from nnscaler.runtime.shards import logical_coordinates
 from verify.programs.training.ranks import Layout, RankTraining
 
-Region = tuple[Tensor, ...]  # where a piece lies in the logical tensor
+Region = tuple[Any, ...]  # where a piece lies in the logical tensor: slices where it is a block, else indices
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,18 @@ class Whole:
         ]
 
 
-def region_of(layout: Layout) -> Region:
-    """Return the index of a rank's shard in the logical tensor."""
+def indices_of(layout: Layout) -> tuple[Tensor, ...]:
+    """Return the indices of a rank's shard in the logical tensor."""
     held = logical_coordinates(layout.shape, layout.states, layout.sizes, layout.coordinates)
     return tuple(torch.meshgrid(*held, indexing="ij")) if held else ()
+
+
+def region_of(layout: Layout) -> Region:
+    """Return the same as slices, where the shard is a block."""
+    held = logical_coordinates(layout.shape, layout.states, layout.sizes, layout.coordinates)
+    if all(not len(i) or int(i[-1]) - int(i[0]) == len(i) - 1 for i in held):
+        return tuple(slice(int(i[0]), int(i[-1]) + 1) if len(i) else slice(0, 0) for i in held)
+    return indices_of(layout)
 
 
 def put_together(name: str, ranks: Sequence[RankTraining], found: Mapping[int, Tensor | None]) -> Whole:

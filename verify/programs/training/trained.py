@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from verify.programs.training.ranks import RankTraining
 from verify.programs.training.together import Whole
 from verify.results.tolerance import Key
 
-Alternatives = Iterator[tuple[str, Tensor]]  # what a mistake would have made, and a sentence on it
+Candidate = Tensor | Mapping[int, Tensor]  # what a mistake would have made: logical, or of each rank another
+Alternatives = Iterator[tuple[str, Candidate]]
 NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
 
 

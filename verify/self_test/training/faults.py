@@ -1,7 +1,7 @@
 """Errors planted in the engine, in what it runs on, or in the loop around it, for the time of one training run.
 
-Each fault is a context manager that replaces one function. Ranks are threads of one process, so that a fault sees all of
-them and may act on one.
+Each fault is a context manager that replaces one function. Ranks are threads of one process, so that a fault may
+act on one of them.
 """
 
 from __future__ import annotations
@@ -146,7 +146,13 @@ def gathered(change: Callable[[AtRest, Tensor, int], Tensor | None]) -> Fault:
     return fault
 
 
-def turned(entry: AtRest, value: Tensor, count: int) -> Tensor:
+def name_of(entry: AtRest) -> str:
+    """Return the parameter's name in the model."""
+    name: str = entry.rest.description.fqn  # type: ignore[attr-defined]
+    return name
+
+
+def turned(entry: AtRest, value: Tensor) -> Tensor:
     """Gather the shards of equal size in the wrong order."""
     division = entry.divisions[0]
     found = value.clone()
@@ -157,7 +163,7 @@ def turned(entry: AtRest, value: Tensor, count: int) -> Tensor:
     return found
 
 
-def one_off(entry: AtRest, value: Tensor, count: int) -> Tensor:
+def one_off(entry: AtRest, value: Tensor) -> Tensor:
     """Gather every shard but the first one row too early."""
     division = entry.divisions[0]
     found = value.clone()
@@ -193,16 +199,6 @@ def scale_gradients(self: RankExecutor, factor: float) -> None:
     for parameter in {id(p): p for p in self.parameters.values()}.values():
         if parameter.grad is not None:
             parameter.grad = parameter.grad * factor
-
-
-def clip_each(right: Change, self: RankExecutor, limit: float) -> Tensor:
-    """Clip each gradient by its own norm; the parameters are whole on each rank."""
-    total: Tensor = right(self, float("inf"))
-    for parameter in {id(p): p for p in self.parameters.values()}.values():
-        if parameter.grad is not None:
-            own = float(torch.linalg.vector_norm(parameter.grad))
-            parameter.grad = parameter.grad * min(1.0, limit / (own + 1e-6))
-    return total
 
 
 def local_norm(stages: Sequence[Any], communicator: Communicator, right: Tensor) -> Tensor:
