@@ -77,7 +77,7 @@ def check_replicas(engine: Holder, optimizer: torch.optim.Optimizer | None = Non
 
 
 def _names(manifest: Manifest) -> list[str]:
-    return [entry.fqns[0] for entry in (*manifest.parameters, *manifest.buffers)]
+    return [entry.fqns[0] for entry in manifest.parameters] + [entry.fqns[0] for entry in manifest.buffers]
 
 
 def _entries(engine: Holder, names: Sequence[str], optimizer: torch.optim.Optimizer | None) -> Iterator[_Entry]:

@@ -115,9 +115,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--train",
         action="store_true",
-        help="also train by the engine: a real optimizer with weight decay by groups, a schedule and clipping, on another "
-        "batch in each step, a short one at the end, then an evaluation; all against the eager model, on the simulator "
-        "or the --backend that is asked for",
+        help="also train by the engine: a real optimizer with weight decay by groups, a schedule and clipping, on "
+        "another batch in each step, a short one at the end, then an evaluation; all against the eager model, on the "
+        "simulator or the --backend that is asked for",
     )
     group.add_argument(
         "--train-steps", type=positive, default=5, metavar="K", help="optimizer steps of --train (default: 5)"

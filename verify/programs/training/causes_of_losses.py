@@ -54,11 +54,6 @@ def of_loss(trained: Trained, found: Compared) -> Alternatives:
     yield from _parts_of(trained, right, number)
     for sentence, gathered in _gathered(trained, right, found.step):
         yield sentence, compute(gathered, batch, number)[0]
-    if found.step:
-        old = eager.before(found.step - 1)
-        for name in list(right)[:SINGLE]:
-            mixed = compute({**right, name: old[name]}, batch, number)[0]
-            yield f"`{name}` is read as it was before the last update: a stale gather", mixed
 
 
 def _other_batches(trained: Trained, right: Mapping[str, Tensor], number: int) -> Alternatives:
@@ -100,6 +95,8 @@ def _gathered(trained: Trained, right: Mapping[str, Tensor], step: int) -> Itera
     moves: dict[str, list[tuple[str, Tensor]]] = {}
     for name, value in right.items():
         regions = [indices_of(layout) for r in trained.ranks if (layout := r.layout(name)) is not None]
+        if step:
+            moves.setdefault("", []).append((name, trained.eager.before(step - 1)[name]))
         distinct = [r for i, r in enumerate(regions) if not any(_same(r, other) for other in regions[:i])]
         if len(distinct) < 2:
             continue
@@ -115,8 +112,6 @@ def _gathered(trained: Trained, right: Mapping[str, Tensor], step: int) -> Itera
                 moved[(*region[:dim], region[dim] - 1, *region[dim + 1 :])] = value[region]
             if later:
                 moves.setdefault("one element off", []).append((name, moved))
-        if step:
-            moves.setdefault("", []).append((name, trained.eager.before(step - 1)[name]))
     for how, found in moves.items():
         for name, mixed in found[:SINGLE]:
             told = (

@@ -71,8 +71,8 @@ def _of_rows(trained: Trained, found: Compared) -> Alternatives:
     chosen: list[tuple[str, Batch]] = []
     for micro in range(trained.micro_batches if trained.micro_batches > 1 else 0):
         pieces = [course.rows(rows, micro, trained.micro_batches) for rows in parts]
-        rows = {n: torch.cat([p[n] for p in pieces]) if n in course.carried else t for n, t in batch.items()}
-        chosen.append((f"of micro-batch {micro} alone: the others are not in it", rows))
+        whole = {n: torch.cat([p[n] for p in pieces]) if n in course.carried else t for n, t in batch.items()}
+        chosen.append((f"of micro-batch {micro} alone: the others are not in it", whole))
     for sentence, rows in chosen:
         mean, share = _gradient_of(trained, found, rows)
         if mean is not None:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.training.engine import Engine
+from verify.programs.training import ranks
 from verify.programs.training.ranks import Loop
 from verify.self_test.training import faults
+from verify.self_test.training import loop_faults as loops
 from verify.self_test.training.faults import Fault
 
 UP, DOWN, BIAS, TIED = "layers.0.up.weight", "layers.1.down.weight", "layers.0.up.bias", "words.weight"
@@ -35,8 +39,22 @@ def _row(family: str, base: str, bug: str, says: str, fault: Fault, optimizer: s
     return TrainingMutant(family, bug, base, tuple(says.split("; ")), fault, optimizer)
 
 
-def _half(name: str, gradient: Tensor, rank: int) -> Tensor:
+def _half(_name: str, gradient: Tensor, _rank: int) -> Tensor:
     return gradient.to(torch.bfloat16).to(gradient.dtype)
+
+
+def _whole_states(right: faults.Change) -> faults.Change:
+    def states(optimizer: object, parameters: object) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = right(optimizer, parameters)
+        return {n: {k: torch.cat([v, v]) if v.dim() else v for k, v in s.items()} for n, s in found.items()}
+
+    return states
+
+
+def _again(right: faults.Change, self: RankExecutor, limit: float) -> Tensor:
+    total: Tensor = right(self, limit)
+    faults.scale_gradients(self, min(1.0, limit / (float(total) + 1e-6)))
+    return total
 
 
 SUMS = (
@@ -83,22 +101,23 @@ ZERO = (
     _row("ZeRO", "zero1", "stale gather", "stale gather",
          faults.gathered(lambda e, value, count: value if count == 0 or count % 2 else None)),
     _row("ZeRO", "zero2", "stale gather of one parameter", "stale; layers.1.down.bias",
-         faults.gathered(lambda e, value, count: None if count and faults.name_of(e) == "layers.1.down.bias" else value)),
+         faults.gathered(lambda e, v, count: None if count and faults.name_of(e) == "layers.1.down.bias" else v)),
     _row("ZeRO", "zero1", "shards gathered in the wrong order", f"{DOWN}; gathered in the wrong order",
          faults.gathered(lambda e, v, count: faults.turned(e, v) if faults.name_of(e) == DOWN else v)),
-    _row("ZeRO", "zero1", "uneven shard off by one", "gathered one element off", faults.gathered(lambda e, v, count: faults.one_off(e, v))),
+    _row("ZeRO", "zero1", "uneven shard off by one", "gathered one element off",
+         faults.gathered(lambda e, v, count: faults.one_off(e, v))),
     _row("ZeRO", "zero1", "gather in bfloat16", "rounded to bfloat16",
          faults.gathered(lambda e, value, count: value.bfloat16().to(value.dtype))),
     _row("ZeRO", "zero1", "shard updated twice", "rank 1 alone; twice",
-         faults.loop("update", faults.on(1, faults.at(1, faults.twice)))),
+         loops.loop("update", loops.on(1, loops.at(1, loops.twice)))),
     _row("ZeRO", "zero3", "shard not updated", "rank 0 alone; no update",
-         faults.loop("update", faults.on(0, faults.at(1, faults.skip)))),
+         loops.loop("update", loops.on(0, loops.at(1, loops.skip)))),
     _row("ZeRO", "zero2", "owner lacks a parameter", f"{DOWN}; has none",
-         faults.changed(faults.ranks, "make_optimizer", lambda right: _without_on(right, DOWN))),
-    _row("ZeRO", "zero1", "neighbour's state", "neighbour", faults.loop(
-        "update", faults.at(2, faults.state(faults.exchanged_state)))),
+         faults.changed(ranks, "make_optimizer", lambda right: _without_on(right, DOWN))),
+    _row("ZeRO", "zero1", "neighbour's state", "neighbour", loops.loop(
+        "update", loops.at(2, loops.state(loops.exchanged_state)))),
     _row("ZeRO", "zero1", "states kept whole on every rank", "its shard is",
-         faults.changed(faults.ranks, "states_of", lambda right: _whole_states(right))),
+         faults.changed(ranks, "states_of", _whole_states)),
 )  # fmt: skip
 
 
@@ -115,14 +134,6 @@ def _without_on(right: faults.Change, parameter: str) -> faults.Change:
     return make
 
 
-def _whole_states(right: faults.Change) -> faults.Change:
-    def states(optimizer: object, parameters: object) -> dict[str, dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = right(optimizer, parameters)
-        return {n: {k: torch.cat([v, v]) if v.dim() else v for k, v in s.items()} for n, s in found.items()}
-
-    return states
-
-
 CLIPPING = (
     _row("clipping", "dp", "clip before unscale", "clip before unscale",
          faults.norm(lambda stages, c, right: right * 65536.0)),
@@ -132,143 +143,137 @@ CLIPPING = (
          faults.norm(faults.tied_twice)),
     _row("clipping", "dp", "norm of the step before", "norm of the step before", faults.last_norm()),
     _row("clipping", "dp", "norm of the wrong type", "norm of type infinity",
-         faults.changed(faults.Engine, "clip_grad_norm_",
+         faults.changed(Engine, "clip_grad_norm_",
                         lambda right: lambda self, limit, kind=2.0: right(self, limit, float("inf")))),
     _row("clipping", "dp", "not clipped", "not clipped", faults.clipped(lambda right, self, m: right(self, 1e9))),
-    _row("clipping", "zero2", "clipped twice", "clipped twice", faults.clipped(
-        lambda right, self, m: _again(right, self, m))),
+    _row("clipping", "zero2", "clipped twice", "clipped twice", faults.clipped(_again)),
     _row("clipping", "dp", "a rank does not clip", "rank 1 alone; not clipped",
          faults.clipped(lambda right, self, m: right(self, 1e9 if self.rank == 1 else m))),
 )  # fmt: skip
 
 
-def _again(right: faults.Change, self: faults.RankExecutor, limit: float) -> Tensor:
-    total: Tensor = right(self, limit)
-    faults.scale_gradients(self, min(1.0, limit / (float(total) + 1e-6)))
-    return total
-
-
 def _in(dtype: torch.dtype, wanted: str) -> faults.Change:
-    return faults.state(lambda n, key, t, loop: t.to(dtype).to(t.dtype) if key == wanted else t)
+    return loops.state(lambda n, key, t, loop: t.to(dtype).to(t.dtype) if key == wanted else t)
 
 
 UPDATES = (
     _row("update", "dp", "weight decay on all groups", "weight decay on the wrong group; all parameters are decayed",
-         faults.optimizer(lambda right, p, course: right(p, course, frozenset()))),
+         loops.optimizer(lambda right, p, course: right(p, course, frozenset()))),
     _row("update", "zero1", "weight decay on no group", "weight decay on the wrong group; none is decayed",
-         faults.optimizer(lambda right, p, course: right(p, course, frozenset(p)))),
+         loops.optimizer(lambda right, p, course: right(p, course, frozenset(p)))),
     _row("update", "dp", "groups exchanged", "weight decay on the wrong group; exchanged",
-         faults.optimizer(lambda right, p, course: right(p, course, frozenset(p) - course.undecayed))),
+         loops.optimizer(lambda right, p, course: right(p, course, frozenset(p) - course.undecayed))),
     _row("update", "staged", "weight decay on the wrong group, SGD", "weight decay on the wrong group; all parameters",
-         faults.optimizer(lambda right, p, course: right(p, course, frozenset())), "sgd"),
+         loops.optimizer(lambda right, p, course: right(p, course, frozenset())), "sgd"),
     _row("update", "dp", "decay in the gradient", "weight decay goes into the gradient",
-         faults.optimizer(faults.with_l2)),
-    _row("update", "dp", "tied parameter updated twice", f"{TIED}; twice", faults.loop("update", faults.tied_update)),
-    _row("update", "tp", "update made twice", "twice", faults.loop("update", faults.at(2, faults.twice))),
+         loops.optimizer(loops.with_l2)),
+    _row("update", "dp", "tied parameter updated twice", f"{TIED}; twice", loops.loop("update", loops.tied_update)),
+    _row("update", "tp", "update made twice", "twice", loops.loop("update", loops.at(2, loops.twice))),
     _row("update", "dp", "local found_inf: a rank skips the step", "rank 1 alone; no update",
-         faults.loop("update", faults.on(1, faults.at(2, faults.skip)))),
+         loops.loop("update", loops.on(1, loops.at(2, loops.skip)))),
     _row("update", "zero2", "local found_inf under ZeRO", "rank 2 alone; no update",
-         faults.loop("update", faults.on(2, faults.at(1, faults.skip)))),
+         loops.loop("update", loops.on(2, loops.at(1, loops.skip)))),
     _row("update", "staged dp", "a stage skips the step", "rank 2, 3 alone; no update",
-         faults.loop("update", lambda right, self: None if self.engine.rank >= 2 and _second(self) else right(self))),
-    _row("update", "dp", "all ranks skip a step", "no update", faults.loop("update", faults.at(3, faults.skip))),
+         loops.loop("update", lambda right, self: None if self.engine.rank >= 2 and _second(self) else right(self))),
+    _row("update", "dp", "all ranks skip a step", "no update", loops.loop("update", loops.at(3, loops.skip))),
     _row("update", "zero3", "bias correction counts batches", "counts batches",
-         faults.loop("update", faults.state(faults.counts_batches))),
+         loops.loop("update", loops.state(loops.counts_batches))),
     _row("update", "dp", "bias correction starts again", "starts again",
-         faults.loop("update", faults.state(lambda n, key, t, loop: t * 0 + 1 if key == "step" else t))),
+         loops.loop("update", loops.state(lambda n, key, t, loop: t * 0 + 1 if key == "step" else t))),
     _row("update", "zero1", "state lost at a step", "state was lost",
-         faults.loop("update", faults.at(2, faults.without_lasting_state))),
+         loops.loop("update", loops.at(2, loops.without_lasting_state))),
     _row("update", "dp", "momentum lost", "momentum; state was lost",
-         faults.loop("update", faults.at(1, faults.without_lasting_state)), "sgd"),
+         loops.loop("update", loops.at(1, loops.without_lasting_state)), "sgd"),
     _row("update", "dp", "first moment in bfloat16", "exp_avg; kept in bfloat16",
-         faults.loop("update", _in(torch.bfloat16, "exp_avg"))),
+         loops.loop("update", _in(torch.bfloat16, "exp_avg"))),
     _row("update", "zero1", "second moment in float16", "exp_avg_sq; kept in float16",
-         faults.loop("update", _in(torch.float16, "exp_avg_sq"))),
+         loops.loop("update", _in(torch.float16, "exp_avg_sq"))),
     _row("update", "zero3", "momentum in half, SGD", "momentum; kept in bfloat16",
-         faults.loop("update", _in(torch.bfloat16, "momentum_buffer")), "sgd"),
+         loops.loop("update", _in(torch.bfloat16, "momentum_buffer")), "sgd"),
     _row("update", "dp", "master missing", "kept in bfloat16; no master copy",
-         faults.loop("update", faults.values(lambda n, p: p.bfloat16().to(p.dtype)))),
+         loops.loop("update", loops.values(lambda n, p: p.bfloat16().to(p.dtype)))),
     _row("update", "dp", "copies drift by rounding", "different copies; rounding",
-         faults.loop("update", faults.on(1, faults.values(lambda n, p: p * (1 + 2.0**-52))))),
+         loops.loop("update", loops.on(1, loops.values(lambda n, p: p * (1 + 2.0**-52))))),
     _row("update", "zero1", "update by the gradient of the step before", "gradient of the step before",
-         faults.loop("update", faults.before_update(faults.last_gradients))),
+         loops.loop("update", loops.before_update(loops.last_gradients))),
     _row("update", "dp", "gradient averaged once more before the update", "averaged twice",
-         faults.loop("update", faults.before_update(lambda loop, n, g: g / 2))),
+         loops.loop("update", loops.before_update(lambda loop, n, g: g / 2))),
     _row("update", "tp", "update goes the wrong way", "sign",
-         faults.loop("update", faults.before_update(lambda loop, n, g: -g))),
+         loops.loop("update", loops.before_update(lambda loop, n, g: -g))),
     _row("update", "staged", "one copy of a tied parameter is not updated", f"{TIED}; rank 1 alone; no update",
-         faults.loop("update", faults.on(1, faults.before_update(lambda loop, n, g: None if n == TIED else g)))),
+         loops.loop("update", loops.on(1, loops.before_update(lambda loop, n, g: None if n == TIED else g)))),
 )  # fmt: skip
 
 
 def _second(self: Loop) -> bool:
-    count = self.__dict__["_updates"] = self.__dict__.get("_updates", 0) + 1
+    count: int = self.__dict__.get("_updates", 0) + 1
+    self.__dict__["_updates"] = count
     return count == 2
 
 
 RATES = (
     _row("schedule", "dp", "scheduler off by one, ahead", "scheduler is off by one; step after",
-         faults.loop("__init__", faults.scheduled_early)),
+         loops.loop("__init__", loops.scheduled_early)),
     _row("schedule", "zero1", "scheduler off by one, behind", "scheduler is off by one; step before",
-         faults.loop("schedule", faults.at(1, faults.skip))),
+         loops.loop("schedule", loops.at(1, loops.skip))),
     _row("schedule", "dp", "scheduler steps per batch", "steps once per batch",
-         faults.loop("accumulate", faults.scheduled_per_batch)),
-    _row("schedule", "dp", "scheduler never steps", "learning rate; step before", faults.loop("schedule", faults.skip)),
+         loops.loop("accumulate", loops.scheduled_per_batch)),
+    _row("schedule", "dp", "scheduler never steps", "learning rate; step before", loops.loop("schedule", loops.skip)),
     _row("schedule", "staged", "scheduler steps on one stage only", "rank 1 alone; step before",
-         faults.loop("schedule", faults.on(1, faults.skip))),
+         loops.loop("schedule", loops.on(1, loops.skip))),
     _row("schedule", "dp", "second group not scheduled", "learning rate of group 1; step before",
-         faults.loop("schedule", faults.scheduler_of_first_group)),
+         loops.loop("schedule", loops.scheduler_of_first_group)),
     _row("schedule", "tp", "scheduler steps twice", "scheduler; step after",
-         faults.loop("schedule", faults.twice)),
+         loops.loop("schedule", loops.twice)),
 )  # fmt: skip
 
 DATA = (
-    _row("data", "dp", "replayed batch", "loss; replayed", faults.loop("batches", faults.other_step(-1, 3))),
-    _row("data", "zero1", "skipped batch", "loss; skipped", faults.loop("batches", faults.other_step(1, 1))),
+    _row("data", "dp", "replayed batch", "loss; replayed", loops.loop("batches", loops.other_step(-1, 3))),
+    _row("data", "zero1", "skipped batch", "loss; skipped", loops.loop("batches", loops.other_step(1, 1))),
     _row("data", "staged", "an epoch begins again too early", "loss of batch 0; replayed",
-         faults.loop("batches", faults.other_step(-3, 3))),
+         loops.loop("batches", loops.other_step(-3, 3))),
     _row("data", "dp3", "all parts read the rows of one", "order of data depends on the rank; data part 1",
-         faults.read(lambda loop, batch: faults.of_part(loop, 1, batch))),
+         loops.read(lambda loop, batch: loops.of_part(loop, 1, batch))),
     _row("data", "dp", "labels of another data part", "loss; different data parts",
-         faults.read(faults.labels_of_next)),
+         loops.read(loops.labels_of_next)),
     _row("data", "dropped", "data parts exchanged", "data parts are exchanged",
-         faults.read(lambda loop, batch: faults.of_part(loop, 1 - loop.engine.data_part.index, batch))),
+         loops.read(lambda loop, batch: loops.of_part(loop, 1 - loop.engine.data_part.index, batch))),
     _row("data", "dp", "short batch filled up with its own rows", "short batch is filled up",
-         faults.read(faults.filled_up)),
+         loops.read(loops.filled_up)),
     _row("data", "dp", "accumulation drops a batch", "gradient; accumulation drops",
-         faults.loop("accumulate", faults.cleared_between)),
+         loops.loop("accumulate", loops.cleared_between)),
     _row("data", "zero1", "gradients averaged over accumulated batches", "gradient; divided by the 2 batches",
-         faults.loop("accumulate", faults.averaged_over_batches)),
+         loops.loop("accumulate", loops.averaged_over_batches)),
     _row("data", "dp", "gradients not cleared", "gradient; not cleared",
-         faults.loop("clear", faults.skip)),
+         loops.loop("clear", loops.skip)),
     _row("data", "zero2", "gradients not cleared under ZeRO", "gradient; not cleared",
-         faults.loop("clear", faults.skip), "sgd"),
+         loops.loop("clear", loops.skip), "sgd"),
 )  # fmt: skip
 
 MODES = (
-    _row("mode", "dropped", "dropout off in training", "dropout is off", faults.context(faults.dropout_off)),
+    _row("mode", "dropped", "dropout off in training", "dropout is off", loops.context(loops.dropout_off)),
     _row("mode", "dropped", "random numbers never advance", "random numbers of batch 0",
-         faults.set_passes(lambda engine: 0)),
+         loops.set_passes(lambda engine: 0)),
     _row("mode", "dropped", "random numbers by optimizer step", "random numbers of batch 2",
-         faults.set_passes(lambda engine: engine.context.step)),
+         loops.set_passes(lambda engine: engine.context.step)),
     _row("mode", "modes", "evaluation in training mode", "evaluation; training mode",
-         faults.evaluated(faults.in_training_mode)),
+         loops.evaluated(loops.in_training_mode)),
     _row("mode", "modes", "evaluation changes buffers", "after an evaluation; changes buffers",
-         faults.evaluated(faults.with_a_step)),
+         loops.evaluated(loops.with_a_step)),
     _row("mode", "modes", "evaluation with the buffers of the start", "buffers are not handed over",
-         faults.changed(faults.RankExecutor, "take_buffers", lambda right: lambda self, other: None)),
+         faults.changed(RankExecutor, "take_buffers", lambda right: lambda self, other: None)),
     _row("mode", "modes", "buffers never change", "buffer; never changes",
-         faults.changed(faults.RankExecutor, "_update", lambda right: lambda self, stage, outputs: None)),
+         faults.changed(RankExecutor, "_update", lambda right: lambda self, stage, outputs: None)),
     _row("mode", "modes", "a rank does not change its buffers", "buffer; rank 1 alone; never changes",
-         faults.changed(faults.RankExecutor, "_update",
+         faults.changed(RankExecutor, "_update",
                         lambda right: lambda self, *given: None if self.rank == 1 else right(self, *given))),
 )  # fmt: skip
 
 LOSSES = (
-    _row("loss", "dp", "loss of own rows", "loss; sum over ranks is missing", faults.unsummed_loss()),
-    _row("loss", "staged", "loss told by the wrong rank", "loss; it is zero", faults.told(faults.from_wrong_rank)),
+    _row("loss", "dp", "loss of own rows", "loss; sum over ranks is missing", loops.unsummed_loss()),
+    _row("loss", "staged", "loss told by the wrong rank", "loss; it is zero", loops.told(loops.from_wrong_rank)),
     _row("loss", "dp", "loss summed twice", "loss; 2 times",
-         faults.told(lambda right, self, running, loss: right(self, running, None if loss is None else loss * 2))),
+         loops.told(lambda right, self, running, loss: right(self, running, None if loss is None else loss * 2))),
 )  # fmt: skip
 
 ROWS: tuple[TrainingMutant, ...] = (*SUMS, *ZERO, *CLIPPING, *UPDATES, *RATES, *DATA, *MODES, *LOSSES)
