@@ -63,13 +63,16 @@ def right_run(base: str, optimizer: str) -> Iterator[Bench]:
         yield bench(BASES[base], optimizer, Path(folder))
 
 
-def judge(right: Bench, mutant: TrainingMutant) -> JudgedTraining:
+Said = tuple[bool, tuple[str, ...]]  # whether it is refuted, and the text of each finding
+
+
+def judge(right: Bench, mutant: TrainingMutant) -> Said:
     """Plant a mutant and compare."""
     with mutant.fault():
         outcomes = right.outcomes()
     refuted = any(o.check.verdict is Verdict.REFUTED for o in outcomes)
     said = tuple(f"{f.message} ({f.cause})" if f.cause else f.message for o in outcomes for f in o.findings)
-    return JudgedTraining(mutant, refuted, said)
+    return refuted, said
 
 
 def complaint(right: Bench) -> str:
@@ -85,7 +88,7 @@ def run_table(progress: Progress, rows: Sequence[TrainingMutant] = ROWS, process
     for row in rows:
         groups.setdefault((row.base, row.optimizer), []).append(row)
 
-    def work(group: tuple[str, str]) -> tuple[list[JudgedTraining], str]:
+    def work(group: tuple[str, str]) -> tuple[list[Said], str]:
         torch.set_num_threads(1)
         with right_run(*group) as right:
             said = complaint(right)
@@ -99,7 +102,9 @@ def run_table(progress: Progress, rows: Sequence[TrainingMutant] = ROWS, process
     else:
         found = list(run_rows_apart(groups, lambda group, _: work(group), processes))
     judged = {
-        id(row): result for group, (results, _) in found for row, result in zip(groups[group], results, strict=True)
+        id(row): JudgedTraining(row, *result)
+        for group, (results, _) in found
+        for row, result in zip(groups[group], results, strict=True)
     }
     broken = tuple(said for _, (_, said) in found if said)
     return TrainingTable(tuple(judged[id(row)] for row in rows), broken, time.perf_counter() - started)
