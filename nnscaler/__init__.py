@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from nnscaler.codegen.program import Program
     from nnscaler.compile import parallelize
     from nnscaler.errors import NnscalerError
+    from nnscaler.ir.precision import Precision
     from nnscaler.planning.auto import AutoPlan
     from nnscaler.training.engine import Engine, start
+    from nnscaler.training.scaler import LossScaler
     from nnscaler.transform.plan import Plan
 
 __all__ = [
     "AutoPlan",
     "Engine",
+    "LossScaler",
     "NnscalerError",
     "Plan",
+    "Precision",
     "Program",
     "__version__",
     "parallelize",
@@ -31,8 +35,10 @@ __all__ = [
 _HOMES = {
     "AutoPlan": "nnscaler.planning.auto",
     "Engine": "nnscaler.training.engine",
+    "LossScaler": "nnscaler.training.scaler",
     "NnscalerError": "nnscaler.errors",
     "Plan": "nnscaler.transform.plan",
+    "Precision": "nnscaler.ir.precision",
     "Program": "nnscaler.codegen.program",
     "parallelize": "nnscaler.compile",
     "register_op": "op_registry.register",

@@ -23,6 +23,7 @@ from nnscaler.communication.profile_calls import ranks_text
 from nnscaler.communication.profile_memory import stage_memory, stage_work
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph, Operation
+from nnscaler.ir.precision import Precision, parse_precision
 from nnscaler.ir.signature import Signature, signatures
 from nnscaler.manifest import TimelineRows
 from nnscaler.planning.auto import AutoPlan, Decided, parse_auto, search_plan, told
@@ -85,6 +86,7 @@ class WantedPlan:
     schedule       its name; None: the plan's
     micro_batches  None: what the pipeline needs, or the planner finds
     replicate      patterns of modules that tensor parallelism leaves whole
+    precision      in which the model was traced
     """
 
     ranks: int
@@ -92,6 +94,7 @@ class WantedPlan:
     schedule: str | None = None
     micro_batches: int | None = 1
     replicate: Sequence[str] = ()
+    precision: Precision | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def parallelize(
     specialise: bool = False,
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
+    precision: Precision | str | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Compile a model whose forward returns a scalar loss into a program for `ranks` ranks.
@@ -128,11 +132,16 @@ def parallelize(
     parallelism leaves whole.
     `specialise`: where the model branches on data, take the branch of the sample batch. `loss_fn`: for a model that
     returns no loss, a function of its outputs and the batch.
+    `precision`: mixed precision, a `Precision` or its text (`bfloat16`); parameters rest in the model's dtypes.
     `repeat_layers`: "auto" traces one of many equal layers and copies it ("always" of two, "off" of none); see `trace`.
     Raises NnscalerError: trace_failed, trace_unfaithful, plan_illegal, plan_too_large, micro_batches_coupled, ...
     """
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
+    if isinstance(precision, str):
+        precision = parse_precision(precision)
+    if precision is None and isinstance(plan, Plan):
+        precision = plan.precision
     traced = trace(
         module,
         sample_inputs,
@@ -140,13 +149,14 @@ def parallelize(
         specialise=specialise,
         repeat_layers=repeat_layers,
         loss_fn=loss_fn,
+        precision=precision,
     )
     text = f"{len(traced.graph.operations)} operations" + (f", {traced.repeats}" if traced.repeats else "")
     report("trace", time.perf_counter() - start, text)
     described = {"name": type(module).__name__} if model is None else dict(model)
     if loss_fn is not None:
         described["loss"] = origin_of_loss(loss_fn)
-    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate)
+    wanted = WantedPlan(ranks, plan, schedule, micro_batches, replicate, precision)
     program = compile_traced(traced, wanted, model=described, progress=progress)
     assert traced.sample is not None
     origin = Origin(module, traced.sample.rebuild, loss_fn, specialise, repeat_layers)
@@ -182,6 +192,7 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
                 specialise=origin.specialise,
                 repeat_layers=origin.repeat_layers,
                 loss_fn=origin.loss_fn,
+                precision=program.plan.precision,
             )
     finally:
         for module, mode in modes.items():
@@ -189,7 +200,9 @@ def for_batch(program: Program, batch: Mapping[str, torch.Tensor], *, training: 
     ranks, refused = program.manifest.ranks, None
     for plan in _plans_for(program.plan, traced.graph):
         try:
-            made = compile_traced(traced, WantedPlan(ranks, plan), model=program.manifest.model)
+            made = compile_traced(
+                traced, WantedPlan(ranks, plan, precision=plan.precision), model=program.manifest.model
+            )
         except NnscalerError as error:
             refused = refused or error
         else:
@@ -235,7 +248,7 @@ def compile_traced(
     report = progress or (lambda phase, seconds, text: None)
     start = time.perf_counter()
     planned = make(traced.graph, wanted)
-    chosen = planned.plan
+    chosen = replace(planned.plan, precision=wanted.precision)
     report("plan", time.perf_counter() - start, f"{chosen.describe()}: {planned.why}")
     start = time.perf_counter()
     partitioned = apply_plan(traced.graph, planned.signatures, chosen)

@@ -15,8 +15,9 @@ from verify.results.verdict import Verdict, merge
 if TYPE_CHECKING:
     from verify.operators.run.many import verify_op
     from verify.programs.verify_plan import verify_plan
+    from verify.programs.vouch import vouch
 
-__all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"]
+__all__ = ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan", "vouch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from verify.programs.verify_plan import verify_plan
 
         return verify_plan
+    if name == "vouch":
+        from verify.programs.vouch import vouch
+
+        return vouch
     raise AttributeError(f"module 'verify' has no attribute {name!r}")

@@ -7,16 +7,20 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import nnscaler
 from nnscaler.errors import NnscalerError
 from nnscaler.files import save_tensors, whole_folder
 from nnscaler.ir.graph import Graph
 from nnscaler.ir.text import print_graph
 from nnscaler.manifest import MANIFEST, Manifest
 from nnscaler.transform.plan import Plan
+
+if TYPE_CHECKING:
+    from nnscaler import Engine
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Program:
         if role is None:
             raise NnscalerError("no_such_rank", f"rank {rank} of a program for {self.manifest.ranks} ranks")
         return self.sources[role.file]
+
+    def start(self, **settings: Any) -> Engine:
+        """Start the program on this rank, as `nnscaler.start(program, **settings)`."""
+        return nnscaler.start(self, **settings)
 
     def save(self, directory: str | Path) -> Path:
         """Write the program, whole or not at all. A program that is there is replaced.

@@ -179,6 +179,10 @@ def _stored(graph: Graph, stored: Stored, stage: Stage, every: Sequence[StagePro
             text.append(f"copies={tuple(holders)!r}")
         if tensor.needs_grad and not graph.consumers[stored.tensor]:
             text.append("used=False")
+        if tensor.master:
+            text.append(f'master="{tensor.master}"')
+        if tensor.sums and tensor.needs_grad:
+            text.append(f'sums="{tensor.sums}"')
         if stored.rest:
             more = (s if i in stored.rest else INVARIANT for i, s in enumerate(stored.at_rest))
             text.append(f"rest={states_text(tuple(more), stage)}")

@@ -64,6 +64,8 @@ class LogicalTensor:
     needs_grad   whether gradients flow through it, by dataflow
     fqns         a parameter's or buffer's names in the model's state, all of them when it is tied (the first is the
                  canonical one); an input's path in the sample inputs; empty otherwise
+    master       dtype in which a parameter rests between steps; empty: `dtype`
+    sums         dtype in which its gradient is summed over ranks; empty: `gradient_dtype` of it
     """
 
     name: str
@@ -72,6 +74,8 @@ class LogicalTensor:
     role: Role = "activation"
     needs_grad: bool = False
     fqns: tuple[str, ...] = ()
+    master: str = ""
+    sums: str = ""
 
     @property
     def elements(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from op_registry.call import DType
@@ -68,7 +68,9 @@ def _fields(operation: Operation) -> list[str]:
 
 def _typed(tensor: LogicalTensor) -> str:
     shape = ", ".join(str(s) for s in tensor.shape)
-    return f"%{tensor.name}: {tensor.dtype}[{shape}]" + (" grad" if tensor.needs_grad else "")
+    master = f" master {tensor.master}" if tensor.master else ""
+    master += f" sums {tensor.sums}" if tensor.sums else ""
+    return f"%{tensor.name}: {tensor.dtype}[{shape}]" + (" grad" if tensor.needs_grad else "") + master
 
 
 def _word(text: str) -> str:
@@ -214,7 +216,10 @@ class _Reader:
         while not self.accept("]"):
             shape.append(int(self.take("number")))
             self.accept(",")
-        return LogicalTensor(name, tuple(shape), dtype, role, self.accept("grad"))
+        needs_grad = self.accept("grad")
+        master = self.take("word") if self.accept("master") else ""
+        sums = self.take("word") if self.accept("sums") else ""
+        return LogicalTensor(name, tuple(shape), dtype, role, needs_grad, master=master, sums=sums)
 
     def declaration(self, role: Role) -> LogicalTensor:
         tensor = self.typed(role)
@@ -223,7 +228,7 @@ class _Reader:
             names.append(self.text())
             while self.accept(","):
                 names.append(self.text())
-        return LogicalTensor(tensor.name, tensor.shape, tensor.dtype, role, tensor.needs_grad, tuple(names))
+        return replace(tensor, fqns=tuple(names))
 
     def operation(self) -> tuple[Operation, list[LogicalTensor]]:
         outputs: list[LogicalTensor | None] = []

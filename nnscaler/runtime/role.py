@@ -83,6 +83,7 @@ class Parameter:
     rest     states by which it is sharded further between steps (ZeRO-1, ZeRO-2), on axes where the text reads it whole
     scatter  when its gradient is divided like `rest`: after the "step" (ZeRO-1), or after each "micro_batch" (ZeRO-2)
     master   its dtype between steps; empty: `dtype`
+    sums     dtype in which its gradient is summed over ranks; empty: float32 for one of half precision, else its own
     """
 
     fqn: str
@@ -95,6 +96,7 @@ class Parameter:
     rest: Mapping[str, State] = field(default_factory=dict)
     scatter: str = "step"
     master: str = ""
+    sums: str = ""
 
     @property
     def at_rest(self) -> Mapping[str, State]:

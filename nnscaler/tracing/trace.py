@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from nnscaler.errors import NnscalerError
 from nnscaler.ir.graph import Graph
+from nnscaler.ir.precision import Precision
 from nnscaler.runtime.training.autocast import Regions, autocast_on
 from nnscaler.tracing.compare_with_module import check_trace, second_forward
 from nnscaler.tracing.export.attributes import notes_of
@@ -22,6 +23,7 @@ from nnscaler.tracing.export.custom_gradients import (
     refuse_stored_hooks,
 )
 from nnscaler.tracing.export.loss_module import LossModule, is_meta, mode_note
+from nnscaler.tracing.mixed_precision import mixed, with_masters
 from nnscaler.tracing.passes import run_passes
 from nnscaler.tracing.precision import device_of
 from nnscaler.tracing.repeated_layers.expand import Stitched, export_graph
@@ -58,6 +60,7 @@ def trace(
     specialise: bool = False,
     repeat_layers: str = "auto",
     loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
 ) -> Traced:
     """Trace the scalar loss of `module` on a sample batch: a mapping of keyword arguments or a tuple.
 
@@ -68,9 +71,23 @@ def trace(
     `repeat_layers`: "auto" traces one of eight or more equal layers and copies it for the others, after a comparison
     of what each of them runs; "always" from two equal layers on; "off" traces every layer. The graph is the same.
     `loss_fn`: a function of the model's outputs and the batch that gives the loss (`with_loss`).
+    `precision`: the dtypes in which the model runs; the state has the tensors as they rest.
     Raises NnscalerError "trace_failed", "no_loss" or "trace_unfaithful".
     """
-    module = module if loss_fn is None else with_loss(module, loss_fn)
+    whole = module if loss_fn is None else with_loss(module, loss_fn)
+    with mixed(module, precision) as masters:
+        traced = _trace(whole, sample_inputs, self_check, specialise, repeat_layers)
+    prefix = "" if whole is module else _prefix(whole, module)
+    named = {prefix + name: dtype for name, dtype in masters.items()}
+    return replace(traced, graph=with_masters(traced.graph, precision, named))
+
+
+def _prefix(whole: nn.Module, module: nn.Module) -> str:
+    """Return what stands before a parameter's name in a module with a loss around the user's."""
+    return next(f"{name}." if name else "" for name, part in whole.named_modules() if part is module)
+
+
+def _trace(module: nn.Module, sample_inputs: Any, self_check: bool, specialise: bool, repeat_layers: str) -> Traced:
     sample = flatten_inputs(module, sample_inputs)
     meta = is_meta(module)
     tensors = tuple(t.to("meta") if meta else t for t in sample.tensors.values())

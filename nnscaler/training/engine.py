@@ -36,6 +36,7 @@ from nnscaler.runtime.training.autocast import dtype_named
 from nnscaler.runtime.training.batch import DataPart, data_part
 from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
+from nnscaler.training.optimizers import build_optimizer
 from nnscaler.training.replicas import check_replicas
 from nnscaler.training.sizes import (
     SentProgram,
@@ -115,26 +116,40 @@ class Engine:
 
     parameters   name in the model -> this rank's trainable tensor between steps, which an optimizer updates
     data_part    the rows of a global batch that this rank is given
+    loss_scale   from which backward starts: see LossScaler
     compilations what was compiled for batches of other sizes, in words
     """
 
     def __init__(
-        self, program: Program, communicator: Communicator | None = None, settings: EngineSettings = EngineSettings()
+        self,
+        program: Program,
+        communicator: Communicator | None = None,
+        settings: EngineSettings = EngineSettings(),
+        share: RankExecutor | None = None,
     ) -> None:
         self.communicator = communicator or CommunicatorBase(0, 1)
         self.rank, self.world_size = self.communicator.rank, self.communicator.world_size
         self.settings = settings
         self.device = torch.device("cpu" if settings.device == "auto" else settings.device)
         self.compilations: list[str] = []
+        self.loss_scale = 1.0  # from which backward starts; it is taken out of the summed gradients
         self._program = program
         self._first_size = SizeClass(_shapes(program.manifest), True)
         self._carried = _carried(program)
         self._has_modes = _has_modes(program)
         self._running: dict[SizeClass, Running] = {}
-        self._current = self._run(sent(program), dict(program.state), None)
+        self._current = self._run(sent(program), dict(program.state), share)
         self._running[self._first_size] = self._current
         stages = list(self.executor.stages.values())
         self.data_part: DataPart = data_part(stages, program.plan.data_axes)
+
+    def another(self, program: Program) -> Engine:
+        """Start another program over the same parameters: a second loss of one model, with an optimizer of its own.
+
+        Parameters are those of the same name; `program.origin` is a module that has them, such as the other half of a
+        GAN. Raises ProgramError for one that lies otherwise between steps.
+        """
+        return Engine(program, self.communicator, self.settings, self.executor)
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
 
@@ -146,6 +161,7 @@ class Engine:
         those of other ranks, and what compiling for a new size raises.
         """
         running, rows = self._prepared(batch, training=True)
+        running.executor.loss_scale = self.loss_scale
         return self._told(running, running.executor.step(rows, last=last))
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -156,6 +172,19 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that the norm of the whole model's is at most `max_norm`; return the norm before."""
         return self.executor.clip_grad_norm(max_norm, norm_type)
+
+    def optimizer(
+        self, cls: type[Any], groups: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer of `cls` over this rank's tensors between steps.
+
+        `groups`: pattern of names (`*.bias`) -> hyper-parameters of its own; the first that matches counts. `defaults`:
+        those of all others. Raises NnscalerError("update_needs_whole") for a parameter that rests in shards which the
+        optimizer cannot update one by one.
+        """
+        names = {entry.fqns[0]: entry.fqns for entry in self.manifest.parameters if entry.trainable}
+        held = [tensor for tensor in self.stored() if tensor.kind == "parameter"]
+        return build_optimizer(cls, names, held, groups or {}, defaults)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -273,7 +302,7 @@ class Engine:
             tied=program.manifest.tied,
             cut_axes=program.data_axes,
         )
-        if share is not None:  # only constants are its own; its other buffers are handed over before each run
+        if share is not None:  # buffers of the other program are handed over before each run
             buffers = {entry.fqns[0]: entry for entry in program.manifest.buffers}
             state = {**{n: torch.zeros(b.shape, dtype=dtype_named(b.dtype)) for n, b in buffers.items()}, **state}
         module = load_role(folder / role.file)

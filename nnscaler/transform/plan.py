@@ -12,6 +12,7 @@ from math import lcm, prod
 from typing import Any, ClassVar
 
 from nnscaler.errors import NnscalerError
+from nnscaler.ir.precision import Precision
 
 DP, TP, PP = "dp", "tp", "pp"  # the axes that policies and the planner use: for the batch, operators, stages
 SHARD = "shard"  # the inner part of data parallelism, over which parameters rest where both are named
@@ -122,6 +123,7 @@ class Plan:
     notes           for people
     stage_axes      the axes of each pipeline device where they differ (`mesh` then has `pp` alone); the devices may
                     differ in rank count too
+    precision       the dtypes in which the model runs; None: its own
     """
 
     mesh: Axes
@@ -132,6 +134,7 @@ class Plan:
     data_axes: tuple[str, ...] = (DP,)
     notes: tuple[str, ...] = field(default=())
     stage_axes: tuple[Axes, ...] = ()
+    precision: Precision | None = None
 
     @property
     def ranks(self) -> int:
@@ -181,7 +184,9 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
         steps = [{"step": s.kind, **{k: v for k, v in asdict(s).items() if v not in ((), False)}} for s in self.steps]
-        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "steps"}
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("steps", "precision")}
+        if self.precision is not None:
+            head["precision"] = asdict(self.precision)
         body = ",\n".join("  " + json.dumps(step) for step in steps)
         lines = [f' "{key}": {json.dumps(value)}' for key, value in head.items()]
         return "{\n" + ",\n".join([*lines, f' "steps": [\n{body}\n ]' if steps else ' "steps": []']) + "\n}\n"
@@ -209,7 +214,16 @@ class Plan:
                 help = 'axes are pairs: [["dp", 2], ["tp", 2]]'
                 raise NnscalerError("plan_illegal", f"{source}: {json.dumps(axes)} are not mesh axes", help=help)
         _check_types(Plan, simple, source)
+        if simple.get("precision") is not None:
+            simple["precision"] = _precision(simple["precision"], source)
         return Plan(**{**simple, "steps": steps})
+
+
+def _precision(value: Any, source: str) -> Precision:
+    known = [f.name for f in fields(Precision)]
+    if not isinstance(value, dict) or not set(value) <= set(known):
+        raise NnscalerError("plan_illegal", f"{source}: precision is {json.dumps(value)}", help=f"its keys: {known}")
+    return Precision(**value)
 
 
 def _describe(axes: Axes) -> str:

@@ -7,8 +7,20 @@ import importlib
 import pytest
 
 FRONT_DOORS = {
-    "nnscaler": ["AutoPlan", "NnscalerError", "Plan", "Program", "__version__", "parallelize", "register_op"],
-    "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan"],
+    "nnscaler": [
+        "AutoPlan",
+        "Engine",
+        "LossScaler",
+        "NnscalerError",
+        "Plan",
+        "Precision",
+        "Program",
+        "__version__",
+        "parallelize",
+        "register_op",
+        "start",
+    ],
+    "verify": ["Check", "Finding", "Report", "Verdict", "merge", "verify_op", "verify_plan", "vouch"],
     "op_registry": [
         "Annotation",
         "AnnotationError",

@@ -25,6 +25,8 @@ EPILOG = """examples:
   nnscaler verify-op --module my_package.ops          every operator that the module and its submodules register
   nnscaler verify-op aten.gelu my_lib::my_op          operators of torch, and of torch.library
   nnscaler verify-op 'aten.*norm*'                    every registered name that matches
+  nnscaler verify-op torch.optim.SGD --with momentum=0.9,nesterov=True   the step of an optimizer
+  nnscaler verify-op my_optimizers.py::Lion           of your own
   nnscaler verify-op --all                            every built-in operator
   nnscaler verify-op                                  what [tool.nnscaler.verify-op] of pyproject.toml names
   nnscaler verify-op my_ops.py::f --annotation 'm k+, k+ n -> m n'       a function that is not registered
@@ -90,6 +92,12 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sample-inputs", metavar="NAME", help="a function of the operator's file that gives arguments to call it with"
     )
+    group.add_argument(
+        "--with",
+        dest="arguments",
+        metavar="NAME=VALUE,...",
+        help="hyper-parameters of an optimizer; also TARGET(NAME=VALUE, ...)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the random inputs (default: 0)")
     group.add_argument("--cases", type=positive, metavar="N", help="at most so many cases per claim (default: all)")
     group.add_argument(
@@ -126,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
         modules=options.module,
         annotation=options.annotation,
         sample_inputs=options.sample_inputs,
+        arguments=options.arguments,
         suggest=options.suggest,
     )
     from verify.operators.run.many import worst

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
 
 import torch
@@ -19,7 +19,7 @@ from nnscaler.runtime.training.autocast import dtype_named
 State = Mapping[str, Tensor]
 
 
-Key = tuple[str, int, bool]  # name in the model, position in the stage's mesh, whether it is trained
+Key = tuple[str, int]  # name in the model, position in the stage's mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +84,23 @@ class StageBuilder:
             setattr(stage, axis, AxisGroup(axis, size, here[axis], ranks, self._communicator))
 
     def _parameter(self, stage: Stage, description: Parameter, trained: bool) -> Held:
-        key = (description.fqn, stage.ranks.index(stage.rank), trained)
+        key = (description.fqn, stage.ranks.index(stage.rank))
         if key in self.held and description.copies:
             return self.held[key]
-        known = self._given.get(key)
+        known = self._known(stage, description, trained)
         if known is None:
             rest = torch.nn.Parameter(self._cut(stage, description), requires_grad=trained)
-        else:
+        elif known.rest.requires_grad == trained:
             rest = known.rest
-            shape = local_shape(description.shape, description.at_rest, stage.sizes(), stage.coordinates())
-            if dict(known.description.at_rest) != dict(description.at_rest) or tuple(rest.shape) != shape:
-                where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
-                theirs, ours = dict(known.description.at_rest), dict(description.at_rest)
-                raise ProgramError(f"{where} lies as {ours} between steps, and in the program before as {theirs}")
+        else:  # the same memory: what trains it in one program is seen by the other
+            rest = torch.nn.Parameter(known.rest.detach(), requires_grad=trained)
+        if known is not None and not trained:
+            description = replace(description, rest=known.description.rest, reduce=(), scatter="step")
         leaf = rest
         dtype = dtype_named(description.dtype, self._precision)
         if description.rest or rest.dtype != dtype:
             shape = local_shape(description.shape, description.states, stage.sizes(), stage.coordinates())
-            if known is not None and known.leaf.shape == shape and known.leaf.dtype == dtype:
+            if known is not None and (known.leaf.shape, known.leaf.dtype) == (shape, dtype) and trained:
                 leaf = known.leaf
             else:
                 leaf = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=self._device), requires_grad=trained)
@@ -110,6 +109,25 @@ class StageBuilder:
             rest.description = description  # type: ignore[attr-defined]
         self.held[key] = Held(leaf, rest, description)
         return self.held[key]
+
+    def _known(self, stage: Stage, description: Parameter, trained: bool) -> Held | None:
+        """Return the given parameter of this name; one that nothing reads here is left out where it lies otherwise.
+
+        One that this program does not train may be divided further between steps than the program says: it is gathered
+        from there. Raises ProgramError where another program's parameter lies otherwise.
+        """
+        known = self._given.get((description.fqn, stage.ranks.index(stage.rank)))
+        if known is None:
+            return None
+        theirs = known.description
+        alike = dict(theirs.at_rest) == dict(description.at_rest)
+        if alike or (not trained and dict(theirs.states) == dict(description.states)):
+            return known
+        if not description.used:
+            return None
+        where = f"rank {stage.rank}, stage {stage.index}: {description.fqn!r}"
+        message = f"{where} lies as {dict(description.at_rest)} between steps, and in the program before as"
+        raise ProgramError(f"{message} {dict(theirs.at_rest)}; start with the program that trains it")
 
     def _cut(self, stage: Stage, description: Parameter | Buffer) -> Tensor:
         logical = self._state.get(description.fqn)

@@ -117,7 +117,7 @@ class RankExecutor:
         }
         self.held: Mapping[Key, Held] = builder.held
         self._resting = tuple(builder.resting)
-        self._gradients = Gradients(self.stages, self._resting, communicator)
+        self._gradients = Gradients(self.stages, self._resting, communicator, self.precision)
         self._mail = Mail(communicator, self.device)
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._updated: dict[int, dict[str, Tensor]] = {}  # what forward has of new buffers, by stage

@@ -15,6 +15,7 @@ from nnscaler.runtime.layout import Sharded
 from nnscaler.runtime.role import Buffer, Parameter, Stage
 from nnscaler.runtime.shards import unravel
 from nnscaler.runtime.training.at_rest import BUCKET_BYTES, AtRest, scatter
+from nnscaler.runtime.training.autocast import dtype_named
 
 # Sum the gradients that different ranks hold parts of, once per step, in buckets.
 # A gradient is summed over the ranks that differ from this one only on the parameter's `reduce` axes, in every
@@ -117,13 +118,20 @@ class Gradients:
     parameter that got no gradient here contributes zeros; an unused one keeps `.grad` as it was.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], resting: Sequence[AtRest], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        resting: Sequence[AtRest],
+        communicator: Communicator,
+        precision: str | None = None,
+    ) -> None:
         self._communicator = communicator
         self._resting = list(resting)
         self._position = {entry.leaf: i for i, entry in enumerate(resting)}
         self._holdings: dict[torch.nn.Parameter, Holding] = {}  # by leaf, in order
         self._rest: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._used: dict[torch.nn.Parameter, bool] = {}
+        self._summed_in: dict[torch.nn.Parameter, torch.dtype] = {}
         self._at_once: dict[int, list[torch.nn.Parameter]] = {}  # stage -> leaves that are divided after each backward
         for stage in stages.values():
             for name, description in stage.parameters.items():
@@ -131,6 +139,8 @@ class Gradients:
                 self._rest[leaf] = stage.at_rest[name]
                 self._holdings[leaf] = holding(stage, description)
                 self._used[leaf] = self._used.get(leaf, False) or description.used
+                if description.sums:
+                    self._summed_in[leaf] = dtype_named(description.sums, precision)
                 if description.rest and description.scatter == "micro_batch":
                     self._at_once.setdefault(stage.index, []).append(leaf)
         self._before: dict[torch.nn.Parameter, Tensor] = {}
@@ -157,7 +167,8 @@ class Gradients:
         found = {self._position[leaf]: self._local(leaf) for leaf in leaves}
         for i, gradient in scatter(found, self._resting, self._communicator).items():
             leaf = self._resting[i].leaf
-            self._divided[leaf] = self._divided[leaf] + gradient if leaf in self._divided else gradient
+            wide = gradient.float() if gradient.dtype in _HALF else gradient
+            self._divided[leaf] = self._divided[leaf] + wide if leaf in self._divided else wide
             self._sums.pop(leaf, None)
             leaf.grad = None
 
@@ -172,7 +183,8 @@ class Gradients:
         summed = reduce_gradients([(self._holdings[leaf], local[leaf]) for leaf in used], self._communicator)
         for leaf, scaled in zip(used, summed, strict=True):
             rest, before = self._rest[leaf], self._before.get(leaf)
-            gradient = scaled if loss_scale == 1.0 else scaled / loss_scale
+            wide = scaled.float() if scaled.dtype in _HALF else scaled  # summed in half precision
+            gradient = wide if loss_scale == 1.0 else wide / loss_scale
             total = gradient if before is None else before.to(gradient.dtype) + gradient
             if leaf is not rest:
                 leaf.grad = None
@@ -183,10 +195,11 @@ class Gradients:
         self._before, self._sums, self._divided = {}, {}, {}
 
     def _local(self, leaf: torch.nn.Parameter) -> Tensor:
-        if leaf.dtype in _HALF:
-            wide = self._sums.get(leaf)
-            return torch.zeros_like(leaf, dtype=torch.float32) if wide is None else wide
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        """Return this rank's gradient of a leaf, in the dtype in which it is summed."""
+        found = self._sums.get(leaf) if leaf.dtype in _HALF else leaf.grad
+        if found is None:
+            found = torch.zeros_like(leaf, dtype=torch.float32 if leaf.dtype in _HALF else leaf.dtype)
+        return found.to(self._summed_in.get(leaf, found.dtype))
 
 
 # The norm of all gradients of a program, and gradients clipped to it.

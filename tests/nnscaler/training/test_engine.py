@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import nnscaler
+import verify
 from nnscaler.codegen.program import Program
+from nnscaler.errors import NnscalerError
 from nnscaler.runtime.communication.simulator import Simulator
 from nnscaler.runtime.training.batch import DataPart
 from nnscaler.training.engine import Engine, EngineSettings
@@ -150,3 +153,27 @@ def test_evaluation_is_that_of_the_model_in_evaluation_mode(plan: str, ranks: in
     for got in found:
         assert got[:2] == pytest.approx((before, after), rel=1e-12)
         assert got[2] == 1
+
+
+def test_programs_for_other_sizes_are_vouched_for() -> None:
+    """What is compiled on the way is typed before it runs; a text that is not the model's stops every rank."""
+    program = compiled(model(), "dp=2,zero=1", 2)
+    asked: list[str] = []
+
+    def checked(made: Program) -> None:
+        verify.vouch(made)
+        asked.append(str(made.manifest.shapes["x"]))
+        if made.manifest.shapes["x"][0] == 7:
+            text = made.sources["role_0.py"]
+            wrong = text.replace("comm.all_reduce(", "comm.invariant(", 1)
+            assert wrong != text
+            verify.vouch(replace(made, sources={"role_0.py": wrong}))
+
+    def work(engine: Engine) -> str:
+        engine.step(rows_of(batch(8), engine.data_part))
+        with pytest.raises(NnscalerError, match="is not proved") as error:
+            engine.step(rows_of(batch(7), engine.data_part))
+        return error.value.code
+
+    assert on_ranks(program, work, replace(FLOAT64, vouch=checked)) == ["program_refuted"] * 2
+    assert asked == ["(8, 6)", "(7, 6)"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import linecache
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +18,13 @@ from op_registry.schema import SchemaError, infer_schema
 from op_registry.spec import OperatorSpec, SchemaParameter, SourceLocation
 
 from nnscaler.errors import NnscalerError
+from nnscaler.training.updates import Update
+from verify.evidence.inputs.optimizer_operator import (
+    is_optimizer,
+    optimizer_operator,
+    split_arguments,
+    torch_optimizer,
+)
 from verify.evidence.inputs.user_code import import_module, load_file
 
 _HOW_TO_ANNOTATE = 'give one: annotation="m k+, k+ n -> m n" (--annotation), or register: @nnscaler.register_op("...")'
@@ -75,10 +82,17 @@ def matching(text: str) -> list[OperatorSpec]:
     """Return every operator that a text names.
 
     `file.py` (all that it registers), `file.py::function`, `package.module:function`, a registered name, a pattern of
-    them (`aten.*norm*`), an operator of torch.library with or without its overload (`aten.linear`, `my_lib::my_op`).
+    them (`aten.*norm*`), an operator of torch.library with or without its overload (`aten.linear`, `my_lib::my_op`), an
+    optimizer (`torch.optim.AdamW`, `file.py::Lion`), perhaps with hyper-parameters (`torch.optim.SGD(momentum=0.9)`).
     Files and modules are imported; what they register is then known. An operator without annotation has "" for it.
     Raises NnscalerError `unknown_operator`, `no_such_file` and `import_failed`.
     """
+    text, given = split_arguments(text)
+    if given:
+        return [_with_arguments(text, given)]
+    optimizer = torch_optimizer(text)
+    if optimizer is not None:
+        return [optimizer_operator(optimizer, {})]
     left, separator, name = text.partition("::")
     if separator and (left.endswith(".py") or "/" in left):
         return _members(load_file(left), name, text, registered_in(left, empty=True))
@@ -88,6 +102,18 @@ def matching(text: str) -> list[OperatorSpec]:
     if colon and not separator:
         return _members(import_module(module), name, text, ())
     return _by_name(text.replace("::", "."))
+
+
+def _with_arguments(text: str, given: Mapping[str, Any]) -> OperatorSpec:
+    """Return an optimizer's step with hyper-parameters. Raises NnscalerError for what is no optimizer."""
+    found = torch_optimizer(text)
+    if found is not None:
+        return optimizer_operator(found, given)
+    spec = named(text)
+    if not isinstance(spec.target, Update):
+        message = f"{text!r} is no optimizer, and takes no hyper-parameters"
+        raise NnscalerError("bad_arguments", message, spec.where, help="`--sample-inputs NAME` gives its arguments")
+    return optimizer_operator(spec.target.cls, given, spec.where)
 
 
 def registered_in(file: str, empty: bool = False) -> list[OperatorSpec]:
@@ -212,6 +238,9 @@ def record_of(operator: Any) -> OperatorSpec | None:
     spec = operator if isinstance(operator, OperatorSpec) else getattr(operator, "spec", None)
     if isinstance(spec, OperatorSpec):
         return spec
+    if is_optimizer(operator):
+        own = operator.__module__.partition(".")[0] == "torch"
+        return optimizer_operator(operator, {}, None if own else _place(operator))
     registry = default_registry()
     function = _autograd_function(operator)
     if function is not None:  # `apply` of the class is the target

@@ -24,6 +24,7 @@ from op_registry.expression import Expression
 from op_registry.spec import OperatorSpec
 
 from nnscaler.runtime.cut import Cut
+from nnscaler.training.updates import Update
 from verify.evidence.cases import Case
 from verify.evidence.inputs.operand_shards import Lay, spread
 from verify.evidence.options import OpOptions
@@ -248,6 +249,8 @@ def _operator_text(spec: OperatorSpec, member: str, module: str, loaded: bool) -
         return f"torch.ops.{spec.name}"
     if hasattr(spec.target, "_schema") or hasattr(spec.target, "_opoverload") or hasattr(spec.target, "overloads"):
         return f"torch.ops.{spec.name}"
+    if isinstance(spec.target, Update):
+        raise NotWritable("the step of an optimizer is made a function by nnscaler; the finding's token runs it again")
     if not loaded:
         raise NotWritable("no text names the operator")
     if spec.qualname != member:  # made inside a function: only the registry has it

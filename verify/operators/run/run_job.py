@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nnscaler.errors import NnscalerError
 from verify.evidence.cases import Case
+from verify.evidence.inputs.optimizer_operator import remarks
 from verify.evidence.inputs.user_code import is_users
 from verify.evidence.options import OpOptions
 from verify.operators.run.job import Job, shown
@@ -60,7 +61,8 @@ def verify_job(job: Job, options: OpOptions, reproduce: Reproduce, note: Note) -
     if job.spec.annotation == "" and job.error is None:
         return _suggested(job, options)
     if job.error is None:
-        return verify_spec(job.spec, options, reproduce, note)
+        verified = verify_spec(job.spec, options, reproduce, note)
+        return replace(verified, notes=(*verified.notes, *remarks(job.spec)))
     started = time.perf_counter()
     note(f"the whole operator under `{job.annotation}`")
     report = contradiction(job.spec, job.annotation, job.error, options)

@@ -97,6 +97,7 @@ def find_jobs(
     modules: Sequence[str] = (),
     annotation: str | None = None,
     sample_inputs: str | None = None,
+    arguments: str | None = None,
     suggest: bool = False,
 ) -> list[Job]:
     """Return every operator that is named, once, in the order in which it is named; without any, what the project's
@@ -104,7 +105,8 @@ def find_jobs(
 
     `targets`: see `verify.evidence.inputs.find_operator.matching`. `builtin`: all operators of `op_registry.builtin`.
     `modules`: modules and packages; all that they and their submodules register. `annotation`, and `sample_inputs`,
-    the name of a function of the operator's file: for the one operator that is named. `suggest`: operators without
+    the name of a function of the operator's file: for the one operator that is named. `arguments`: hyper-parameters
+    (`lr=0.1,momentum=0.9`) of the optimizer that is named. `suggest`: operators without
     annotation are taken too. Raises NnscalerError where something names nothing, or cannot be imported.
     """
     files: Sequence[Path] = ()
@@ -117,6 +119,11 @@ def find_jobs(
     for name in modules:  # first, so that targets may name what they register
         import_module(name)
     specs: list[OperatorSpec] = builtin_operators() if builtin else []
+    if arguments is not None:
+        if len(targets) != 1:
+            message = f"--with is for one optimizer, and {len(targets)} targets are named"
+            raise NnscalerError("several_operators", message, help="name one: torch.optim.SGD")
+        targets = [f"{targets[0]}({arguments})"]
     for target in targets:
         specs += matching(target)
     for name in modules:

@@ -65,6 +65,13 @@ def _declared(reading: Reading, stored: StoredText, tensor: LogicalTensor, graph
             "has no gradient in the model" if stored.kind == "parameter" else "is trained in the model, and frozen here"
         )
         found.append(Mistake("gradient_reduced_wrongly", f"`{stored.fqn}` {word}", tensor=tensor.name))
+    for word, here, there in (("rests", stored.master, tensor.master), ("is summed", stored.sums, tensor.sums)):
+        if here != there:
+            given, right = (dtype or "its own dtype" for dtype in (here, there))
+            message = f"`{stored.fqn}` {word} in {given}, and the plan says {right}"
+            found.append(
+                Mistake("not_covered", message, "small updates, or small gradients, are rounded away", tensor.name)
+            )
     misplaced = _wrong_rest(reading, stored, tensor)
     if misplaced:
         message = f"`{stored.fqn}` cannot rest so: {misplaced}"
@@ -132,7 +139,7 @@ def _copies(name: str, found: Sequence[tuple[Reading, StoredText]], graph: Graph
         if stored.kind == "parameter" or stored.copies:  # without gradient and unlisted, each is a tensor of its own
             axes = tuple(reading.stage.axes.items())  # copies are summed position by position
             lies = tuple(tuple(sorted(states.items(), key=str)) for states in (stored.states, stored.rest))
-            key = (lies, stored.scatter, stored.master, tuple(sorted(stored.reduce)), axes, stored.fqn)
+            key = (lies, stored.scatter, stored.master, stored.sums, tuple(sorted(stored.reduce)), axes, stored.fqn)
             groups.setdefault(key, []).append((reading, stored))
     if len(groups) > 1:
         reading, stored = ordered[-1]

@@ -126,8 +126,9 @@ def _origin(operator: str) -> tuple[tuple[str, ...], str]:
     return (Path(file).name, file, function[0]), function[1]
 
 
-_MOST = 1 << 20  # ranks on one axis, or micro-batches: what is derived for each of them has an end
+_MOST = 1 << 20  # ranks on one axis, or micro-batches
 _KINDS = {"parameters": "parameter", "frozen": "frozen", "buffers": "buffer", "constants": "constant"}
+_OF_PARAMETERS = {"reduce": (), "copies": (), "used": True, "rest": {}, "scatter": "step", "master": "", "sums": ""}
 _CLASS_OF = {"parameters": "Parameter", "frozen": "Parameter", "buffers": "Buffer", "constants": "Constant"}
 
 
@@ -148,10 +149,11 @@ def _is_pieces(value: Any) -> bool:
 
 # what the runtime takes for each argument of a declaration; other kinds might mean one thing here and another there
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("fqn", "name", "key", "dtype", "master"), lambda value: type(value) is str),
+    **dict.fromkeys(("fqn", "name", "key", "dtype", "master", "sums"), lambda value: type(value) is str),
+    "scatter": ("step", "micro_batch").__contains__,
+    "rest": lambda value: isinstance(value, dict) and all(isinstance(s, State) for s in value.values()),
     **dict.fromkeys(("used", "needs_grad"), lambda value: type(value) is bool),
     **dict.fromkeys(("messages", "backward"), _is_pieces),
-    "scatter": lambda value: value in ("step", "micro_batch"),
     "stage": lambda value: type(value) is int,
     "peers": lambda value: _tuple_of(int, value),
     "reduce": lambda value: _tuple_of(str, value),
@@ -314,7 +316,7 @@ def _states(call: ast.Call, value: Any) -> dict[str, State]:
 def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[StoredText]:
     result: list[StoredText] = []
     for variable, call in _entries(found, group):
-        more = ("reduce", "copies", "used", "rest", "scatter", "master") if _CLASS_OF[group] == "Parameter" else ()
+        more = tuple(_OF_PARAMETERS) if _CLASS_OF[group] == "Parameter" else ()
         kind, given = _arguments(call, ("fqn", "shape", "dtype", "states", *more))
         if kind != _CLASS_OF[group] or not {"fqn", "shape", "dtype"} <= set(given):
             raise Unreadable(call, f"`{ast.unparse(call)}` is no entry of `{group}`")
@@ -327,12 +329,7 @@ def _stored(group: str, found: Mapping[str, tuple[ast.expr, int]]) -> list[Store
                 given["shape"],
                 given["dtype"],
                 _states(call, given.get("states", {})),
-                given.get("reduce", ()),
-                given.get("copies", ()),
-                given.get("used", True),
-                _states(call, given.get("rest", {})),
-                given.get("scatter", "step"),
-                given.get("master", ""),
+                *(given.get(name, default) for name, default in _OF_PARAMETERS.items()),
             )
         )
     return result

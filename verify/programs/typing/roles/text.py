@@ -111,6 +111,7 @@ class StoredText:
     rest: Mapping[str, State] = field(default_factory=dict)
     scatter: str = "step"
     master: str = ""
+    sums: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,244 @@
+"""A step of an optimizer as a function of tensors: (parameter, gradient, state...) -> (parameter, state...).
+
+Any class of `torch.optim.Optimizer` will do; its own code runs. What its state holds is found by running it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from op_registry.builtin.optimizers import NO_UPDATE, UPDATES
+
+from nnscaler.errors import NnscalerError
+
+OptimizerClass = type[Any]  # a subclass of Optimizer, called with parameters and hyper-parameters
+SIZES = (6, 5, 4, 3)  # of the dims of parameters to try an update on: all different, so that dims are told apart
+AGES = (0, 1, 12)  # steps before the one that is looked at: at the 6th RAdam changes its formula
+_HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable"})  # hyper-parameters that do not say what is computed
+
+
+def optimizer_name(cls: type) -> str:
+    """`torch.optim.AdamW` for torch's own classes, the name of another one."""
+    public = f"torch.optim.{cls.__name__}"
+    return public if getattr(torch.optim, cls.__name__, None) is cls else cls.__qualname__
+
+
+def check_class(cls: Any, defaults: Mapping[str, Any]) -> str | None:
+    """Return how the registry says that the class may be cut; None for one that is not there.
+
+    Raises NnscalerError for what is no optimizer, for a class whose step is no update, and for hyper-parameters that it
+    does not take.
+    """
+    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
+        message = f"{cls!r} is no optimizer: a class that derives from torch.optim.Optimizer is one"
+        raise NnscalerError("not_an_optimizer", message, help="torch.optim.AdamW, say, and not an object of it")
+    name = optimizer_name(cls)
+    if name in NO_UPDATE:
+        raise NnscalerError(
+            "no_update", f"{name} cannot be used: {NO_UPDATE[name]}", help="torch.optim.AdamW is the usual choice"
+        )
+    said = [refusal(cls, defaults, dims) for dims in range(1, len(SIZES) + 1)]
+    if all(said):
+        shown = ", ".join(f"{key}={value!r}" for key, value in defaults.items())
+        message = f"{name}({shown}) cannot be made: {said[1]}"
+        raise NnscalerError("optimizer_refused", message, help=f"{name}{_signature(cls)}")
+    return UPDATES.get(name)
+
+
+def refusal(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int) -> str:
+    """Return what the optimizer says of a parameter with so many dims; empty where it takes one."""
+    try:
+        cls([nn.Parameter(torch.zeros(SIZES[:dims]))], **_what_is_computed(defaults))
+    except Exception as error:  # noqa: BLE001 - whatever the class raises is what it says
+        return said_by(error)
+    return ""
+
+
+def _signature(cls: type) -> str:
+    """Return the hyper-parameters with their defaults: `(lr=0.001, betas=(0.9, 0.999))`."""
+    found = [p for p in inspect.signature(cls).parameters.values() if p.name != "params"]
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found]
+    return f"({', '.join(shown)})"
+
+
+def said_by(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _what_is_computed(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in defaults.items() if key not in _HOW_IT_RUNS}
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An optimizer after some steps, without the parameter.
+
+    leaves    of its state, by their paths (`['step']`): numbers, and (number, dtype) for a tensor without dims
+    tree      what puts them together
+    settings  of its group: the learning rate, and what it has written there
+    """
+
+    leaves: Mapping[str, Any]
+    tree: Any
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of an optimizer on one parameter.
+
+    cls       the optimizer
+    defaults  its hyper-parameters
+    paths     of the tensors in its state, as `['exp_avg']`
+    positive  those that are never negative: a square, a step size. Of what is given only the magnitude counts
+    pasts     what its state has besides, by the number of steps before this one
+    """
+
+    cls: OptimizerClass
+    defaults: Mapping[str, Any]
+    paths: tuple[str, ...] = ()
+    positive: frozenset[str] = frozenset()
+    pasts: Mapping[int, Past] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the tensors in its state: `exp_avg`."""
+        return tuple(re.sub(r"\W+", "_", path).strip("_") or "state" for path in self.paths)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Tell `inspect` a name for each tensor of the state."""
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        tensors = [inspect.Parameter(name, kind, annotation=Tensor) for name in ("parameter", "gradient", *self.names)]
+        steps = inspect.Parameter("steps", inspect.Parameter.KEYWORD_ONLY, default=AGES[-1], annotation=int)
+        return inspect.Signature([*tensors, steps])
+
+    def __call__(
+        self, parameter: Tensor, gradient: Tensor, *state: Tensor, steps: int = AGES[-1]
+    ) -> tuple[Tensor, ...]:
+        """Return the parameter and the state after the step. The arguments are not changed.
+
+        `steps`: how many were before; at 0 the optimizer begins, and what is given as its state is not read.
+        """
+        with torch.no_grad():
+            tensor = nn.Parameter(parameter.detach().clone())
+            tensor.grad = gradient.detach().clone()
+            optimizer = self.cls([tensor], **self.defaults)
+            if steps:
+                given = {
+                    path: value.detach().abs() if path in self.positive else value.detach().clone()
+                    for path, value in zip(self.paths, state, strict=True)
+                }
+                _restore(optimizer, tensor, self.pasts[steps], given)
+            optimizer.step()
+            made = _leaves(optimizer, tensor)
+        # what is not there after the first step stays as it is
+        after = [made.get(path, old.clone()) for path, old in zip(self.paths, state, strict=True)]
+        return (tensor.detach(), *after)
+
+    def example(self, parameter: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors of the state after a step with each of the gradients."""
+        (found,) = trajectory(self.cls, self.defaults, [parameter], [[gradient] for gradient in gradients])
+        return tuple(found[path] for path in self.paths)
+
+
+def make_update(cls: OptimizerClass, defaults: Mapping[str, Any], dims: int = 2) -> Update:
+    """Return the step of an optimizer on parameters with so many dims. Raises what the optimizer raises on these."""
+    asked = _what_is_computed(defaults)
+    shape = SIZES[:dims]
+    one, other = (_leaves(run, _only(run)) for run in (_run(cls, asked, shape, AGES[-1], seed) for seed in (0, 1)))
+    tensors = {path: value for path, value in one.items() if isinstance(value, Tensor)}
+    # a number is the same in each run, or it is made from the gradients, as a tensor is
+    paths = tuple(path for path, v in tensors.items() if v.dim() or not torch.equal(v, other[path]))
+    positive = frozenset(path for path in paths if bool((one[path] >= 0).all() and (other[path] >= 0).all()))
+    pasts = {age: _past(_run(cls, asked, shape, age, 0)) for age in AGES if age}
+    return Update(cls, MappingProxyType(asked), paths, positive, MappingProxyType(pasts))
+
+
+def trajectory(
+    cls: OptimizerClass,
+    defaults: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[dict[str, Tensor]]:
+    """Run the optimizer, one step for each of `gradients` (one tensor per parameter).
+
+    Returns, of each parameter, its value (by the name "") and the tensors of its state.
+    """
+    tensors = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer = cls(tensors, **_what_is_computed(defaults))
+    with torch.no_grad():
+        for each in gradients:
+            for tensor, gradient in zip(tensors, each, strict=True):
+                tensor.grad = gradient.detach().clone()
+            optimizer.step()
+    found = []
+    for tensor in tensors:
+        state = {path: value for path, value in _leaves(optimizer, tensor).items() if isinstance(value, Tensor)}
+        found.append({"": tensor.detach(), **state})
+    return found
+
+
+def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw real values, every eighth of them 0."""
+    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    return values * (torch.rand(tuple(shape), generator=generator) > 0.125)
+
+
+def _run(cls: OptimizerClass, defaults: Mapping[str, Any], shape: tuple[int, ...], steps: int, seed: int) -> Optimizer:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = nn.Parameter(drawn(shape, generator))
+    optimizer: Optimizer = cls([tensor], **defaults)
+    with torch.no_grad():
+        for _ in range(steps):
+            tensor.grad = drawn(shape, generator)
+            optimizer.step()
+    return optimizer
+
+
+def _only(optimizer: Optimizer) -> Tensor:
+    (group,) = optimizer.param_groups
+    (tensor,) = group["params"]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _leaves(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
+    """Return what the optimizer has of a parameter, by path."""
+    paths, _ = pytree.tree_flatten_with_path(dict(optimizer.state[tensor]))
+    return {pytree.keystr(path): value for path, value in paths}
+
+
+def _past(optimizer: Optimizer) -> Past:
+    """Tensors without dims become numbers with their dtype: a proof makes them anew among its own."""
+    leaves = {
+        path: (value.item(), value.dtype) if isinstance(value, Tensor) and not value.dim() else value
+        for path, value in _leaves(optimizer, _only(optimizer)).items()
+    }
+    _, tree = pytree.tree_flatten(dict(optimizer.state[_only(optimizer)]))
+    (group,) = optimizer.param_groups
+    return Past(leaves, tree, {key: value for key, value in group.items() if key != "params"})
+
+
+def _restore(optimizer: Optimizer, tensor: Tensor, past: Past, given: Mapping[str, Tensor]) -> None:
+    leaves = []
+    for path, leaf in past.leaves.items():
+        if path in given:
+            leaf = given[path]
+        elif isinstance(leaf, tuple):
+            number, dtype = leaf
+            leaf = torch.tensor(number, dtype=dtype)
+        leaves.append(leaf)
+    optimizer.state[tensor] = pytree.tree_unflatten(leaves, past.tree)
+    optimizer.param_groups[0].update(past.settings)
