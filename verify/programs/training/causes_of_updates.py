@@ -205,9 +205,9 @@ def _updates(trained: Trained, step: int) -> Iterator[Update]:
     clipped = _scaled(now.gradients, factor)
 
     def after(sentence: str, gradients: Mapping[str, Tensor | None], **other: object) -> Update:
-        rates = other.get("rates", now.rates)
+        rate = other.get("rate", now.rate)
         undecayed = other.get("undecayed")
-        return (sentence, *updated(course, own, states, gradients, rates, undecayed))  # type: ignore[arg-type]
+        return (sentence, *updated(course, own, states, gradients, rate, undecayed))  # type: ignore[arg-type]
 
     yield "no update was made of it", own, states
     yield "the gradients are not clipped before the update", *after("", now.gradients)[1:]
@@ -228,11 +228,14 @@ def _updates(trained: Trained, step: int) -> Iterator[Update]:
         yield from _coupled(trained, step, own, states, clipped)
     base = course.learning_rate
     for text, at in (("after", step + 1), ("before", max(0, step - 1))):
-        rates = [base * rate_at(at)] * len(now.rates)
-        yield after(f"the learning rate is that of the step {text}: the scheduler is off by one", clipped, rates=rates)
-    rates = [base * rate_at(course.first_batch(step))] * len(now.rates)
-    yield after("the scheduler steps once per batch, and not once per optimizer step", clipped, rates=rates)
-    yield "the optimizer's state was lost before this step", *updated(course, own, {}, clipped, now.rates)
+        yield after(
+            f"the learning rate is that of the step {text}: the scheduler is off by one",
+            clipped,
+            rate=base * rate_at(at),
+        )
+    rate = base * rate_at(course.first_batch(step))
+    yield after("the scheduler steps once per batch, and not once per optimizer step", clipped, rate=rate)
+    yield "the optimizer's state was lost before this step", *updated(course, own, {}, clipped, now.rate)
     for count in (2, 3, 4):
         yield after(f"the gradients are {count} times too large", _scaled(clipped, count))
         yield after(f"the gradients are 1/{count} of what they should be: averaged twice", _scaled(clipped, 1 / count))
@@ -256,8 +259,8 @@ def _twice(
     states: Mapping[str, Mapping[str, Tensor]],
     gradients: Mapping[str, Tensor | None],
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]:
-    rates = trained.eager.steps[step].rates
-    return updated(trained.course, *updated(trained.course, old, states, gradients, rates), gradients, rates)
+    rate = trained.eager.steps[step].rate
+    return updated(trained.course, *updated(trained.course, old, states, gradients, rate), gradients, rate)
 
 
 def _coupled(
@@ -268,15 +271,15 @@ def _coupled(
     gradients: Mapping[str, Tensor | None],
 ) -> Iterator[Update]:
     """The decay as part of the gradient, where the optimizer takes it apart (AdamW), and the other way round."""
-    course, rates = trained.course, trained.eager.steps[step].rates
+    course, rate = trained.course, trained.eager.steps[step].rate
     decay = float(options_of(course.optimizer)["weight_decay"])
     every = frozenset(gradients)
     inside = {n: g if g is None or n in course.undecayed else g + decay * old[n].double() for n, g in gradients.items()}
     text = "weight decay goes into the gradient, and the optimizer keeps them apart"
-    yield text, *updated(course, old, states, inside, rates, every)
-    apart = {n: p if n in course.undecayed else p * (1 - rates[0] * decay) for n, p in old.items()}
+    yield text, *updated(course, old, states, inside, rate, every)
+    apart = {n: p if n in course.undecayed else p * (1 - rate * decay) for n, p in old.items()}
     text = "weight decay is taken off the parameter, and the optimizer puts it into the gradient"
-    yield text, *updated(course, apart, states, gradients, rates, every)
+    yield text, *updated(course, apart, states, gradients, rate, every)
 
 
 def _miscounted(
@@ -287,7 +290,7 @@ def _miscounted(
     gradients: Mapping[str, Tensor | None],
 ) -> Iterator[Update]:
     """Updates whose bias correction has another count."""
-    course, rates = trained.course, trained.eager.steps[step].rates
+    course, rate = trained.course, trained.eager.steps[step].rate
     counts = {step + more for more in (-1, 1, 2)} | {course.first_batch(step), 2 * step, 0}
     for count in sorted(n for n in counts if n >= 0 and n != step):
         other = {
@@ -295,7 +298,7 @@ def _miscounted(
         }
         if other:
             text = f"bias correction counts {count + 1} steps, and this is step {step + 1}"
-            yield text, *updated(course, old, other, gradients, rates)
+            yield text, *updated(course, old, other, gradients, rate)
 
 
 def _narrow_updates(trained: Trained, step: int) -> Iterator[Update]:
@@ -308,6 +311,6 @@ def _narrow_updates(trained: Trained, step: int) -> Iterator[Update]:
         rounded = {n: None if g is None else g.to(narrow).double() for n, g in clipped.items()}
         states = eager.states_before(step)
         text = f"the update has gradients that are rounded to {dtype}"
-        yield text, *updated(course, own, states, rounded, now.rates)
+        yield text, *updated(course, own, states, rounded, now.rate)
         kept = {n: {k: v.to(narrow).double() if v.dim() else v for k, v in s.items()} for n, s in states.items()}
-        yield f"the update has states that are kept in {dtype}", *updated(course, own, kept, clipped, now.rates)
+        yield f"the update has states that are kept in {dtype}", *updated(course, own, kept, clipped, now.rate)

@@ -105,9 +105,10 @@ def everything(trained: Trained) -> Iterator[Compared]:
 
 
 def _scalars(number: int, expected: StepRecord, steps: Mapping[int, StepRecord]) -> Iterator[Compared]:
-    for group, rate in enumerate(expected.rates):
-        found = {rank: expected.losses[0].new_tensor(s.rates[group]) for rank, s in steps.items()}
-        yield Compared("learning rate", number, str(group), _alike(found), expected.losses[0].new_tensor(rate), 0.0)
+    like = expected.losses[0]
+    for name, rate in expected.rates.items():
+        found = {rank: like.new_tensor(s.rates[name]) for rank, s in steps.items() if name in s.rates}
+        yield Compared("learning rate", number, name, _alike(found), like.new_tensor(rate), 0.0)
     scale = family_scale(expected.losses)
     for position, loss in enumerate(expected.losses):
         found = {rank: s.losses[position] for rank, s in steps.items() if position < len(s.losses)}
@@ -241,7 +242,7 @@ def _subject(trained: Trained, entry: Compared) -> str:
     step = f"step {entry.step}"
     match entry.kind:
         case "learning rate":
-            return f"the learning rate of group {entry.name} at {step}"
+            return f"the learning rate of `{entry.name}` at {step}"
         case "loss":
             return f"the loss of batch {entry.name} of {step}"
         case "gradient":

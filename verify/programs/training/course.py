@@ -106,16 +106,22 @@ def _decays(cls: Callable[..., Any]) -> bool:
     return "weight_decay" in inspect.signature(cls).parameters
 
 
+def groups_of(course: Course, undecayed: frozenset[str]) -> dict[str, dict[str, Any]]:
+    """Return the hyper-parameters of single parameters, by name: those without weight decay."""
+    if "weight_decay" not in options_of(course.optimizer):
+        return {}
+    return {name: {"weight_decay": 0.0} for name in sorted(undecayed)}
+
+
 def make_optimizer(
     parameters: Mapping[str, Tensor], course: Course, undecayed: frozenset[str] | None = None
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of these parameters, by name: with decay in one group and without in the other."""
-    cls, options = class_of(course.optimizer), options_of(course.optimizer)
-    without = course.undecayed if undecayed is None else undecayed
-    groups: list[dict[str, Any]] = [{"params": [p for n, p in parameters.items() if n not in without]}]
-    others = {"params": [p for n, p in parameters.items() if n in without]}
-    groups.append({**others, "weight_decay": 0.0} if "weight_decay" in options else others)
-    return cls(groups, lr=course.learning_rate, **options)
+    """Make the optimizer of these parameters, by name: a group for each that is not decayed, and one for the rest."""
+    single = groups_of(course, course.undecayed if undecayed is None else undecayed & parameters.keys())
+    groups: list[dict[str, Any]] = [{"params": [parameters[n]], **more} for n, more in single.items()]
+    rest = [p for n, p in parameters.items() if n not in single]
+    groups += [{"params": rest}] if rest else []
+    return class_of(course.optimizer)(groups, lr=course.learning_rate, **options_of(course.optimizer))
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> LambdaLR:

@@ -4,7 +4,7 @@ what could have gone wrong."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from verify.programs.prepare import Prepared
 from verify.programs.reference.eager import backward_loss, forward_loss, record_draws, running_in
 from verify.programs.reference.program_draws import Draw, ProgramDraws
 from verify.programs.training.course import Batch, Course, make_optimizer, make_scheduler
-from verify.programs.training.ranks import StepRecord, states_of
+from verify.programs.training.ranks import StepRecord, rates_of, states_of
 
 Draws = tuple[Draw | None, ...]
 
@@ -79,7 +79,7 @@ class EagerModel:
                 norm = None
                 if course.max_norm is not None:
                     norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), course.max_norm).detach()
-                rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+                rates = rates_of(optimizer, trained)
                 optimizer.step()
                 scheduler.step()
                 kept = {n: t for n, t in _parameters(model).items() if n in trained}
@@ -173,7 +173,7 @@ def updated(
     parameters: Mapping[str, Tensor],
     states: Mapping[str, Mapping[str, Tensor]],
     gradients: Mapping[str, Tensor | None],
-    rates: Sequence[float],
+    rate: float,
     undecayed: frozenset[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Return parameters and states after one step of torch's optimizer from here.
@@ -182,7 +182,7 @@ def updated(
     """
     leaves = {n: nn.Parameter(parameters[n].clone()) for n in gradients}
     optimizer = make_optimizer(leaves, course, undecayed)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group in optimizer.param_groups:
         group["lr"] = rate
     for name, leaf in leaves.items():
         gradient = gradients[name]

@@ -20,7 +20,7 @@ from nnscaler.runtime.layout import States
 from nnscaler.training.engine import Engine, EngineSettings
 from nnscaler.training.sizes import SentProgram, SizeClass, Vouch
 from verify.evidence.oracle.checked_kernels import CheckedKernels
-from verify.programs.training.course import Batch, Course, make_optimizer, make_scheduler
+from verify.programs.training.course import Batch, Course, class_of, groups_of, make_scheduler, options_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepRecord:
     losses      of its batches
     gradients   before they are clipped
     norm        before they are clipped; None where they are not
-    rates       of learning, by group
+    rates       of learning, by parameter
     parameters  after it
     states      of the optimizer, by parameter and name, after it
     """
@@ -38,9 +38,14 @@ class StepRecord:
     losses: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None]
     norm: Tensor | None
-    rates: tuple[float, ...]
+    rates: Mapping[str, float]
     parameters: Mapping[str, Tensor]
     states: Mapping[str, Mapping[str, Tensor]]
+
+    @property
+    def rate(self) -> float:
+        """The rate of the first parameter."""
+        return next(iter(self.rates.values()))
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Loop:
 
     def __init__(self, engine: Engine, course: Course) -> None:
         self.engine, self.course = engine, course
-        self.optimizer: torch.optim.Optimizer = make_optimizer(engine.parameters, course)
+        self.optimizer: torch.optim.Optimizer = make_optimizer(engine, course, course.undecayed)
         self.scheduler: LRScheduler = make_scheduler(self.optimizer)
 
     def clear(self) -> None:
@@ -163,7 +168,7 @@ class Loop:
         parameters = self.engine.parameters
         gradients = {name: _kept(p.grad) for name, p in parameters.items()}
         norm = self.clip()
-        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        rates = rates_of(self.optimizer, parameters)
         self.update()
         self.schedule()
         return StepRecord(
@@ -197,6 +202,21 @@ def train_rank(communicator: Communicator, task: TrainTask) -> RankTraining:
         part = (engine.data_part.index, engine.data_part.count)
         after, told = _buffers(engine), tuple(engine.compilations)
     return RankTraining(communicator.rank, part, layouts, steps, buffers, evaluation, after, told)
+
+
+def make_optimizer(engine: Engine, course: Course, undecayed: frozenset[str]) -> torch.optim.Optimizer:
+    """Make the optimizer of a rank as users do, with the groups of `undecayed`."""
+    options = options_of(course.optimizer)
+    return engine.optimizer(
+        class_of(course.optimizer), groups_of(course, undecayed), lr=course.learning_rate, **options
+    )
+
+
+def rates_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter that the optimizer has."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found = {names[id(p)]: float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    return {name: found[name] for name in parameters if name in found}
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

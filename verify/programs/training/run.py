@@ -53,12 +53,13 @@ from verify.programs.training.course import (
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
 from verify.programs.training.trained import Trained
-from verify.programs.typing import check_program
+from verify.programs.vouch import vouch
 from verify.results.report import Check
 from verify.results.verdict import Verdict
 
 NAME = "training: runs on every rank"
 UPDATE_SHARE = 0.02  # of a parameter's size, that a step of Adam moves it by
+REFUSED = ("update_needs_whole", "optimizer_refused", "no_update")  # what an optimizer cannot be given
 CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
 
 
@@ -233,7 +234,7 @@ def run_ranks(
     training: Training, request: PlanRequest, prepared: Prepared, work: Path, backend: str, apart: bool = True
 ) -> tuple[RankTraining, ...] | Failure:
     """Train on all ranks: threads in a child process (`apart` false: in this one), or processes."""
-    task = TrainTask(training.program, training.course, str(work / "texts"), training.sizes, _vouch)
+    task = TrainTask(training.program, training.course, str(work / "texts"), training.sizes, vouch)
     ranks, timeout = request.rank_count, request.timeout
     if backend != "simulator":
         return _in_processes(task, request, prepared, backend)
@@ -244,14 +245,15 @@ def run_ranks(
 
 
 def _simulated(task: TrainTask, ranks: int, timeout: float) -> tuple[RankTraining, ...] | Failure:
-    outcome: list[tuple[RankTraining, ...] | Failure] = []
+    outcome: list[tuple[RankTraining, ...] | Failure | NnscalerError] = []
     simulator = Simulator(ranks)
 
     def work() -> None:
         try:
             outcome.append(tuple(simulator.run(lambda communicator: train_rank(communicator, task))))
         except BaseException as error:  # noqa: BLE001 - whatever a rank raises is what we look for
-            outcome.append(failure_of(error))
+            refused = isinstance(error, NnscalerError) and error.code in REFUSED
+            outcome.append(error if refused and isinstance(error, NnscalerError) else failure_of(error))
 
     thread = threading.Thread(target=work, name="simulator", daemon=True)
     thread.start()
@@ -259,7 +261,10 @@ def _simulated(task: TrainTask, ranks: int, timeout: float) -> tuple[RankTrainin
     if not outcome:
         simulator.stop()
         return Failure("timed_out", f"{timeout:g} s on the simulator")
-    return outcome[0]
+    (found,) = outcome
+    if isinstance(found, NnscalerError):
+        raise found
+    return found
 
 
 def _in_processes(
@@ -294,11 +299,3 @@ def compiled_sizes(program: Program, course: Course) -> dict[SizeClass, SentProg
         wanted.setdefault(SizeClass(shapes, training), batch)
     first = SizeClass(tuple((name, tuple(shape)) for name, shape in known.items()), True)
     return {s: sent(for_batch(program, b, training=s.training)) for s, b in wanted.items() if s != first}
-
-
-def _vouch(program: Program) -> None:
-    """Read the text of a program for another size. Raises NnscalerError where it is not the model's."""
-    outcomes = check_program(program.sources, program.graph).outcomes
-    found = next((f for o in outcomes if o.check.verdict is Verdict.REFUTED for f in o.findings), None)
-    if found is not None:
-        raise NnscalerError("size_refuted", f"the program for another size is not the model: {found.message}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -137,26 +137,32 @@ def counts_batches(_name: str, key: str, tensor: Tensor, self: Loop) -> Tensor:
 
 
 def optimizer(change: Callable[..., Any]) -> Fault:
-    """The optimizer of a loop: `change(right, parameters, course)`."""
-    return changed(ranks, "make_optimizer", lambda right: lambda parameters, course: change(right, parameters, course))
+    """The optimizer of a loop: `change(right, engine, course)`."""
+    return changed(ranks, "make_optimizer", lambda right: lambda engine, course, _: change(right, engine, course))
 
 
-def with_l2(right: Change, parameters: Mapping[str, Tensor], course: Course) -> torch.optim.Optimizer:
+def with_l2(right: Change, engine: Engine, course: Course) -> torch.optim.Optimizer:
     """Make Adam, which has the decay in the gradient, and not AdamW."""
-    found: torch.optim.Optimizer = right(parameters, course)
+    found: torch.optim.Optimizer = right(engine, course, course.undecayed)
     groups = [{k: v for k, v in g.items() if k in ("params", "weight_decay")} for g in found.param_groups]
     return torch.optim.Adam(groups, lr=course.learning_rate, eps=KNOWN["adamw"]["eps"])
 
 
-def without_one(parameter: str) -> Callable[..., Any]:
-    """Leave a parameter out of the optimizer."""
+def decayed_but(names: Callable[[Engine, Course], Collection[str]]) -> Fault:
+    """Decay all parameters but `names(engine, course)`."""
+    return optimizer(lambda right, engine, course: right(engine, course, frozenset(names(engine, course))))
 
-    def work(right: Change, parameters: Mapping[str, Tensor], course: Course) -> torch.optim.Optimizer:
-        some = {n: p for n, p in parameters.items() if n != parameter}
-        found: torch.optim.Optimizer = right(some, course)
+
+def without_one(rank: int, parameter: str) -> Fault:
+    """Leave a parameter out of the optimizer of one rank."""
+
+    def make(right: Change, engine: Engine, course: Course) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = right(engine, course, course.undecayed)
+        for group in found.param_groups if engine.rank == rank else ():
+            group["params"] = [p for p in group["params"] if p is not engine.parameters[parameter]]
         return found
 
-    return work
+    return optimizer(make)
 
 
 def scheduler_of_first_group(right: Change, self: Loop) -> None:

@@ -113,25 +113,12 @@ ZERO = (
     _row("ZeRO", "zero3", "shard not updated", "rank 0 alone; no update",
          loops.loop("update", loops.on(0, loops.at(1, loops.skip)))),
     _row("ZeRO", "zero2", "owner lacks a parameter", f"{DOWN}; has none",
-         faults.changed(ranks, "make_optimizer", lambda right: _without_on(right, DOWN))),
+         loops.without_one(1, DOWN)),
     _row("ZeRO", "zero1", "neighbour's state", "neighbour", loops.loop(
         "update", loops.at(2, loops.state(loops.exchanged_state)))),
     _row("ZeRO", "zero1", "states kept whole on every rank", "its shard is",
          faults.changed(ranks, "states_of", _whole_states)),
 )  # fmt: skip
-
-
-def _without_on(right: faults.Change, parameter: str) -> faults.Change:
-    """Leave a parameter out of the optimizer of the rank that is made second."""
-    made: list[int] = []
-
-    def make(parameters: dict[str, Tensor], course: object) -> torch.optim.Optimizer:
-        made.append(1)
-        some = {n: p for n, p in parameters.items() if n != parameter or len(made) != 2}
-        found: torch.optim.Optimizer = right(some, course)
-        return found
-
-    return make
 
 
 CLIPPING = (
@@ -158,13 +145,13 @@ def _in(dtype: torch.dtype, wanted: str) -> faults.Change:
 
 UPDATES = (
     _row("update", "dp", "weight decay on all groups", "weight decay on the wrong group; all parameters are decayed",
-         loops.optimizer(lambda right, p, course: right(p, course, frozenset()))),
+         loops.decayed_but(lambda engine, course: ())),
     _row("update", "zero1", "weight decay on no group", "weight decay on the wrong group; none is decayed",
-         loops.optimizer(lambda right, p, course: right(p, course, frozenset(p)))),
+         loops.decayed_but(lambda engine, course: engine.parameters)),
     _row("update", "dp", "groups exchanged", "weight decay on the wrong group; exchanged",
-         loops.optimizer(lambda right, p, course: right(p, course, frozenset(p) - course.undecayed))),
+         loops.decayed_but(lambda engine, course: engine.parameters.keys() - course.undecayed)),
     _row("update", "staged", "weight decay on the wrong group, SGD", "weight decay on the wrong group; all parameters",
-         loops.optimizer(lambda right, p, course: right(p, course, frozenset())), "sgd"),
+         loops.decayed_but(lambda engine, course: ()), "sgd"),
     _row("update", "dp", "decay in the gradient", "weight decay goes into the gradient",
          loops.optimizer(loops.with_l2)),
     _row("update", "dp", "tied parameter updated twice", f"{TIED}; twice", loops.loop("update", loops.tied_update)),
@@ -221,7 +208,7 @@ RATES = (
     _row("schedule", "dp", "scheduler never steps", "learning rate; step before", loops.loop("schedule", loops.skip)),
     _row("schedule", "staged", "scheduler steps on one stage only", "rank 1 alone; step before",
          loops.loop("schedule", loops.on(1, loops.skip))),
-    _row("schedule", "dp", "second group not scheduled", "learning rate of group 1; step before",
+    _row("schedule", "dp", "second group not scheduled", f"learning rate of `{UP}`; step before",
          loops.loop("schedule", loops.scheduler_of_first_group)),
     _row("schedule", "tp", "scheduler steps twice", "scheduler; step after",
          loops.loop("schedule", loops.twice)),
