@@ -62,30 +62,31 @@ class EagerModel:
         if moved:
             _move(model)
         draws = self._drawing()
-        steps: list[StepRecord] = []
-        with running_in(model, torch.float64, draws):
+        with running_in(model, torch.float64, draws):  # converts it
             initial = _parameters(model)
-            trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            optimizer = make_optimizer(trained, course)
-            scheduler = make_scheduler(optimizer)
-            number = 0
-            for batches in course.steps:
-                model.zero_grad(set_to_none=True)
-                losses = []
-                for batch in batches:
-                    losses.append(self._backward(model, batch, number, draws))
-                    number += 1
-                gradients = {n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()}
-                norm = None
-                if course.max_norm is not None:
-                    norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), course.max_norm).detach()
-                rates = rates_of(optimizer, trained)
-                optimizer.step()
-                scheduler.step()
-                kept = {n: t for n, t in _parameters(model).items() if n in trained}
-                steps.append(StepRecord(tuple(losses), gradients, norm, rates, kept, states_of(optimizer, trained)))
-            buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-            evaluation = None if course.evaluation is None else self._evaluated(model, course.evaluation)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        optimizer = make_optimizer(trained, course)
+        scheduler = make_scheduler(optimizer)
+        steps: list[StepRecord] = []
+        for number, batches in enumerate(course.steps):
+            model.zero_grad(set_to_none=True)
+            first = course.first_batch(number)
+            with running_in(model, torch.float64, draws):
+                losses = [self._backward(model, batch, first + i, draws) for i, batch in enumerate(batches)]
+            gradients = {n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()}
+            norm = None
+            if course.max_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), course.max_norm).detach()
+            rates = rates_of(optimizer, trained)
+            optimizer.step()  # outside: torch's optimizers keep counts and products in the default dtype
+            scheduler.step()
+            kept = {n: t for n, t in _parameters(model).items() if n in trained}
+            steps.append(StepRecord(tuple(losses), gradients, norm, rates, kept, states_of(optimizer, trained)))
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        evaluation = None
+        if course.evaluation is not None:
+            with running_in(model, torch.float64, None):
+                evaluation = self._evaluated(model, course.evaluation)
         return EagerRun(initial, tuple(steps), buffers, evaluation)
 
     def compute(
