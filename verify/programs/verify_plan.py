@@ -74,25 +74,13 @@ def verify_plan(
         raise NnscalerError(
             "usage", "verify_plan needs a number of ranks, or a program", help="ranks=4, or program=DIR"
         )
+    folder = None if program is None else str(Path(program))
     request = PlanRequest(
-        ranks=ranks,
-        plan=plan if isinstance(plan, str) else None,
-        schedule=schedule,
-        micro_batches=micro_batches,
-        backend=backend,
-        steps=steps,
-        seed=seed,
-        dtype=_name_of(dtype),
-        timeout=TIMEOUT,
-        depth=depth,
-        level=level,
-        specialise=specialise,
-        program=None if program is None else str(Path(program)),
-        own_weights=own_weights,
-        train=train,
-        train_steps=train_steps,
-        optimizer=optimizer,
-    )
+        ranks=ranks, plan=plan if isinstance(plan, str) else None, schedule=schedule, micro_batches=micro_batches,
+        backend=backend, steps=steps, seed=seed, dtype=_name_of(dtype), timeout=TIMEOUT, depth=depth, level=level,
+        specialise=specialise, program=folder, own_weights=own_weights,
+        train=train, train_steps=train_steps, optimizer=optimizer,
+    )  # fmt: skip
     given = module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn)
     return verify_request(request, PlanSubject(given, sample_inputs, plan, train_batches=tuple(train_batches)))
 

@@ -111,13 +111,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
+    from verify.programs.request import BACKENDS
+
     group = parser.add_argument_group("training")
     group.add_argument(
         "--train",
         action="store_true",
         help="also train by the engine: a real optimizer with weight decay by groups, a schedule and clipping, on "
-        "another batch in each step, a short one at the end, then an evaluation; all against the eager model, on the "
-        "simulator or the --backend that is asked for",
+        "another batch in each step, a short one at the end, then an evaluation; all against the eager model",
     )
     group.add_argument(
         "--train-steps", type=positive, default=5, metavar="K", help="optimizer steps of --train (default: 5)"
@@ -127,6 +128,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         default="adamw",
         metavar="NAME",
         help="of --train: adamw, sgd, package.module::Class or file.py::Class (default: adamw)",
+    )
+    group.add_argument(
+        "--train-backend",
+        choices=BACKENDS,
+        help="as --backend, of --train (default: the --backend that is asked for, else the simulator)",
     )
 
 
@@ -161,6 +167,7 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
         train=options.train,
         train_steps=options.train_steps,
         optimizer=options.optimizer,
+        train_backend=options.train_backend,
     )
 
 
