@@ -23,7 +23,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"eps": 1e-6, "weight_decay": 0.1},
     "sgd": {"momentum": 0.9, "weight_decay": 0.1},
 }
-DECAY = 0.1  # of an optimizer of the user's that takes one
+OTHERS = {"eps": 1e-6, "weight_decay": 0.1}  # of another optimizer that takes them: no eps makes much of rounding
 ACCUMULATED = 2  # the step that has two batches
 
 
@@ -99,11 +99,8 @@ def options_of(name: str) -> dict[str, Any]:
     """Return the hyper-parameters besides the learning rate."""
     if name in KNOWN:
         return dict(KNOWN[name])
-    return {"weight_decay": DECAY} if _decays(class_of(name)) else {}
-
-
-def _decays(cls: Callable[..., Any]) -> bool:
-    return "weight_decay" in inspect.signature(cls).parameters
+    taken = inspect.signature(class_of(name)).parameters
+    return {key: value for key, value in OTHERS.items() if key in taken}
 
 
 def groups_of(course: Course, undecayed: frozenset[str]) -> dict[str, dict[str, Any]]:
