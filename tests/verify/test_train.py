@@ -19,6 +19,7 @@ from verify.programs.training.comparison import REPLICAS
 from verify.programs.training.course import carried_by, drawn, in_steps, reordered, shortened
 from verify.programs.training.ranks import Layout, RankTraining
 from verify.programs.training.together import put_together
+from verify.results.catalogue import CODES
 from verify.results.report import Report
 from verify.self_test.training.bases import Small, sample
 from verify.self_test.training.mutants import ROWS
@@ -107,6 +108,13 @@ def test_evaluation_that_changes_buffers_is_told() -> None:
     table = run_table(lambda text: None, [row for row in ROWS if row.bug == "evaluation changes buffers"])
     assert table.good and any("evaluation_differs" in text or "evaluation" in text for text in table.rows[0].said)
     assert table_lines(table)[-1].text.startswith("PASSED  1 of 1")
+
+
+def test_mixed_precision_is_looked_at_in_its_own_dtypes() -> None:
+    rows = [row for row in ROWS if row.bug == "optimizer state in half in mixed precision"]
+    table = run_table(lambda text: None, rows)  # the right run is judged, too
+    assert table.good, table
+    assert "training_dtype_differs" in CODES and not table.broken
 
 
 def test_every_row_is_told_apart() -> None:

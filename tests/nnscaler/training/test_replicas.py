@@ -17,6 +17,8 @@ from nnscaler.training.replicas import check_replicas
 
 
 class Tied(nn.Module):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(12, 8)

@@ -7,7 +7,7 @@ the end. Then an evaluation, on a batch of that other size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def rate_at(step: int) -> float:
     return 1.0 / (1.0 + 0.3 * step)
 
 
-def class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
+def class_of(name: str) -> type[Any]:
     """Return the optimizer's class. Raises NnscalerError where the name leads to none."""
     if name in KNOWN:
         return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
@@ -92,7 +92,7 @@ def class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         message = f"{name} is no optimizer: {attribute} is not a class that derives from torch.optim.Optimizer"
         raise NnscalerError("usage", message)
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -118,7 +118,10 @@ def make_optimizer(
     groups: list[dict[str, Any]] = [{"params": [parameters[n]], **more} for n, more in single.items()]
     rest = [p for n, p in parameters.items() if n not in single]
     groups += [{"params": rest}] if rest else []
-    return class_of(course.optimizer)(groups, lr=course.learning_rate, **options_of(course.optimizer))
+    made: torch.optim.Optimizer = class_of(course.optimizer)(
+        groups, lr=course.learning_rate, **options_of(course.optimizer)
+    )
+    return made
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> LambdaLR:

@@ -50,6 +50,7 @@ from verify.programs.training.course import (
     shortened,
     undecayed_of,
 )
+from verify.programs.training.dtypes import check_dtypes, is_mixed
 from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
 from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
 from verify.programs.training.trained import Trained
@@ -94,11 +95,25 @@ def check_training(request: PlanRequest, prepared: Prepared, work: Path) -> tupl
     told = outcome[0].compilations
     detail = f"compiled for {len(told)} other size{'s' * (len(told) != 1)}" if told else ""
     ran = CheckOutcome(Check(NAME, Verdict.TESTED_EXACT, len(outcome), 0, seconds, detail))
-    outcomes = compare_runs(training, outcome, prepared)
+    outcomes = [*compare_runs(training, outcome, prepared), *own_dtypes(training, request, prepared, work, backend)]
     prepared.context.progress(
         "train", time.perf_counter() - started, f"{len(course.steps)} steps of {course.optimizer}, on the {backend}"
     )
     return [ran, *outcomes], training.notes
+
+
+def own_dtypes(
+    training: Training, request: PlanRequest, prepared: Prepared, work: Path, backend: str, apart: bool = True
+) -> list[CheckOutcome]:
+    """Make one step in the program's own dtypes, where they are mixed, and check what the optimizer sees."""
+    program, course = training.program, training.course
+    if not is_mixed(program.plan.precision, logical_state(prepared.model)):
+        return []
+    once = replace(course, steps=course.steps[:1], evaluation=None, precision=None)
+    found = run_ranks(replace(training, course=once), request, prepared, work, backend, apart)
+    if isinstance(found, Failure):
+        return [outcome_of(found, prepared, 0.0)]
+    return [check_dtypes(found, program.state)]
 
 
 def outcome_of(failure: Failure, prepared: Prepared, seconds: float) -> CheckOutcome:

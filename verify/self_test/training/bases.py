@@ -10,12 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nnscaler.codegen.program import Program
+from nnscaler.compile import parallelize
 from verify.programs.checks.context import CheckOutcome
 from verify.programs.execution.backends import Failure
 from verify.programs.prepare import Prepared
+from verify.programs.reference.eager import logical_state
 from verify.programs.request import PlanRequest
 from verify.programs.training.eager import EagerRun
-from verify.programs.training.run import Training, compare_runs, compiled_sizes, make_training, outcome_of, run_ranks
+from verify.programs.training.run import (
+    Training,
+    compare_runs,
+    compiled_sizes,
+    make_training,
+    outcome_of,
+    own_dtypes,
+    run_ranks,
+)
 from verify.self_test.programs.corpus import TIMEOUT, SmallModel, Spec, build
 
 WORDS, WIDTH, HIDDEN, ROWS = 11, 6, 7, 12
@@ -73,8 +84,10 @@ BASES: Mapping[str, Spec] = {
     "tp": Spec("Small", "tp=2", 2, small=_PLAIN),
     "mesh": Spec("Small", "dp=2,tp=2", 4, small=_PLAIN),
     "staged": Spec("Small", "pp=2", 2, 2, small=_PLAIN),
+    "masters": Spec("Small", "dp=2,zero=1", 2, small=_PLAIN),
     "staged dp": Spec("Small", "dp=2,pp=2", 4, 2, small=_PLAIN),
 }
+PRECISIONS: Mapping[str, str] = {"masters": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -92,13 +105,29 @@ class Bench:
         found = run_ranks(self.training, self.request, self.prepared, self.folder, "simulator", apart=False)
         if isinstance(found, Failure):
             return [outcome_of(found, self.prepared, 0.0)]
-        return compare_runs(self.training, found, self.prepared, self.eager)
+        outcomes = compare_runs(self.training, found, self.prepared, self.eager)
+        return outcomes + own_dtypes(self.training, self.request, self.prepared, self.folder, "simulator", apart=False)
 
 
-def bench(spec: Spec, optimizer: str, folder: Path) -> Bench:
-    """Compile the program, and all that its course needs."""
+def in_precision(prepared: Prepared, spec: Spec, precision: str) -> Program:
+    """Return the program in mixed precision."""
+    made = parallelize(
+        prepared.model,
+        dict(prepared.sample.tensors),
+        ranks=spec.ranks,
+        plan=spec.plan,
+        micro_batches=spec.micro_batches,
+        precision=precision,
+    )
+    return replace(made, state={**made.state, **logical_state(prepared.model)})
+
+
+def bench(spec: Spec, optimizer: str, folder: Path, precision: str | None = None) -> Bench:
+    """Compile the program, and all that its course needs. `precision`: mixed precision."""
     base = build(spec, folder)
     request = replace(base.request, train=True, optimizer=optimizer, timeout=TIMEOUT)
     training = make_training(request, base.prepared)
+    if precision is not None:
+        training = replace(training, program=in_precision(base.prepared, spec, precision))
     training = replace(training, sizes=compiled_sizes(training.program, training.course))
     return Bench(request, base.prepared, training, training.model.train(training.course), folder)

@@ -188,6 +188,27 @@ def scheduled_per_batch(right: Change, self: Loop, step: int) -> list[Tensor]:
     return losses
 
 
+def narrow(what: str) -> Change:
+    """In the program's own dtypes, keep parameters, gradients or states in bfloat16."""
+
+    def work(right: Change, self: Loop, *given: Any) -> Any:
+        found = right(self, *given)
+        for parameter in self.engine.parameters.values() if self.course.precision is None else ():
+            if what == "gradient" and parameter.grad is not None:
+                gradient = parameter.grad.bfloat16()
+                parameter.grad = None
+                parameter.grad_dtype = torch.bfloat16  # else torch refuses it
+                parameter.grad = gradient
+            elif what == "parameter":
+                parameter.data = parameter.data.bfloat16()
+            elif what == "state":
+                held = self.optimizer.state[parameter]
+                held["exp_avg"] = held["exp_avg"].bfloat16()
+        return found
+
+    return work
+
+
 # -- data -------------------------------------------------------------------------------------------------------------
 
 

@@ -263,4 +263,13 @@ LOSSES = (
          loops.told(lambda right, self, running, loss: right(self, running, None if loss is None else loss * 2))),
 )  # fmt: skip
 
-ROWS: tuple[TrainingMutant, ...] = (*SUMS, *ZERO, *CLIPPING, *UPDATES, *RATES, *DATA, *MODES, *LOSSES)
+PRECISION = (
+    _row("precision", "masters", "master missing in mixed precision", "tensor at rest; bfloat16; no master copy",
+         loops.loop("update", loops.narrow("parameter"))),
+    _row("precision", "masters", "gradient cast down in mixed precision", "gradient; bfloat16; cast down",
+         loops.loop("accumulate", loops.narrow("gradient")), "sgd"),
+    _row("precision", "masters", "optimizer state in half in mixed precision", "exp_avg; bfloat16; optimizer's state",
+         loops.loop("update", loops.narrow("state"))),
+)  # fmt: skip
+
+ROWS: tuple[TrainingMutant, ...] = (*PRECISION, *SUMS, *ZERO, *CLIPPING, *UPDATES, *RATES, *DATA, *MODES, *LOSSES)

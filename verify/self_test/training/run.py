@@ -15,7 +15,7 @@ import torch
 from verify.results.line import StyledLine
 from verify.results.verdict import Verdict
 from verify.self_test.runner import Progress, closing_line, run_rows, run_rows_apart
-from verify.self_test.training.bases import BASES, Bench, bench
+from verify.self_test.training.bases import BASES, PRECISIONS, Bench, bench
 from verify.self_test.training.mutants import ROWS, TrainingMutant
 
 REQUIRED = 0.97  # of the mutants
@@ -60,7 +60,7 @@ class TrainingTable:
 def right_run(base: str, optimizer: str) -> Iterator[Bench]:
     """Build a right run, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="nnscaler-training-") as folder:
-        yield bench(BASES[base], optimizer, Path(folder))
+        yield bench(BASES[base], optimizer, Path(folder), PRECISIONS.get(base))
 
 
 Said = tuple[bool, tuple[str, ...]]  # whether it is refuted, and the text of each finding
