@@ -92,7 +92,7 @@ def class_of(name: str) -> type[Any]:
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         message = f"{name} is no optimizer: {attribute} is not a class that derives from torch.optim.Optimizer"
         raise NnscalerError("usage", message)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def options_of(name: str) -> dict[str, Any]:
     if name in KNOWN:
         return dict(KNOWN[name])
     taken = inspect.signature(class_of(name)).parameters
-    return {key: value for key, value in OTHERS.items() if key in taken}
+    return {key: value for key, value in OTHERS.items() if key in taken and isinstance(taken[key].default, int | float)}
 
 
 def groups_of(course: Course, undecayed: frozenset[str]) -> dict[str, dict[str, Any]]:
