@@ -9,8 +9,9 @@ import inspect
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -85,13 +86,21 @@ def sample_inputs():  # one global batch, as forward's arguments
 
 @dataclass(frozen=True)
 class ModelFile:
-    """`name` is the file's, as reports show it."""
+    """`name` is the file's, as reports show it. `stream`: its `train_batches`, where it has that."""
 
     path: Path
     name: str
     factory: str
     build: Callable[[], nn.Module]
     inputs: Mapping[str, Any] | tuple[Any, ...]
+    stream: Callable[[], Iterable[Any]] | None = None
+
+    def batches(self, count: int) -> tuple[Any, ...]:
+        """Return up to `count` batches of the file's own to train on. Raises NnscalerError `model_raised`."""
+        stream = self.stream
+        if stream is None:
+            return ()
+        return tuple(_called(lambda: list(islice(stream(), count)), self.path, 0, "train_batches()"))
 
     def description(self) -> dict[str, str]:
         """For a program's manifest."""
@@ -118,7 +127,8 @@ def load_model_file(target: str, seed: int, loss: str | None = None) -> ModelFil
         model = _called(build, path, seed, f"{factory}()")
         return model if loss_fn is None else _with_loss(model, loss_fn)
 
-    return ModelFile(path.resolve(), path.name, factory, made, inputs)
+    stream = getattr(module, "train_batches", None)
+    return ModelFile(path.resolve(), path.name, factory, made, inputs, stream if callable(stream) else None)
 
 
 def check_targets(model: str, loss: str | None) -> None:

@@ -38,6 +38,7 @@ from nnscaler.runtime.training.executor import ExecutorSettings, RankExecutor
 from nnscaler.runtime.training.stored import StoredTensor, stored_tensors
 from nnscaler.training.data import Loader, loader
 from nnscaler.training.optimizers import build_optimizer
+from nnscaler.training.replicas import check_replicas
 from nnscaler.training.sizes import (
     SentProgram,
     Shapes,
@@ -242,7 +243,15 @@ class Engine:
         """Return every parameter and buffer of this rank between steps."""
         return stored_tensors(list(self.executor.stages.values()), self.manifest.tied)
 
+    def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Compare copies on several ranks by checksums, as `nnscaler.training.replicas.check_replicas`."""
+        return check_replicas(self, optimizer)
+
     # -- sizes ----------------------------------------------------------------------------------------------------
+
+    def add_size(self, size: SizeClass, program: SentProgram) -> None:
+        """Take a program for batches of another size that was compiled before. Every rank calls it."""
+        self._running[size] = self._run(program, dict(program.constants), self.executor)
 
     @property
     def _first(self) -> RankExecutor:

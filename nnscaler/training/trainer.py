@@ -212,7 +212,7 @@ class Trainer:
                 if self.schedule is not None and (settings.schedule.per == "step" or self.loader.epoch != epoch):
                     step_schedule(self.schedule)
                 if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
-                    check_replicas(self.engine, self.step)
+                    check_replicas(self.engine, self.optimizer)
                 self._call("on_step")
                 last = self._stopping or self.step == self._steps
                 if settings.validation.every and (self.step % settings.validation.every == 0 or last):

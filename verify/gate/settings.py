@@ -78,6 +78,9 @@ _PLAN = (
     Key("backend", "text", choices=BACKENDS),
     Key("steps", "count"),
     Key("depth", "text", choices=("quick", "default", "deep")),
+    Key("train", "flag"),
+    Key("train-steps", "count"),
+    Key("optimizer", "text"),
     Key("seed", "integer"),
     Key("timeout", "seconds"),
 )

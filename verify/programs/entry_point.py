@@ -46,6 +46,7 @@ def verify_request(
             context = replace(context, server=stack.enter_context(start_server()))
         from verify.programs.run import run_phases
 
+        request = replace(request, train_backend=request.train_backend or request.backend)
         request = replace(request, backend=request.backend or default_backend(request.rank_count))
         return run_phases(request, subject or load_subject(request, context.say), context)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class Prepared:
     runs       the model has data, so that the program can be run and compared
     found      the plan, where one was searched
     built      the model's buffers as built, where the program existed before
+    train_batches  of the user's own
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Prepared:
     runs: bool = True
     found: Plan | None = None
     built: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    train_batches: Sequence[Any] = ()
     name: str = ""
     context: RunContext = field(default_factory=RunContext)
 
@@ -98,6 +101,7 @@ def prepare(request: PlanRequest, subject: PlanSubject, folder: Path, context: R
         runs=runs,
         found=found,
         built=built,
+        train_batches=subject.train_batches,
         name=subject.description.get("name") or type(model).__name__,
         context=context,
     )

@@ -36,6 +36,11 @@ class PlanRequest(CompileRequest):
     depth        quick: training alone; default: also other loss scales, unequal labels, the loss without backward and a
                  checkpoint; deep: also the checkpoint under another plan, and a run in bfloat16
     level        static: prove, run nothing; run: the other way round. A model without data is never run
+    train        also train: steps of a real optimizer by the engine, against the eager model
+    train_steps  optimizer steps of that, at least 1
+    optimizer    of that: adamw, sgd, or `package.module::Class`
+    train_backend
+                 as `backend`; None: the backend where one is asked for, else the simulator
     """
 
     program: str | None = None
@@ -46,6 +51,10 @@ class PlanRequest(CompileRequest):
     timeout: float = 300.0
     depth: Depth = "default"
     level: Level = "all"
+    train: bool = False
+    train_steps: int = 5
+    optimizer: str = "adamw"
+    train_backend: str | None = None
 
     @property
     def rank_count(self) -> int:
@@ -96,3 +105,8 @@ def check_values(request: PlanRequest) -> None:
         raise NnscalerError("usage", f"dtype {request.dtype} is none of {', '.join(DTYPES)}")
     if request.steps < 1:
         raise NnscalerError("usage", "at least one step is needed")
+    if request.train and request.train_steps < 1:
+        raise NnscalerError("usage", "--train-steps is at least 1")
+    if request.train and request.level == "static":
+        message = "--train runs the program, and --level static runs nothing"
+        raise NnscalerError("usage", message, help="--level run, or all")

@@ -43,6 +43,7 @@ from verify.programs.request import PlanRequest, check_values
 from verify.programs.role_text import SourceMap
 from verify.programs.single_steps import Beside, failed, make_comparison, make_task, plan_trials
 from verify.programs.subject import PlanSubject, RunContext
+from verify.programs.training.run import check_training
 from verify.programs.typing.roles.record import Stored, check_batch, check_state
 from verify.results.attachments import ComparedTensor
 from verify.results.finding import Finding
@@ -157,6 +158,9 @@ def _run(
     beside = _beside(request, prepared, reference)
     prepared = replace(prepared, notes=(*prepared.notes, *beside.notes))
     outcomes = run_and_compare(request, prepared, reference, work, beside)
+    if request.train:
+        trained, notes = check_training(request, prepared, work)
+        prepared, outcomes = replace(prepared, notes=(*prepared.notes, *notes)), [*outcomes, *trained]
     if any(o.check.verdict is Verdict.REFUTED for o in outcomes):
         notes = _minimal(request, prepared, reference, work)
         prepared = replace(prepared, notes=(*prepared.notes, *notes))

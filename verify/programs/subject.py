@@ -31,6 +31,7 @@ class PlanSubject:
     sample_inputs: Mapping[str, Any] | Sequence[Any]
     plan: PlanSource = None
     description: Mapping[str, str] = field(default_factory=dict)
+    train_batches: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def load_subject(request: PlanRequest, say: Callable[[str], None]) -> PlanSubjec
     plan = None if request.program is not None else plan_source(request)
     model = load_model_file(str(request.model), request.seed, _loss(request))
     say(f"load         {model.name}")
-    return PlanSubject(model.build, model.inputs, plan, model.description())
+    batches = model.batches(request.train_steps + 1) if request.train else ()
+    return PlanSubject(model.build, model.inputs, plan, model.description(), batches)
 
 
 def _loss(request: PlanRequest) -> str | None:

@@ -44,6 +44,10 @@ def verify_plan(
     loss_fn: LossFunction | None = None,
     program: str | Path | None = None,
     own_weights: bool = False,
+    train: bool = False,
+    train_steps: int = 5,
+    optimizer: str = "adamw",
+    train_batches: Sequence[Any] = (),
 ) -> Report:
     """Compile a model for `ranks` ranks and compare the program with the model.
 
@@ -58,6 +62,8 @@ def verify_plan(
     outputs and the batch.
     `program`: the folder of a program that was compiled before, to be verified as it is; it knows its ranks and its
     loss function. `own_weights`: its weights were replaced on purpose.
+    `train`: also train, for `train_steps` steps of `optimizer` ("adamw", "sgd" or `module::Class`), on `train_batches`
+    (batches like the sample; none: such are drawn from it).
     Raises NnscalerError for what could not be run: a model that does not trace, an illegal plan.
     """
     if program is not None:
@@ -68,24 +74,15 @@ def verify_plan(
         raise NnscalerError(
             "usage", "verify_plan needs a number of ranks, or a program", help="ranks=4, or program=DIR"
         )
+    folder = None if program is None else str(Path(program))
     request = PlanRequest(
-        ranks=ranks,
-        plan=plan if isinstance(plan, str) else None,
-        schedule=schedule,
-        micro_batches=micro_batches,
-        backend=backend,
-        steps=steps,
-        seed=seed,
-        dtype=_name_of(dtype),
-        timeout=TIMEOUT,
-        depth=depth,
-        level=level,
-        specialise=specialise,
-        program=None if program is None else str(Path(program)),
-        own_weights=own_weights,
-    )
+        ranks=ranks, plan=plan if isinstance(plan, str) else None, schedule=schedule, micro_batches=micro_batches,
+        backend=backend, steps=steps, seed=seed, dtype=_name_of(dtype), timeout=TIMEOUT, depth=depth, level=level,
+        specialise=specialise, program=folder, own_weights=own_weights,
+        train=train, train_steps=train_steps, optimizer=optimizer,
+    )  # fmt: skip
     given = module_or_factory if loss_fn is None else _with_loss(module_or_factory, loss_fn)
-    return verify_request(request, PlanSubject(given, sample_inputs, plan))
+    return verify_request(request, PlanSubject(given, sample_inputs, plan, train_batches=tuple(train_batches)))
 
 
 def _name_of(dtype: torch.dtype) -> str:

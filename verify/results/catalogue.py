@@ -79,6 +79,12 @@ CATALOGUE: Mapping[str, Code] = MappingProxyType(
         ),
         "tensor_differs": Code("A tensor of the program that differs from the model's while its inputs agree."),
         "tensor_gradient_differs": Code("A tensor of the program whose gradient differs while later gradients agree."),
+        # verify-plan --train
+        "learning_rate_differs": Code("The learning rate of a training step is not that of the schedule."),
+        "optimizer_state_differs": Code("The optimizer's state, put together from its shards, is not the model's."),
+        "optimizer_state_owner": Code("Part of the optimizer's state is with no rank, or not with those that own it."),
+        "evaluation_differs": Code("The loss in evaluation mode is not the model's, or evaluation changed a buffer."),
+        "training_dtype_differs": Code("Part of training is done in another dtype than that of the parameter at rest."),
         # verify-plan: behaviour
         "communication_mismatch": Code("Ranks call collectives that do not match: kind, order, shape, dtype or group."),
         "deadlock": Code("Every rank that still runs waits for another one."),

@@ -21,6 +21,7 @@ EPILOG = """examples:
   nnscaler self-test plans --quick   a part of it, in a minute
   nnscaler self-test plans --model gpt --seed 7 --level L0
   nnscaler self-test plans --table-t thirty bugs of real systems
+  nnscaler self-test train           verify-plan --train against wrong training runs
   nnscaler self-test soundness-ops --count 5000 --seed 1      random annotations: what passes must be true
   nnscaler self-test soundness-plans --count 20000 --seed 1   random edits: what is proved must be right
 
@@ -40,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("ops", "plans", "soundness-ops", "soundness-plans"))
+    parser.add_argument("what", choices=("ops", "plans", "train", "soundness-ops", "soundness-plans"))
     parser.add_argument("--quick", action="store_true", help="a part of everything")
     plans = parser.add_argument_group("plans")
     plans.add_argument("--model", action="append", metavar="NAME", help="mutants of this example model (repeatable)")
@@ -69,7 +70,13 @@ def run(options: argparse.Namespace) -> int:
 
     check_temporary()
     torch.set_num_threads(1)
-    tests = {"ops": _ops, "soundness-ops": _soundness_ops, "plans": _plans, "soundness-plans": _soundness_plans}
+    tests = {
+        "ops": _ops,
+        "soundness-ops": _soundness_ops,
+        "plans": _plans,
+        "soundness-plans": _soundness_plans,
+        "train": _train,
+    }
     good, lines = tests[options.what](options)
     options.console.lines(lines)
     return int(ExitCode.VERIFIED if good else ExitCode.REFUTED)
@@ -129,6 +136,16 @@ def _plans(options: argparse.Namespace) -> Found:
     )
     found = run_plans_self_test(options.console.progress, wanted)
     return found.good, plans_lines(found, verbose=bool(options.verbose))
+
+
+def _train(options: argparse.Namespace) -> Found:
+    from verify.self_test.training.mutants import ROWS
+    from verify.self_test.training.run import run_table, table_lines
+
+    if options.processes < 1:
+        raise NnscalerError("usage", "--processes is at least 1")
+    table = run_table(options.console.progress, ROWS[::8] if options.quick else ROWS, options.processes)
+    return table.good, table_lines(table, verbose=bool(options.verbose))
 
 
 def _soundness_plans(options: argparse.Namespace) -> Found:

@@ -39,6 +39,7 @@ EPILOG = """examples:
   nnscaler verify-plan gpt.py --program build/                   check a program that was edited
   nnscaler verify-plan gpt.py --ranks 8 --output-format json=report.json --html report.html
   nnscaler verify-plan llama_405b.py::llama_8b --plan dp=2,pp=2,tp=2 --level static     prove it, run nothing
+  nnscaler verify-plan gpt.py --plan dp=2,zero=1 --train         train it, too: optimizer, clipping, schedule, sizes
 
 first the program's text is read and proved, for all values and for all batches that divide; nothing runs for that.
 Then it runs. What is compared, with the model run eagerly on the whole batch: the loss of every step, every gradient
@@ -103,9 +104,36 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ex
     how.add_argument(
         "--deep", action="store_true", help="more loss scales, the checkpoint under another plan, a run in bfloat16"
     )
+    _add_training(parser)
     add_option(parser)
     add_report_options(parser)
     parser.set_defaults(command=run)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    from verify.programs.request import BACKENDS
+
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--train",
+        action="store_true",
+        help="also train by the engine: a real optimizer with weight decay by groups, a schedule and clipping, on "
+        "another batch in each step, a short one at the end, then an evaluation; all against the eager model",
+    )
+    group.add_argument(
+        "--train-steps", type=positive, default=5, metavar="K", help="optimizer steps of --train (default: 5)"
+    )
+    group.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="of --train: adamw, sgd, package.module::Class or file.py::Class (default: adamw)",
+    )
+    group.add_argument(
+        "--train-backend",
+        choices=BACKENDS,
+        help="as --backend, of --train (default: the --backend that is asked for, else the simulator)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -136,6 +164,10 @@ def plan_request(options: argparse.Namespace) -> PlanRequest:
         timeout=options.timeout,
         depth="quick" if options.quick else "deep" if options.deep else "default",
         level=options.level,
+        train=options.train,
+        train_steps=options.train_steps,
+        optimizer=options.optimizer,
+        train_backend=options.train_backend,
     )
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,6 @@ import pytest
 import torch
 
 from nnscaler.cli.main import main
-from nnscaler.errors import NnscalerError
-from nnscaler.training.engine import Engine
-from nnscaler.training.replicas import checksum
 from nnscaler.training.trainer import Result, Trainer
 
 MODEL = """\
@@ -264,89 +257,3 @@ def test_help_teaches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         told = capsys.readouterr().out
         assert "nnscaler train RUN.toml --ranks=2" in told
         assert "--checkpoints.keep=3\n      newest ones that stay" in told
-
-
-def test_a_checksum_sees_a_bit_and_an_order() -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        value = torch.arange(6).to(dtype)
-        other = value.clone()
-        other[3] = 7 - other[3] if dtype != torch.bool else ~other[3]
-        found = {checksum(tensor) for tensor in (value, other, value.flip(0), value.reshape(2, 3))}
-        assert len(found) == 3  # the form makes no difference
-
-
-def launched(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "nnscaler", "train", "-q", "run.toml", *words]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-@pytest.mark.timeout(600)
-def test_a_killed_rank_ends_the_run_which_goes_on_elsewhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks, data parallel with optimizer states in shards; then one process, from what is left."""
-    words = ("--checkpoints.folder=runs", "--checkpoints.every=2", "--hooks.on_step=model.py::die")
-    run = launched(folder, "--ranks=2", "--plan=dp=2,zero=1", *words, DIE="yes")
-    out, err = run.communicate(timeout=500)
-    assert run.returncode == 2, err
-    assert "error: rank 1 was killed by SIGKILL, and the run with it" in err
-    assert set(losses(out)) <= {1, 2, 3}
-    assert train(*words[:2]) == 0
-    rest = losses(capsys.readouterr().out)
-    assert list(rest) == [3, 4, 5, 6, 7]
-    assert train() == 0
-    whole = losses(capsys.readouterr().out)
-    for step, loss in {**losses(out), **rest}.items():
-        assert float(loss) == pytest.approx(float(whole[step]), rel=1e-12)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_torchrun_restarts_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-        "-m",
-    ]
-    words = ["nnscaler", "train", "-q", "run.toml", "--checkpoints.folder=runs", "--checkpoints.every=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    hook = "--hooks.on_step=model.py::die_first"
-    run = subprocess.run([*command, *words, hook], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert re.findall(r"^step (\d+)  loss", run.stdout, re.MULTILINE)[-5:] == ["3", "4", "5", "6", "7"]
-    assert train() == 0
-    whole = losses(capsys.readouterr().out)
-    assert {step: float(loss) for step, loss in losses(run.stdout).items()} == pytest.approx(
-        {step: float(loss) for step, loss in whole.items()}, rel=1e-12
-    )
-
-
-@pytest.mark.timeout(600)
-def test_an_interrupt_ends_all_ranks(folder: Path) -> None:
-    run = launched(folder, "--ranks=2", "--steps=1000", "--schedule.name=", "--hooks.on_step=model.py::slow")
-    assert run.stdout is not None
-    assert run.stdout.readline().startswith("step 1  loss ")
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    assert len(children) == 2
-    run.send_signal(signal.SIGINT)
-    run.communicate(timeout=100)
-    assert run.returncode == 130
-    end = time.monotonic() + 10
-    while time.monotonic() < end and any(Path(f"/proc/{child}").exists() for child in children):
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
-
-
-def test_a_trainer_needs_model_and_data(folder: Path) -> None:
-    with pytest.raises(NnscalerError, match="the run has no model"):
-        Trainer(steps=1)
-    with pytest.raises(NnscalerError, match="for 2 ranks, and 1 run"):
-        fit(plan="dp=2")
-    assert Engine.loader is not None

@@ -154,13 +154,13 @@ def run_reference(
     results: list[Mapping[str, Tensor]] = []
     gradients: list[dict[str, Tensor | None]] = []
     norm = None
-    with _running_in(model, dtype, draws):
+    with running_in(model, dtype, draws):
         inputs = {name: _cast(t, dtype) for name, t in sample.tensors.items()}
         for step in range(steps):
             if draws is not None:
                 draws.begin(step)
             model.zero_grad(set_to_none=True)
-            found = _step(model, sample, inputs, how.loss_scale)
+            found = backward_results(model, sample, inputs, how.loss_scale)
             if draws is not None:
                 draws.end()
             results.append({name: _copy(t) for name, t in found.rest.tensors.items()})
@@ -185,8 +185,8 @@ def record_draws(module: nn.Module, sample: SampleInputs) -> ProgramDraws:
     """Return the calls of torch's random operators that one forward makes, in order, as `calls`."""
     model = copy.deepcopy(module)
     draws = ProgramDraws()
-    with _running_in(model, torch.float64, draws):
-        _forward(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
+    with running_in(model, torch.float64, draws):
+        forward_results(model, sample, {n: _cast(t, torch.float64) for n, t in sample.tensors.items()})
     return draws
 
 
@@ -213,9 +213,9 @@ def _clip(model: nn.Module, how: Settings) -> tuple[Settings, Tensor | None]:
     return replace(how, max_norm=limit), norm.detach().cpu()
 
 
-def _step(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Results:
+def backward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor], scale: float) -> Results:
     """Return the results, after a backward pass that starts from `scale`, which is divided out of the gradients."""
-    found = _forward(model, sample, inputs)
+    found = forward_results(model, sample, inputs)
     loss = found.loss
     if loss is None:
         return found
@@ -234,7 +234,8 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
 
 
-def _forward(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Results:
+def forward_results(model: nn.Module, sample: SampleInputs, inputs: Mapping[str, Tensor]) -> Results:
+    """Return what the model makes of these inputs. Raises NnscalerError `model_raised`."""
     args, kwargs = sample.rebuild({name: t.clone() for name, t in inputs.items()})
     with _told():
         return results_of(model(*args, **kwargs))
@@ -270,7 +271,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def _running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None) -> Iterator[None]:
+def running_in(model: nn.Module, dtype: torch.dtype, draws: ProgramDraws | None) -> Iterator[None]:
+    """While open, the model computes in `dtype` and draws what a program draws; without `draws` nothing is dropped."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))  # drawing moves torch's generator
         if dtype == torch.float64:

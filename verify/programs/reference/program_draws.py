@@ -145,8 +145,10 @@ class ProgramDraws(FixedDraws):
         self._known: dict[int, int] = {}  # state of torch's generator -> position
         self._last: Any = None  # of the last recorded call: kept, so that its memory is nobody else's
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, draws: Sequence[Draw | None] | None = None) -> None:
+        """Before each step. `draws`: from now on those of a batch of another size."""
         self._step, self._position, self._known = step, 0, {}
+        self._draws = self._draws if draws is None else draws
 
     def end(self) -> None:
         """After each step. Raises UnmatchedDraws when the step drew less than the recorded run."""

@@ -1,0 +1,252 @@
+"""`verify-plan --train`: right runs pass, wrong ones are told with their cause, and every way to ask for it is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import verify
+from nnscaler.cli.main import main
+from nnscaler.errors import NnscalerError
+from verify.programs.request import PlanRequest
+from verify.programs.token import make_token, request_of
+from verify.programs.training.comparison import REPLICAS
+from verify.programs.training.course import carried_by, drawn, in_steps, reordered, shortened
+from verify.programs.training.ranks import Layout, RankTraining
+from verify.programs.training.together import put_together
+from verify.results.catalogue import CODES
+from verify.results.report import Report
+from verify.self_test.training.bases import Small, sample
+from verify.self_test.training.mutants import ROWS
+from verify.self_test.training.run import complaint, judge, right_run, run_table, table_lines
+
+NAMED = (  # one of each kind of finding
+    "reduce-scatter skipped",
+    "clip before unscale",
+    "neighbour's state",
+    "owner lacks a parameter",
+    "weight decay on no group",
+    "stale gather",
+    "scheduler off by one, behind",
+)
+
+
+def trained(plan: str, ranks: int, model: nn.Module | None = None, **options: Any) -> Report:
+    torch.manual_seed(3)
+    chosen = {"level": "run", "depth": "quick", "train": True, "train_steps": 3, **options}
+    return verify.verify_plan(model or Small(), sample(), ranks=ranks, plan=plan, **chosen)
+
+
+def test_dropout_norms_and_sizes_under_zero_pass() -> None:
+    report = trained("dp=2,zero=1", 2, Small(0.25, True), train_steps=5)
+    assert report.exit_code == 0, report.to_json()
+    checks = {check.name: check for check in report.checks if check.name.startswith("training")}
+    # five steps of 13 parameters and buffers; three tensors of state each; in the third step two batches
+    assert checks["training: loss of each batch"].count == 6
+    assert checks["training: optimizer state"].count == 3 * checks["training: parameters after each step"].count
+    assert checks["training: runs on every rank"].detail == "compiled for 2 other sizes"
+    assert checks["training: evaluation"].count == 1 + checks["training: buffers"].count
+    assert checks[REPLICAS].count > 0
+    assert "bytes on the fullest rank" in checks["training: owners of the optimizer state"].detail
+
+
+@pytest.mark.parametrize(("plan", "ranks", "optimizer"), [("dp=3,zero=2", 3, "sgd"), ("pp=2", 2, "torch.optim::NAdam")])
+def test_other_optimizers_pass(plan: str, ranks: int, optimizer: str) -> None:
+    report = trained(plan, ranks, optimizer=optimizer)
+    assert report.exit_code == 0, report.to_json()
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
+    with pytest.raises(NnscalerError) as caught:
+        trained("dp=2,zero=1", 2, optimizer="torch.optim::Adafactor")
+    assert caught.value.code == "update_needs_whole"
+    for name, word in (("adam", "none of adamw, sgd"), ("torch.optim::lr_scheduler", "no optimizer")):
+        with pytest.raises(NnscalerError, match=word):
+            trained("dp=2", 2, optimizer=name)
+
+
+@pytest.fixture(scope="module")
+def zero() -> Any:
+    with right_run("zero1", "adamw") as right:
+        yield right
+
+
+def test_a_right_run_has_no_complaint(zero: Any) -> None:
+    assert complaint(zero) == ""
+
+
+@pytest.mark.parametrize("bug", NAMED)
+def test_a_mutant_is_refuted_by_a_finding_that_names_it(zero: Any, bug: str) -> None:
+    mutant = next(row for row in ROWS if row.bug == bug)
+    refuted, said = judge(zero, replace(mutant, base="zero1"))
+    assert refuted
+    ranks = {"rank 1 alone"} if mutant.base != "zero1" else set()
+    assert any(all(word in text for word in mutant.says if word not in ranks) for text in said), said
+
+
+def test_findings_have_codes_of_training(zero: Any) -> None:
+    wanted = {
+        "scheduler off by one, behind": "learning_rate_differs",
+        "bias correction counts batches": "optimizer_state_differs",
+        "states kept whole on every rank": "optimizer_state_owner",
+        "weight decay on no group": "parameter_differs",
+    }
+    for bug, code in wanted.items():
+        mutant = next(row for row in ROWS if row.bug == bug)
+        with mutant.fault():
+            outcomes = zero.outcomes()
+        codes = [finding.code for outcome in outcomes for finding in outcome.findings]
+        assert codes[0] == code and len(set(codes)) <= 2, (bug, codes)
+
+
+def test_evaluation_that_changes_buffers_is_told() -> None:
+    table = run_table(lambda text: None, [row for row in ROWS if row.bug == "evaluation changes buffers"])
+    assert table.good and any("evaluation_differs" in text or "evaluation" in text for text in table.rows[0].said)
+    assert table_lines(table)[-1].text.startswith("PASSED  1 of 1")
+
+
+def test_mixed_precision_is_looked_at_in_its_own_dtypes() -> None:
+    rows = [row for row in ROWS if row.bug == "optimizer state in half in mixed precision"]
+    table = run_table(lambda text: None, rows)  # the right run is judged, too
+    assert table.good, table
+    assert "training_dtype_differs" in CODES and not table.broken
+
+
+def test_every_row_is_told_apart() -> None:
+    assert len(ROWS) >= 60
+    assert len({(row.base, row.bug) for row in ROWS}) == len(ROWS)
+    assert all(row.says and all(row.says) for row in ROWS)
+
+
+@pytest.mark.long
+def test_the_whole_table() -> None:
+    table = run_table(lambda text: None, processes=2)
+    assert table.good, "\n".join(line.text for line in table_lines(table))
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_like_the_sample() -> None:
+    given = {
+        "ids": torch.randint(3, 9, (6, 4)),
+        "positions": torch.arange(4).expand(6, 4),
+        "x": torch.randn(6, 4),
+        "labels": torch.tensor([1, -100, 2, -100, 3, 1]),
+        "table": torch.arange(5),
+    }
+    carried = carried_by(given)
+    assert carried == {"ids", "positions", "x", "labels"}
+    one, other = drawn(given, carried, 1), drawn(given, carried, 2)
+    for name in carried - {"positions"}:
+        assert not torch.equal(one[name], other[name])
+        assert one[name].shape == given[name].shape
+        assert given[name].min() <= one[name].min() and one[name].max() <= given[name].max()
+    assert set(one["labels"].tolist()) <= {1, 2, 3, -100}
+    assert one["positions"] is given["positions"] and one["table"] is given["table"]
+    assert torch.equal(drawn(given, carried, 1)["x"], one["x"])
+    rows = reordered(given, carried, 1)
+    assert all(any(torch.equal(row, own) for own in given["x"]) for row in rows["x"])
+
+
+def test_steps_and_short_batches() -> None:
+    batches = [{"x": torch.full((6, 1), float(i))} for i in range(6)]
+    assert [len(step) for step in in_steps(batches, 5)] == [1, 1, 2, 1, 1]
+    assert [len(step) for step in in_steps(batches, 1)] == [2]
+    short = shortened(batches[0], frozenset({"x"}))
+    assert short is not None and short["x"].shape == (4, 1)
+    assert shortened({"x": torch.zeros(1, 3)}, frozenset({"x"})) is None
+
+
+# -- put together -----------------------------------------------------------------------------------------------------
+
+
+def held(*shards: tuple[int, int, Tensor]) -> tuple[list[RankTraining], dict[int, Tensor | None]]:
+    """Each shard: (index on dp, parts, local tensor) of a vector of five."""
+    from nnscaler.runtime.layout import Sharded
+
+    ranks = []
+    for rank, (index, parts, _) in enumerate(shards):
+        states = {"dp": Sharded(0, sizes=(3, 2))} if parts > 1 else {}
+        layout = Layout(("w",), (5,), states, {"dp": parts}, {"dp": index}, "parameter")
+        ranks.append(RankTraining(rank, (0, 1), (layout,), (), {}, None, {}, ()))
+    return ranks, {rank: tensor for rank, (_, _, tensor) in enumerate(shards)}
+
+
+def test_shards_gaps_overlaps_and_copies() -> None:
+    whole = torch.arange(5.0)
+    assert torch.equal(_value(held((0, 2, whole[:3]), (1, 2, whole[3:]))), whole)
+    assert "its shard is (3,)" in put_together("w", *held((0, 2, whole[:2]), (1, 2, whole[2:]))).problem
+    assert "no rank has 3 of its 5" in put_together("w", *held((1, 2, whole[3:]))).problem
+    overlap = put_together("w", *held((0, 2, whole[:3]), (0, 1, whole)))
+    assert "others that none has" in overlap.problem
+    copies = put_together("w", *held((0, 1, whole), (0, 1, whole + 0.0), (0, 1, whole * (1 + 2.0**-23))))
+    assert copies.copies == 2 and [(u.first, u.other) for u in copies.unequal] == [(0, 2)]
+    assert put_together("w", *held((0, 1, torch.tensor([0.0] * 5)), (0, 1, torch.tensor([-0.0] * 5)))).unequal
+
+
+def _value(given: tuple[list[RankTraining], dict[int, Tensor | None]]) -> Tensor:
+    found = put_together("w", *given).value
+    assert found is not None
+    return found
+
+
+# -- the ways to ask --------------------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(x, labels)
+
+def build_model():
+    return Model()
+
+def sample_inputs():
+    return {"x": torch.randn(6, 6), "labels": torch.randint(0, 6, (6,))}
+
+def train_batches():
+    while True:
+        yield {"x": torch.rand(6, 6), "labels": torch.randint(0, 6, (6,))}
+"""
+
+
+def test_the_command_trains_on_the_files_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL)
+    command = ["verify-plan", str(file), "--plan", "dp=2", "--level", "run", "--quick", "--backend", "simulator"]
+    assert main([*command, "--train", "--train-steps", "2"]) == 0
+    told = capsys.readouterr()
+    assert "training: optimizer state" in told.out and "2 steps of adamw, on the simulator" in told.err
+    assert main([*command[:4], "--level", "static", "--train"]) == 2
+    assert "--train runs the program" in capsys.readouterr().err
+
+
+def test_a_token_says_how_it_was_trained(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL)
+    request = PlanRequest(
+        model=str(file), ranks=2, plan="dp=2", backend="gloo", train=True, train_steps=3, optimizer="sgd",
+        train_backend="simulator",
+    )  # fmt: skip
+    again = request_of(make_token(request))
+    assert (again.train, again.train_steps, again.optimizer, again.train_backend) == (True, 3, "sgd", "simulator")
+
+
+@pytest.mark.long
+def test_processes_train_alike(tmp_path: Path) -> None:
+    report = trained("dp=2,zero=1", 2, backend="gloo")
+    assert report.exit_code == 0, report.to_json()

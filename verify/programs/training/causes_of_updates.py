@@ -1,0 +1,316 @@
+"""What mistakes after forward would make of gradients, their norm, the optimizer's states and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from verify.programs.training.course import Batch, options_of, rate_at
+from verify.programs.training.eager import updated
+from verify.programs.training.ranks import StepRecord
+from verify.programs.training.trained import NARROW, Alternatives, Compared, Trained
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def of_gradient(trained: Trained, found: Compared) -> Alternatives:
+    assert found.expected is not None
+    eager, step, name = trained.eager, found.step, found.name
+    right = found.expected.double()
+    before = None if step == 0 else eager.steps[step - 1].gradients.get(name)
+    yield "it is zero: nothing was added to it", torch.zeros_like(right)
+    if before is not None:
+        clipped = before * _clipping(trained, eager.steps[step - 1])
+        kept = "the gradient of the step before is added to it: gradients were not cleared"
+        yield kept, right + before
+        yield kept, right + clipped
+        yield "it is the gradient of the step before: a stale reduction", before
+    yield from _of_batches(trained, found)
+    for dtype, narrow in NARROW:
+        yield f"it is rounded to {dtype}: a gradient cast down", right.to(narrow).double()
+        parts = [g.to(narrow) for g in _each_batch(trained, found.step, name) if g is not None]
+        if len(parts) > 1:
+            yield f"it is added up in {dtype}", torch.stack(parts).to(narrow).sum(0).double()
+    if step:
+        yield (
+            "it is computed with the parameters before the last update: a stale gather",
+            _sum(_each_batch(trained, step, name, eager.before(step - 1)), right),
+        )
+    yield "it is clipped already", right * _clipping(trained, eager.steps[step])
+    for n in (2, 3, 4):
+        yield f"it is {n} times the model's on that rank: summed once too often", right * n
+        yield f"it is 1/{n} of the model's on that rank: averaged where it should be summed", right / n
+    yield "dropout is off in backward", _sum(_each_batch(trained, step, name, dropout=False), right)
+    yield "its sign is turned", -right
+    yield from _of_rows(trained, found)
+    yield from _shifted(right)
+
+
+def _of_batches(trained: Trained, found: Compared) -> Alternatives:
+    """The gradient where a step's batches do not add up."""
+    each = _each_batch(trained, found.step, found.name)
+    count = len(each)
+    if count > 1 and all(g is not None for g in each):
+        for position, gradient in enumerate(each):
+            assert gradient is not None
+            other = "first" if position else "last"
+            yield f"it is that of batch {position} of the step alone: accumulation drops the {other}", gradient
+            yield f"batch {position} of the step counts twice", _sum(each, gradient) + gradient
+        yield f"it is divided by the {count} batches of the step", _sum(each, each[0]) / count  # type: ignore[arg-type]
+
+
+def _of_rows(trained: Trained, found: Compared) -> Alternatives:
+    """The gradient of some rows of the batch: of one data part, or of one micro-batch."""
+    course, batches = trained.course, trained.course.steps[found.step]
+    if len(batches) > 1 or not course.carried:
+        return
+    batch = batches[0]
+    parts = [course.rows(batch, part, trained.parts) for part in range(trained.parts)]
+    chosen: list[tuple[str, Batch]] = []
+    for micro in range(trained.micro_batches if trained.micro_batches > 1 else 0):
+        pieces = [course.rows(rows, micro, trained.micro_batches) for rows in parts]
+        whole = {n: torch.cat([p[n] for p in pieces]) if n in course.carried else t for n, t in batch.items()}
+        chosen.append((f"of micro-batch {micro} alone: the others are not in it", whole))
+    for sentence, rows in chosen:
+        mean, share = _gradient_of(trained, found, rows)
+        if mean is not None:
+            yield f"it is that {sentence}", mean * share
+            yield f"it is the mean {sentence}", mean
+    own = [_gradient_of(trained, found, rows) for rows in parts] if trained.parts > 1 else []
+    if own and all(mean is not None for mean, _ in own):
+        text = "it is that of the rank's own data part alone: the sum over ranks is missing"
+        for scaled in (True, False):
+            each = [mean * share if scaled else mean for mean, share in own if mean is not None]
+            yield text, {r.rank: each[r.part[0]] for r in trained.ranks}
+
+
+def _gradient_of(trained: Trained, found: Compared, rows: Batch) -> tuple[Tensor | None, float]:
+    """Return the gradient of some rows of the step's batch, and their share of it."""
+    course = trained.course
+    total = course.steps[found.step][0][min(course.carried)].shape[0]
+    count = rows[min(course.carried)].shape[0]
+    if not 0 < count < total:
+        return None, 0.0
+    compute = trained.model.without_draws().compute
+    _, gradients = compute(trained.eager.before(found.step), rows, course.first_batch(found.step))
+    return gradients.get(found.name), count / total
+
+
+def _each_batch(
+    trained: Trained,
+    step: int,
+    name: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    dropout: bool = True,
+) -> list[Tensor | None]:
+    first = trained.course.first_batch(step)
+    right = trained.eager.before(step) if parameters is None else parameters
+    return [
+        trained.model.compute(right, batch, first + i, dropout=dropout)[1].get(name)
+        for i, batch in enumerate(trained.course.steps[step])
+    ]
+
+
+def _sum(parts: list[Tensor | None], like: Tensor) -> Tensor:
+    total = torch.zeros_like(like)
+    for part in parts:
+        total = total if part is None else total + part
+    return total
+
+
+def _shifted(right: Tensor) -> Alternatives:
+    for dim in range(right.dim()):
+        for by in (1, -1):
+            yield f"it is shifted by one along dim {dim}: shards begin one element off", right.roll(by, dim)
+
+
+def _clipping(trained: Trained, step: StepRecord) -> float:
+    limit = trained.course.max_norm
+    return 1.0 if limit is None or step.norm is None else min(1.0, limit / (float(step.norm) + 1e-6))
+
+
+def of_norm(trained: Trained, found: Compared) -> Alternatives:
+    eager, step = trained.eager, found.step
+    gradients = [g for g in eager.steps[step].gradients.values() if g is not None]
+    for kind, text in ((1.0, "1"), (float("inf"), "infinity")):
+        yield (
+            f"it is the norm of type {text}",
+            torch.stack([torch.linalg.vector_norm(g, kind) for g in gradients]).norm(kind),
+        )
+    if step and eager.steps[step - 1].norm is not None:
+        norm = eager.steps[step - 1].norm
+        assert norm is not None
+        yield "it is the norm of the step before", norm
+    if trained.course.max_norm is not None:
+        yield "it is the norm after clipping", torch.tensor(trained.course.max_norm, dtype=torch.float64)
+    norms = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
+    for name, own in zip(eager.steps[step].gradients, norms, strict=False):
+        yield f"`{name}` is counted twice: a tied parameter, or a copy", (norms.square().sum() + own.square()).sqrt()
+        yield f"`{name}` is not counted", (norms.square().sum() - own.square()).clamp(min=0).sqrt()
+
+
+# -- the update -------------------------------------------------------------------------------------------------------
+
+
+def of_state(trained: Trained, found: Compared) -> Alternatives:
+    key, name = found.name.partition(" of ")[0], found.parameter
+    assert found.expected is not None
+    right = found.expected.double()
+    if not right.dim():
+        yield from _counts(trained, found)
+    for sentence, _, states in _updates(trained, found.step):
+        if key in states.get(name, {}):
+            yield sentence, states[name][key]
+    for dtype, narrow in NARROW:
+        yield f"it is kept in {dtype}", right.to(narrow).double()
+    yield "it is empty: the state was lost", torch.zeros_like(right)
+    yield from _shifted(right)
+
+
+def _counts(trained: Trained, found: Compared) -> Alternatives:
+    assert found.expected is not None
+    like = torch.zeros_like(found.expected, dtype=torch.float64)
+    step, batches = found.step, trained.course.first_batch(found.step + 1)
+    if batches != step + 1:
+        yield "it counts batches, and not optimizer steps: bias correction is off", like + batches
+    yield "it starts again at 1: the state was lost", like + 1
+    for more in range(1, 4):
+        yield f"it is {more} ahead", like + step + 1 + more
+        yield f"it is {more} behind", like + step + 1 - more
+
+
+def of_parameter(trained: Trained, found: Compared) -> Alternatives:
+    name = found.name
+    assert found.expected is not None
+    for sentence, parameters, _ in _updates(trained, found.step):
+        yield sentence, parameters[name]
+    for dtype, narrow in NARROW:
+        yield f"it is kept in {dtype}: there is no master copy", found.expected.to(narrow).double()
+    for sentence, parameters, _ in _narrow_updates(trained, found.step):
+        yield sentence, parameters[name]
+    yield from _shifted(found.expected.double())
+
+
+Update = tuple[str, Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]
+
+
+def _updates(trained: Trained, step: int) -> Iterator[Update]:
+    """Steps of the real optimizer as mistakes would make them: parameters and states after it."""
+    course, eager = trained.course, trained.eager
+    old, states, now = eager.before(step), eager.states_before(step), eager.steps[step]
+    own = {n: old[n] for n in now.gradients}
+    factor = _clipping(trained, now)
+    clipped = _scaled(now.gradients, factor)
+
+    def after(sentence: str, gradients: Mapping[str, Tensor | None], **other: object) -> Update:
+        rate = other.get("rate", now.rate)
+        undecayed = other.get("undecayed")
+        return (sentence, *updated(course, own, states, gradients, rate, undecayed))  # type: ignore[arg-type]
+
+    yield "no update was made of it", own, states
+    yield "the gradients are not clipped before the update", *after("", now.gradients)[1:]
+    yield after("the gradients are clipped twice", _scaled(now.gradients, factor * factor))
+    if step:
+        before = eager.steps[step - 1]
+        stale = _scaled(before.gradients, _clipping(trained, before))
+        yield after("the update has the gradient of the step before: a stale gather or reduction", stale)
+        yield after("the gradient of the step before is added", _added(clipped, stale))
+    yield "the update is made twice", *_twice(trained, step, own, states, clipped)
+    every = frozenset(now.gradients)
+    inverse = every - course.undecayed
+    if "weight_decay" in options_of(course.optimizer):
+        decay = "weight decay on the wrong group"
+        yield after(f"{decay}: all parameters are decayed", clipped, undecayed=frozenset())
+        yield after(f"{decay}: none is decayed", clipped, undecayed=every)
+        yield after(f"{decay}: the groups are exchanged", clipped, undecayed=inverse)
+        yield from _coupled(trained, step, own, states, clipped)
+    base = course.learning_rate
+    for text, at in (("after", step + 1), ("before", max(0, step - 1))):
+        yield after(
+            f"the learning rate is that of the step {text}: the scheduler is off by one",
+            clipped,
+            rate=base * rate_at(at),
+        )
+    rate = base * rate_at(course.first_batch(step))
+    yield after("the scheduler steps once per batch, and not once per optimizer step", clipped, rate=rate)
+    yield "the optimizer's state was lost before this step", *updated(course, own, {}, clipped, now.rate)
+    for count in (2, 3, 4):
+        yield after(f"the gradients are {count} times too large", _scaled(clipped, count))
+        yield after(f"the gradients are 1/{count} of what they should be: averaged twice", _scaled(clipped, 1 / count))
+    yield after("the update goes the wrong way: its sign is turned", _scaled(clipped, -1.0))
+    yield from _miscounted(trained, step, own, states, clipped)
+
+
+def _scaled(gradients: Mapping[str, Tensor | None], factor: float) -> dict[str, Tensor | None]:
+    return {n: None if g is None else g * factor for n, g in gradients.items()}
+
+
+def _added(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    pairs = {n: (g, other.get(n)) for n, g in one.items()}
+    return {n: a if a is None or b is None else a + b for n, (a, b) in pairs.items()}
+
+
+def _twice(
+    trained: Trained,
+    step: int,
+    old: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor | None],
+) -> tuple[Mapping[str, Tensor], Mapping[str, Mapping[str, Tensor]]]:
+    rate = trained.eager.steps[step].rate
+    return updated(trained.course, *updated(trained.course, old, states, gradients, rate), gradients, rate)
+
+
+def _coupled(
+    trained: Trained,
+    step: int,
+    old: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor | None],
+) -> Iterator[Update]:
+    """The decay as part of the gradient, where the optimizer takes it apart (AdamW), and the other way round."""
+    course, rate = trained.course, trained.eager.steps[step].rate
+    decay = float(options_of(course.optimizer)["weight_decay"])
+    every = frozenset(gradients)
+    inside = {n: g if g is None or n in course.undecayed else g + decay * old[n].double() for n, g in gradients.items()}
+    text = "weight decay goes into the gradient, and the optimizer keeps them apart"
+    yield text, *updated(course, old, states, inside, rate, every)
+    apart = {n: p if n in course.undecayed else p * (1 - rate * decay) for n, p in old.items()}
+    text = "weight decay is taken off the parameter, and the optimizer puts it into the gradient"
+    yield text, *updated(course, apart, states, gradients, rate, every)
+
+
+def _miscounted(
+    trained: Trained,
+    step: int,
+    old: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor | None],
+) -> Iterator[Update]:
+    """Updates whose bias correction has another count."""
+    course, rate = trained.course, trained.eager.steps[step].rate
+    counts = {step + more for more in (-1, 1, 2)} | {course.first_batch(step), 2 * step, 0}
+    for count in sorted(n for n in counts if n >= 0 and n != step):
+        other = {
+            n: {k: torch.full_like(v, count) if k == "step" else v for k, v in s.items()} for n, s in states.items()
+        }
+        if other:
+            text = f"bias correction counts {count + 1} steps, and this is step {step + 1}"
+            yield text, *updated(course, old, other, gradients, rate)
+
+
+def _narrow_updates(trained: Trained, step: int) -> Iterator[Update]:
+    """Updates from states, or by gradients, that were rounded."""
+    course, eager = trained.course, trained.eager
+    old, now = eager.before(step), eager.steps[step]
+    clipped = _scaled(now.gradients, _clipping(trained, now))
+    own = {n: old[n] for n in now.gradients}
+    for dtype, narrow in NARROW:
+        rounded = {n: None if g is None else g.to(narrow).double() for n, g in clipped.items()}
+        states = eager.states_before(step)
+        text = f"the update has gradients that are rounded to {dtype}"
+        yield text, *updated(course, own, states, rounded, now.rate)
+        kept = {n: {k: v.to(narrow).double() if v.dim() else v for k, v in s.items()} for n, s in states.items()}
+        yield f"the update has states that are kept in {dtype}", *updated(course, own, kept, clipped, now.rate)

@@ -1,0 +1,224 @@
+"""The eager model on a course: untraced, in float64, with torch's own optimizer; and single computations of it, for
+what could have gone wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from nnscaler.errors import NnscalerError
+from nnscaler.tracing.export.loss_module import Results
+from nnscaler.tracing.sample_inputs import SampleInputs
+from verify.programs.prepare import Prepared
+from verify.programs.reference.eager import backward_results, forward_results, record_draws, running_in
+from verify.programs.reference.program_draws import Draw, ProgramDraws
+from verify.programs.training.course import Batch, Course, make_optimizer, make_scheduler
+from verify.programs.training.ranks import StepRecord, rates_of, states_of
+
+Draws = tuple[Draw | None, ...]
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    """The model's own training.
+
+    initial     parameters before it
+    steps       as recorded
+    buffers     after the steps, by name
+    evaluation  the loss in evaluation mode after it; None where there was none
+    """
+
+    initial: Mapping[str, Tensor]
+    steps: tuple[StepRecord, ...]
+    buffers: Mapping[str, Tensor]
+    evaluation: Tensor | None
+
+    def before(self, step: int) -> Mapping[str, Tensor]:
+        """Return the parameters that a step starts from."""
+        return self.initial if step <= 0 else self.steps[step - 1].parameters
+
+    def states_before(self, step: int) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the optimizer's states that a step starts from."""
+        return {} if step <= 0 else self.steps[step - 1].states
+
+
+@dataclass(frozen=True)
+class EagerModel:
+    """The model as it is built, with its random parameters.
+
+    draws  its random operations for a batch of so many rows; None for a model that draws nothing, or not alike
+    """
+
+    model: nn.Module
+    sample: SampleInputs
+    seed: int
+    draws: Mapping[int, Draws] | None
+
+    def train(self, course: Course, moved: bool = False) -> EagerRun:
+        """Train a copy on the course. `moved`: from parameters that are moved by one unit of rounding."""
+        model = copy.deepcopy(self.model)
+        if moved:
+            _move(model)
+        draws = self._drawing()
+        with running_in(model, torch.float64, draws):  # converts it
+            initial = _parameters(model)
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        optimizer = make_optimizer(trained, course)
+        scheduler = make_scheduler(optimizer)
+        steps: list[StepRecord] = []
+        for number, batches in enumerate(course.steps):
+            model.zero_grad(set_to_none=True)
+            first = course.first_batch(number)
+            with running_in(model, torch.float64, draws):
+                losses = [self._backward(model, batch, first + i, draws) for i, batch in enumerate(batches)]
+            gradients = {n: None if p.grad is None else p.grad.detach().clone() for n, p in trained.items()}
+            norm = None
+            if course.max_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), course.max_norm).detach()
+            rates = rates_of(optimizer, trained)
+            optimizer.step()  # outside: torch's optimizers keep counts and products in the default dtype
+            scheduler.step()
+            kept = {n: t for n, t in _parameters(model).items() if n in trained}
+            steps.append(StepRecord(tuple(losses), gradients, norm, rates, kept, states_of(optimizer, trained)))
+        buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+        evaluation = None
+        if course.evaluation is not None:
+            with running_in(model, torch.float64, None):
+                evaluation = self._evaluated(model, course.evaluation)
+        return EagerRun(initial, tuple(steps), buffers, evaluation)
+
+    def compute(
+        self,
+        parameters: Mapping[str, Tensor],
+        batch: Batch,
+        number: int = 0,
+        *,
+        dropout: bool = True,
+        evaluate: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Return loss and gradients of one batch with these parameters. `number`: of the batch, for random numbers."""
+        model = copy.deepcopy(self.model)
+        draws = self._drawing() if dropout and not evaluate else None
+        with running_in(model, torch.float64, draws):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in parameters:
+                        parameter.copy_(parameters[name])
+            if evaluate:
+                return self._evaluated(model, batch), {}
+            loss = self._backward(model, batch, number, draws)
+            return loss, {n: p.grad for n, p in model.named_parameters()}
+
+    def buffers_after(self, parameters: Mapping[str, Tensor], batch: Batch) -> list[tuple[str, dict[str, Tensor]]]:
+        """Return what a batch makes of the buffers as they are built, and of zeros."""
+        found = []
+        for text in ("the buffers as they are built", "zeros"):
+            model = copy.deepcopy(self.model)
+            with torch.no_grad(), running_in(model, torch.float64, None):
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    if name in parameters:
+                        tensor.copy_(parameters[name])
+                    elif text == "zeros" and not isinstance(tensor, nn.Parameter):
+                        tensor.zero_()
+                forward_results(model, self.sample, _cast(batch))
+            found.append((text, {n: b.detach().clone() for n, b in model.named_buffers()}))
+        return found
+
+    def runs_on(self, batch: Batch) -> bool:
+        """Return whether the model takes the batch, and its loss is finite."""
+        model = copy.deepcopy(self.model)
+        try:
+            with torch.no_grad(), running_in(model, torch.float64, None):
+                return bool(torch.isfinite(_loss(forward_results(model, self.sample, _cast(batch)))))
+        except Exception:  # noqa: BLE001 - whatever the user's code raises
+            return False
+
+    def draws_in_evaluation(self) -> bool:
+        """Return whether the model draws random numbers in evaluation mode."""
+        return bool(record_draws(copy.deepcopy(self.model).eval(), self.sample).calls)
+
+    def without_draws(self) -> EagerModel:
+        """Return the same without dropout."""
+        return replace(self, draws=None)
+
+    def _drawing(self) -> ProgramDraws | None:
+        return None if self.draws is None else ProgramDraws((), self.seed)
+
+    def _backward(self, model: nn.Module, batch: Batch, number: int, draws: ProgramDraws | None) -> Tensor:
+        if draws is not None and self.draws is not None:
+            draws.begin(number, self.draws.get(_rows(batch), next(iter(self.draws.values()))))
+        loss = _loss(backward_results(model, self.sample, _cast(batch), 1.0)).detach().clone()
+        if draws is not None:
+            draws.end()
+        return loss
+
+    def _evaluated(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss in evaluation mode, in which the model then is."""
+        model.eval()
+        with torch.no_grad():
+            return _loss(forward_results(model, self.sample, _cast(batch))).detach().clone()
+
+
+def _loss(found: Results) -> Tensor:
+    if found.loss is None:
+        raise NnscalerError("no_loss", "the model returns no loss: there is nothing to train")
+    return found.loss
+
+
+def eager_model(prepared: Prepared, seed: int, more: Mapping[int, Draws]) -> EagerModel:
+    """Return the eager model of a verification. `more`: its random operations for batches of other sizes."""
+    draws = None
+    if prepared.draws is not None:
+        draws = {_rows(prepared.sample.tensors): prepared.draws, **more}
+    return EagerModel(prepared.model, prepared.sample, seed, draws)
+
+
+def updated(
+    course: Course,
+    parameters: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor | None],
+    rate: float,
+    undecayed: frozenset[str] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return parameters and states after one step of torch's optimizer from here.
+
+    `undecayed`: the parameters without decay, where they are not the course's.
+    """
+    leaves = {n: nn.Parameter(parameters[n].clone()) for n in gradients}
+    optimizer = make_optimizer(leaves, course, undecayed)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for name, leaf in leaves.items():
+        gradient = gradients[name]
+        leaf.grad = None if gradient is None else gradient.to(leaf.dtype).clone()
+        if states.get(name):
+            optimizer.state[leaf] = {key: value.clone() for key, value in states[name].items()}
+    optimizer.step()
+    return {n: p.detach() for n, p in leaves.items()}, states_of(optimizer, leaves)
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def _move(model: nn.Module) -> None:
+    model.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_(1 + signs.double() * torch.finfo(torch.float64).eps)
+
+
+def _cast(batch: Batch) -> dict[str, Tensor]:
+    return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+
+
+def _rows(batch: Batch) -> int:
+    return next((t.shape[0] for t in batch.values() if t.dim()), 0)

@@ -1,0 +1,316 @@
+"""Run the training of `verify-plan --train` on both sides, and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nnscaler.codegen.program import Origin, Program
+from nnscaler.compile import for_batch
+from nnscaler.errors import NnscalerError
+from nnscaler.runtime.communication.simulator import Simulator
+from nnscaler.runtime.jobs.fair_clock import join_within
+from nnscaler.runtime.jobs.job import JobSpecification
+from nnscaler.runtime.jobs.launcher import launch
+from nnscaler.tracing.sample_inputs import flatten_inputs
+from nnscaler.training.sizes import SentProgram, SizeClass, sent
+from nnscaler.transform.plan import Plan
+from verify.processes.pool import Died, TimedOut
+from verify.processes.subprocess_isolation import run_apart
+from verify.programs.checks.context import CheckOutcome
+from verify.programs.execution.backends import (
+    GRACE,
+    STALL,
+    Failure,
+    devices_of,
+    failure_of,
+    failure_of_job,
+    failure_of_process,
+    finding_of,
+    start_server,
+)
+from verify.programs.prepare import Prepared, matched_draws
+from verify.programs.reference.eager import choose_learning_rate, logical_state, scale_of
+from verify.programs.request import PlanRequest
+from verify.programs.role_text import SourceMap
+from verify.programs.training.comparison import compare
+from verify.programs.training.course import (
+    Batch,
+    Course,
+    carried_by,
+    class_of,
+    drawn,
+    in_steps,
+    reordered,
+    shortened,
+    undecayed_of,
+)
+from verify.programs.training.dtypes import check_dtypes, is_mixed
+from verify.programs.training.eager import Draws, EagerModel, EagerRun, eager_model
+from verify.programs.training.ranks import RankTraining, TrainTask, train_rank
+from verify.programs.training.trained import Trained
+from verify.programs.vouch import vouch
+from verify.results.report import Check
+from verify.results.verdict import Verdict
+
+NAME = "training: runs on every rank"
+UPDATE_SHARE = 0.02  # of a parameter's size, that a step of Adam moves it by
+REFUSED = ("update_needs_whole", "optimizer_refused", "no_update")  # what an optimizer cannot be given
+CLIP_SHARE = 0.5  # of the norm of the first gradients: clipping is active
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is compared: the course, the model that goes through it, and the program.
+
+    notes  what was left out
+    sizes  programs that were compiled before; the engine compiles others when a batch comes
+    """
+
+    course: Course
+    model: EagerModel
+    program: Program
+    notes: tuple[str, ...] = ()
+    sizes: Mapping[SizeClass, SentProgram] = field(default_factory=dict)
+
+
+def check_training(request: PlanRequest, prepared: Prepared, work: Path) -> tuple[list[CheckOutcome], tuple[str, ...]]:
+    """Train on both sides and compare; return the outcomes, and notes on what was left out.
+
+    Raises NnscalerError for an optimizer that there is not.
+    """
+    started = time.perf_counter()
+    training = make_training(request, prepared)
+    course = training.course
+    backend = request.train_backend or "simulator"
+    outcome = run_ranks(training, request, prepared, work, backend)
+    seconds = time.perf_counter() - started
+    if isinstance(outcome, Failure):
+        return [outcome_of(outcome, prepared, seconds)], training.notes
+    told = outcome[0].compilations
+    detail = f"compiled for {len(told)} other size{'s' * (len(told) != 1)}" if told else ""
+    ran = CheckOutcome(Check(NAME, Verdict.TESTED_EXACT, len(outcome), 0, seconds, detail))
+    outcomes = [*compare_runs(training, outcome, prepared), *own_dtypes(training, request, prepared, work, backend)]
+    prepared.context.progress(
+        "train", time.perf_counter() - started, f"{len(course.steps)} steps of {course.optimizer}, on the {backend}"
+    )
+    return [ran, *outcomes], training.notes
+
+
+def own_dtypes(
+    training: Training, request: PlanRequest, prepared: Prepared, work: Path, backend: str, apart: bool = True
+) -> list[CheckOutcome]:
+    """Make one step in the program's own dtypes, where they are mixed, and check what the optimizer sees."""
+    program, course = training.program, training.course
+    if not is_mixed(program.plan.precision, logical_state(prepared.model)):
+        return []
+    once = replace(course, steps=course.steps[:1], evaluation=None, precision=None)
+    found = run_ranks(replace(training, course=once), request, prepared, work, backend, apart)
+    if isinstance(found, Failure):
+        return [outcome_of(found, prepared, 0.0)]
+    return [check_dtypes(found, program.state)]
+
+
+def outcome_of(failure: Failure, prepared: Prepared, seconds: float) -> CheckOutcome:
+    """Return the check of a run that did not end."""
+    refuted = int(failure.verdict is Verdict.REFUTED)
+    finding = finding_of(failure, prepared.program.path, SourceMap(prepared.graph))
+    finding = replace(finding, message=f"training: {finding.message}")
+    return CheckOutcome(Check(NAME, failure.verdict, refuted, refuted, seconds), (finding,))
+
+
+def compare_runs(
+    training: Training, ranks: Sequence[RankTraining], prepared: Prepared, eager: EagerRun | None = None
+) -> list[CheckOutcome]:
+    """Compare what the ranks did with what the model does. `eager`: that, where it is known."""
+    model, course = training.model, training.course
+    micro_batches = prepared.program.manifest.micro_batches
+    trained = Trained(course, eager or model.train(course), model, tuple(ranks), micro_batches)
+    places = SourceMap(prepared.graph).of_parameters()
+    return compare(trained, lambda: model.train(course, moved=True), places.get)
+
+
+# -- the course -------------------------------------------------------------------------------------------------------
+
+
+def make_training(request: PlanRequest, prepared: Prepared) -> Training:
+    """Make the course of training: batches, optimizer, rate and norm."""
+    class_of(request.optimizer)
+    sample = prepared.sample.tensors
+    carried = carried_by(sample)
+    program = program_of(request, prepared)
+    model = eager_model(prepared, request.seed, {})
+    batches, notes = _batches(request, prepared, model, carried)
+    short, more, told = _short(program, prepared, model, batches[-1], carried)
+    model = eager_model(prepared, request.seed, more)
+    steps = in_steps(batches, request.train_steps)
+    evaluation = None
+    if not model.draws_in_evaluation():
+        evaluation = short or batches[0]
+    if short is not None and len(steps) > 1:
+        steps = (*steps[:-1], (short,))
+    parameters = {n: p for n, p in prepared.model.named_parameters() if p.requires_grad}
+    rate, norm = _scales(request, prepared, model, steps[0][0])
+    course = Course(
+        steps,
+        evaluation,
+        carried,
+        request.optimizer,
+        rate,
+        norm,
+        undecayed_of(parameters.items()),
+        request.seed,
+        draws=prepared.unmatched is None,
+    )
+    return Training(course, model, program, (*notes, *told))
+
+
+def program_of(request: PlanRequest, prepared: Prepared) -> Program:
+    """Return the program of a folder as the engine takes it: with the model, and its random parameters."""
+    opened = prepared.program
+    sources = {file: (opened.path / file).read_text(encoding="utf-8") for file in opened.role_files}
+    plan = Plan.from_json((opened.path / "plan.json").read_text(encoding="utf-8"))
+    made = (opened.state() or {}) if prepared.traced is None else prepared.traced.state
+    state = {**{name: tensor.detach() for name, tensor in made.items()}, **logical_state(prepared.model)}
+    sample = prepared.sample
+    origin = Origin(prepared.model, sample.rebuild, None, request.specialise)
+    return Program(sources, opened.manifest, plan, prepared.graph, state, dict(sample.tensors), origin)
+
+
+def _batches(
+    request: PlanRequest, prepared: Prepared, model: EagerModel, carried: frozenset[str]
+) -> tuple[list[Batch], tuple[str, ...]]:
+    """Return one batch more than there are steps, which the model takes."""
+    count = request.train_steps + 1
+    sample = prepared.sample.tensors
+    if prepared.train_batches:
+        own = [dict(flatten_inputs(prepared.model, batch).tensors) for batch in prepared.train_batches]
+        wrong = next(
+            (b for b in own if {n: t.shape for n, t in b.items()} != {n: t.shape for n, t in sample.items()}), None
+        )
+        if wrong is not None:
+            message = "train_batches() gives a batch of other shapes than sample_inputs()"
+            raise NnscalerError(
+                "inputs_differ", message, help="give batches of one size: a short one is made of the last"
+            )
+        return [own[i % len(own)] for i in range(count)], ()
+    batches: list[Batch] = [drawn(sample, carried, request.seed + 1 + i) for i in range(count)]
+    if all(model.runs_on(batch) for batch in batches):
+        return batches, ()
+    note = "the batches of the training are rows of the sample batch, drawn anew: the model takes no others"
+    return [reordered(sample, carried, request.seed + 1 + i) for i in range(count)], (note,)
+
+
+def _short(
+    program: Program, prepared: Prepared, model: EagerModel, batch: Batch, carried: frozenset[str]
+) -> tuple[Batch | None, Mapping[int, Draws], tuple[str, ...]]:
+    """Return a batch of another size, the random operations of the model on it, and a note where there is none."""
+    short = shortened(batch, carried)
+    if short is None:
+        return None, {}, ()
+    rows = short[min(carried)].shape[0]
+    if not model.runs_on(short):
+        return None, {}, (f"no batch of another size was trained on: the model does not take {rows} rows",)
+    if prepared.draws is None:
+        return short, {}, ()
+    try:
+        graph = for_batch(program, short, training=True).graph
+    except NnscalerError as error:
+        return None, {}, (f"no batch of another size was trained on: {error.message}",)
+    draws, unmatched = matched_draws(prepared.model, replace(prepared.sample, tensors=short), graph)
+    if unmatched is not None:
+        return None, {}, (f"no batch of another size was trained on: {unmatched}",)
+    return short, {rows: draws or ()}, ()
+
+
+def _scales(request: PlanRequest, prepared: Prepared, model: EagerModel, batch: Batch) -> tuple[float, float | None]:
+    """Return a learning rate that moves the parameters by a small share, and a norm to which gradients are clipped."""
+    copied = copy.deepcopy(prepared.model).double()
+    _, gradients = model.compute({}, batch)
+    for name, parameter in copied.named_parameters():
+        parameter.grad = gradients.get(name)
+    size = float(sum(float(g.square().sum()) for g in gradients.values() if g is not None)) ** 0.5
+    norm = float(f"{CLIP_SHARE * size:.2g}") if 0 < size < float("inf") else None
+    if request.optimizer == "sgd":
+        return choose_learning_rate(copied), norm
+    sizes = [scale_of(p.detach().double()) for p in copied.parameters() if p.requires_grad]
+    return float(f"{UPDATE_SHARE * sum(sizes) / max(len(sizes), 1):.1e}"), norm
+
+
+# -- the ranks --------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(
+    training: Training, request: PlanRequest, prepared: Prepared, work: Path, backend: str, apart: bool = True
+) -> tuple[RankTraining, ...] | Failure:
+    """Train on all ranks: threads in a child process (`apart` false: in this one), or processes."""
+    task = TrainTask(training.program, training.course, str(work / "texts"), training.sizes, vouch)
+    ranks, timeout = request.rank_count, request.timeout
+    if backend != "simulator":
+        return _in_processes(task, request, prepared, backend)
+    if not apart:
+        return _simulated(task, ranks, timeout)
+    found = run_apart(lambda: _simulated(task, ranks, timeout), timeout + GRACE)
+    return failure_of_process(found, str(prepared.program.path)) if isinstance(found, Died | TimedOut) else found
+
+
+def _simulated(task: TrainTask, ranks: int, timeout: float) -> tuple[RankTraining, ...] | Failure:
+    outcome: list[tuple[RankTraining, ...] | Failure | NnscalerError] = []
+    simulator = Simulator(ranks)
+
+    def work() -> None:
+        try:
+            outcome.append(tuple(simulator.run(lambda communicator: train_rank(communicator, task))))
+        except BaseException as error:  # noqa: BLE001 - whatever a rank raises is what we look for
+            refused = isinstance(error, NnscalerError) and error.code in REFUSED
+            outcome.append(error if refused and isinstance(error, NnscalerError) else failure_of(error))
+
+    thread = threading.Thread(target=work, name="simulator", daemon=True)
+    thread.start()
+    join_within(thread, timeout)
+    if not outcome:
+        simulator.stop()
+        return Failure("timed_out", f"{timeout:g} s on the simulator")
+    (found,) = outcome
+    if isinstance(found, NnscalerError):
+        raise found
+    return found
+
+
+def _in_processes(
+    task: TrainTask, request: PlanRequest, prepared: Prepared, backend: str
+) -> tuple[RankTraining, ...] | Failure:
+    """Train in processes, which do not have the model: what they compile later is compiled here."""
+    task = replace(task, sizes=compiled_sizes(task.program, task.course))
+    ranks = request.rank_count
+    with contextlib.ExitStack() as stack:
+        job = JobSpecification(
+            "verify.programs.training.ranks:train_rank",
+            ranks,
+            {"task": task.plain()},
+            backend=backend,
+            devices=tuple(devices_of(ranks)),
+        )
+        server = prepared.context.server or stack.enter_context(start_server())
+        outcome = launch(job, timeout=request.timeout, stall=min(STALL, request.timeout / 2), server=server)
+    return tuple(outcome.results()) if outcome.end == "finished" else failure_of_job(outcome)
+
+
+def compiled_sizes(program: Program, course: Course) -> dict[SizeClass, SentProgram]:
+    """Compile the program for every other size of the course."""
+    known = program.manifest.shapes
+    modes = any(module.training for module in program.origin.module.modules()) if program.origin else False
+    wanted: dict[SizeClass, Batch] = {}
+    for batch, training in (
+        *((b, True) for b in course.batches()),
+        *(((course.evaluation, not modes),) if course.evaluation is not None else ()),
+    ):
+        shapes = tuple((name, tuple(batch[name].shape)) for name in known)
+        wanted.setdefault(SizeClass(shapes, training), batch)
+    first = SizeClass(tuple((name, tuple(shape)) for name, shape in known.items()), True)
+    return {s: sent(for_batch(program, b, training=s.training)) for s, b in wanted.items() if s != first}

@@ -1,0 +1,64 @@
+"""Both sides of a training run, and one thing of them that is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verify.programs.training.course import Course
+from verify.programs.training.eager import EagerModel, EagerRun
+from verify.programs.training.ranks import RankTraining
+from verify.programs.training.together import Whole
+from verify.results.tolerance import Key
+
+Candidate = Tensor | Mapping[int, Tensor]  # what a mistake would have made: logical, or of each rank another
+Alternatives = Iterator[tuple[str, Candidate]]
+NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A course as the model and as the ranks went through it. `micro_batches`: into which the program cuts a batch."""
+
+    course: Course
+    eager: EagerRun
+    model: EagerModel
+    ranks: tuple[RankTraining, ...]
+    micro_batches: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many data parts the batch is cut."""
+        return max(r.part[1] for r in self.ranks)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One thing that is compared, at one step.
+
+    kind      "loss", "gradient", "state", ...
+    name      of the parameter; of a state `exp_avg of head.weight`
+    observed  as the ranks have it
+    expected  the model's; None where it has none
+    scale     the largest value in its family
+    """
+
+    kind: str
+    step: int
+    name: str
+    observed: Whole
+    expected: Tensor | None
+    scale: float
+
+    @property
+    def key(self) -> Key:
+        """The name of the comparison for tolerances."""
+        return self.kind, self.step, self.name
+
+    @property
+    def parameter(self) -> str:
+        """The parameter's name, without that of the state."""
+        return self.name.rpartition(" of ")[2]
