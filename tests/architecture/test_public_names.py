@@ -9,6 +9,7 @@ import pytest
 FRONT_DOORS = {
     "nnscaler": [
         "AutoPlan",
+        "Checkpoints",
         "Engine",
         "LossScaler",
         "NnscalerError",

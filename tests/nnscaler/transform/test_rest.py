@@ -41,17 +41,17 @@ class Two(torch.nn.Module):
         return self.second(self.first(x)).sum()
 
 
-def _rests(*steps: RestStep) -> dict[str, tuple[str, ...]]:
+def _rests(*steps: RestStep) -> dict[str, dict[str, int]]:
     graph = trace(Two(), (torch.randn(4, 4),)).graph
     made = apply_plan(graph, dict(signatures(graph)), Plan((("dp", 2),), steps))
-    return {graph.tensors[name].fqns[0]: axes for name, axes in made.at_rest.items()}
+    return {graph.tensors[name].fqns[0]: dict(axes) for name, axes in made.at_rest.items()}
 
 
 def test_parameters_are_named_by_themselves_by_modules_and_by_globs() -> None:
     assert set(_rests(RestStep(("first",)))) == {"first.weight", "first.bias"}
-    assert _rests(RestStep(("*.bias", "second.weight"))) == dict.fromkeys(
-        ("first.bias", "second.weight", "second.bias"), ("dp",)
-    )
+    found = _rests(RestStep(("*.bias", "second.weight")))
+    assert found == {name: {"dp": 3} for name in ("first.bias", "second.weight", "second.bias")}
+    assert _rests(RestStep(("first.bias",), zero=1)) == {"first.bias": {"dp": 1}}
     with pytest.raises(NnscalerError, match="'third', which is no parameter"):
         _rests(RestStep(("third",)))
     with pytest.raises(NnscalerError, match="a rest step names axis 'tp'"):
