@@ -144,9 +144,9 @@ def _instance(value: Mapping[str, Any], items: dict[Any, Any]) -> Any:
         make: Callable[..., Any] = namedtuple(name, list(items)) if kind is None else kind
         return make(*items.values())
     if kind is not None and issubclass(kind, Mapping):
-        by_field = dataclasses.is_dataclass(kind)  # as ModelOutput is a dataclass too
-        keyed: Any = kind
-        return keyed(**items) if by_field else keyed(items)
+        by_name = dataclasses.is_dataclass(kind)  # as ModelOutput is
+        make = kind
+        return make(**items) if by_name else make(items)
     if not all(type(key) is str and key.isidentifier() for key in items):
         return items
     kind = kind or dataclasses.make_dataclass(name, list(items))

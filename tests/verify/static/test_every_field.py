@@ -25,7 +25,7 @@ from nnscaler.runtime import role
 from tests.broken import models
 from verify.programs.typing import check_program
 
-DECLARED = ("Parameter", "Buffer", "Constant", "Input", "Receive", "Send", "Exchange", "Loss")
+DECLARED = ("Parameter", "Buffer", "Constant", "Input", "Receive", "Send", "Exchange", "Loss", "Result")
 ROW = re.compile(r"^\| (?P<names>`[^|]*`) \|", re.MULTILINE)
 
 
@@ -67,6 +67,18 @@ def _batch() -> dict[str, Tensor]:
     return {"ids": ids, "labels": ids.flip(0)}
 
 
+class Returning(nn.Module):
+    """Returns what it counts and what it finds beside its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = self.up(x)
+        return {"loss": self.down(found.relu()).square().mean(), "found": found}
+
+
 def _exchanging() -> Program:
     """A stage of one rank before one of two, with micro-batches: what crosses is exchanged."""
     plan = nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="pp=2", micro_batches=2).plan
@@ -79,7 +91,8 @@ def programs() -> dict[str, Program]:
     torch.manual_seed(0)
     batch = {"ids": torch.arange(12), "labels": torch.arange(12).flip(0)}
     piped = nnscaler.parallelize(Model(), batch, ranks=4, plan="tp=2,pp=2")
-    return {"piped": piped, "exchanging": _exchanging()}
+    returning = nnscaler.parallelize(Returning(), {"x": torch.rand(6, 4)}, ranks=2, plan="tp=2")
+    return {"piped": piped, "exchanging": _exchanging(), "returning": returning}
 
 
 EDITS: dict[str, tuple[str, str, str]] = {
@@ -135,6 +148,10 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Exchange.shape": ("exchanging", r"\(6, 10\), \"float32\"", '(10, 6), "float32"'),
     "Exchange.dtype": ("exchanging", r'("linear": Exchange.*)"float32"', r'\1"float64"'),
     "Exchange.needs_grad": ("exchanging", r'(Exchange.*)"float32"\)', r'\1"float32", needs_grad=False)'),
+    "Stage.results": ("returning", r'        "found": Result[^\n]*\n', ""),
+    "Result.shape": ("returning", r"Result\(\(6, 6\)", "Result((6, 12)"),
+    "Result.dtype": ("returning", r'Result\(\(6, 6\), "float32"', 'Result((6, 6), "float64"'),
+    "Result.states": ("returning", r'("found": Result.*)Sharded\(1\)', r"\1Sharded(0)"),
     "Loss.states": ("exchanging", r'Loss\(\{"micro": Partial\(\)\}\)', "Loss({})"),
 }  # fmt: skip
 HARMLESS = {
@@ -229,6 +246,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "parameters": lambda parameters: tuple(dataclasses.replace(p, fqns=p.fqns[:1]) for p in parameters),
     "buffers": lambda buffers: buffers[1:],
     "micro_batches": lambda count: count + 1,
+    "returns": lambda returns: dataclasses.replace(returns, structure='{"tuple": [{"tensor": "loss"}]}'),
 }
 
 
