@@ -18,6 +18,7 @@ FRONT_DOORS = {
         "Program",
         "Trainer",
         "__version__",
+        "load_weights",
         "parallelize",
         "register_op",
         "start",

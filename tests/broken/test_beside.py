@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import verify
-from nnscaler.runtime.training import boxes, checkpoint, gradients
-from nnscaler.runtime.training.executor import RankExecutor
+from nnscaler.runtime.training import boxes, checkpoint, executor, gradients
 from tests.broken import models
 from tests.broken.planting import Edit, Original, compile_original
 from verify.programs.checks.context import LOCALISED
@@ -113,11 +112,11 @@ def test_a_mean_of_means(alike: Original, tmp_path: Path, times: tuple[str, str]
 
 
 def test_forward_only_forgets_a_micro_batch(monkeypatch: Patch, small_staged: Original) -> None:
-    total = RankExecutor._total
+    total = executor.total_loss
     monkeypatch.setattr(
-        RankExecutor,
-        "_total",
-        lambda self, stage, losses: total(self, stage, losses if torch.is_grad_enabled() else losses[:1]),
+        executor,
+        "total_loss",
+        lambda stage, losses, among: total(stage, losses if torch.is_grad_enabled() else losses[:1], among),
     )
     report = small_staged.verify(small_staged.folder)
     assert codes(report) == {"forward_only_differs"} and failed(report) == {"loss without backward"}

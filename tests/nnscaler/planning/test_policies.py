@@ -130,13 +130,14 @@ def test_parse_spec() -> None:
     assert parse_spec("dp=2, tp=4", 8) == {"dp": 2, "tp": 4}
     assert parse_spec("pp=1", 1) == {"pp": 1}
     assert parse_spec("dp=2,tp=2,zero=3", 4) == {"dp": 2, "tp": 2, "zero": 3}
+    assert parse_spec("dp=4,zero=1", 4) == {"dp": 4, "zero": 1}
 
 
-@pytest.mark.parametrize("text", ["dp=4,zero=1", "tp=4,zero=3", "zero=3", "dp=4,zero=2"])
-def test_the_stage_of_zero_is_three(text: str) -> None:
-    with pytest.raises(NnscalerError, match=r"zero=[123] with dp=") as raised:
+@pytest.mark.parametrize("text", ["tp=4,zero=1", "tp=4,zero=3", "zero=3", "dp=1,tp=4,zero=2"])
+def test_zero_needs_ranks_of_dp(text: str) -> None:
+    with pytest.raises(NnscalerError, match=r"zero=[123] with dp=1") as raised:
         parse_spec(text, 4)
-    assert "dp=2,zero=3" in (raised.value.help or "")
+    assert "dp=2,zero=1" in (raised.value.help or "")
 
 
 @pytest.mark.parametrize(("text", "wrong"), [("dp=0", "'dp=0' is for no ranks"), ("dp=2,dp=2", "dp is named twice")])
@@ -147,7 +148,7 @@ def test_a_number_that_no_axis_has(text: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "ep=2", "dp:2", "dp=-2"])
 def test_what_is_no_specification_is_refused(text: str) -> None:
-    with pytest.raises(NnscalerError, match=r"is not one of dp=N, tp=N, pp=N"):
+    with pytest.raises(NnscalerError, match=r"is not one of dp=N, shard=N, tp=N, pp=N, zero=1\|2\|3"):
         parse_spec(text, 4)
 
 

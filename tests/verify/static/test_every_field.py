@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import nnscaler
 from nnscaler.codegen.program import Program
+from nnscaler.ir.precision import Precision
 from nnscaler.manifest import Manifest, read_manifest
 from nnscaler.runtime import role
 from tests.broken import models
@@ -92,7 +93,9 @@ def programs() -> dict[str, Program]:
     batch = {"ids": torch.arange(12), "labels": torch.arange(12).flip(0)}
     piped = nnscaler.parallelize(Model(), batch, ranks=4, plan="tp=2,pp=2")
     returning = nnscaler.parallelize(Returning(), {"x": torch.rand(6, 4)}, ranks=2, plan="tp=2")
-    return {"piped": piped, "exchanging": _exchanging(), "returning": returning}
+    half = Precision(param="bfloat16")
+    rested = nnscaler.parallelize(models.perceptron(), models.points(), ranks=2, plan="dp=2,zero=1", precision=half)
+    return {"piped": piped, "exchanging": _exchanging(), "returning": returning, "rested": rested}
 
 
 EDITS: dict[str, tuple[str, str, str]] = {
@@ -121,6 +124,10 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "Parameter.reduce": ("exchanging", r'("layers\.1\.bias".*), reduce=\("tp",\)', r"\1"),
     "Parameter.copies": ("piped", r"copies=\(\(0, 1\), \(2, 3\)\)", "copies=((2, 3), (0, 1))"),
     "Parameter.used": ("piped", r", used=False", ""),
+    "Parameter.rest": ("rested", r'rest=\{"dp": Sharded\(0\)', 'rest={"tp": Sharded(0)'),
+    "Parameter.scatter": ("rested", r'(rest=\{"dp": Sharded\(0\)\})', r'\1, scatter="often"'),
+    "Parameter.master": ("rested", r'master="float32"', 'master="float64"'),
+    "Parameter.sums": ("rested", r'master="float32"', 'master="float32", sums="bfloat16"'),
     "Buffer.fqn": ("piped", r'Buffer\("norm\.running_mean"', 'Buffer("norm.running_var"'),
     "Buffer.shape": ("piped", r'Buffer\("scale", \(12,\)', 'Buffer("scale", (12, 1)'),
     "Buffer.dtype": ("piped", r'Buffer\("scale", \(12,\), "float32"', 'Buffer("scale", (12,), "bfloat16"'),
@@ -159,6 +166,8 @@ HARMLESS = {
     "the order of buffers": ("piped", r'(        "scale": Buffer[^\n]*\n)(        "norm_running_mean": Buffer[^\n]*\n)', r"\2\1"),
     "the order of updates": ("piped", r'updates = \{("new norm_running_mean": "norm_running_mean"), ("new norm_running_var": "norm_running_var")', r"updates = {\2, \1"),
     "what is so by default": ("piped", r"peers=\(2, 3\)", "peers=(2, 3), needs_grad=True"),
+    "where a parameter rests": ("rested", r', rest=\{"dp": Sharded\(0\)\}', ""),
+    "when a gradient is divided": ("rested", r'(rest=\{"dp": Sharded\(0\)\})', r'\1, scatter="micro_batch"'),
     "use of what is frozen": ("piped", r'("fixed", \(12,\), "float32", \{[^}]*\})', r"\1, used=False"),
     "the dtype that a sender declares": ("exchanging", r'( +Exchange\("linear@1", 1.*)"float32"', r'\1"float64"'),
 }  # fmt: skip
