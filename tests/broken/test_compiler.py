@@ -21,6 +21,7 @@ from nnscaler.runtime.training import executor, gradients
 from nnscaler.transform.plan import AssignStep, Plan, SplitStep
 from tests.broken import models
 from tests.broken.planting import Original, assert_refuted
+from tests.sampling import every
 
 VALUE, GRADIENT, PARAMETER = "tensor_differs", "tensor_gradient_differs", "gradient_differs"
 Patch = pytest.MonkeyPatch
@@ -47,7 +48,7 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("source", "target", "function", "program", "code", "tensor"),
-    ROWS,
+    every(2, ROWS),
     ids=[f"{s.__name__}-{f}" for s, _, f, *_ in ROWS],
 )
 def test_rows_of_the_conversion_table(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import nnscaler
 import verify
 from tests.broken.planting import Edit, plant
+from tests.sampling import every
 from verify.programs.request import Level
 
 CHANNELS = 6
@@ -71,7 +72,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[Factory, Path]:
 
 
 @pytest.mark.parametrize("factory", MODES)
-@pytest.mark.parametrize(("ranks", "plan", "seed"), [(3, "dp=3", 0), (4, "dp=2,tp=2", 1)])
+@pytest.mark.parametrize(("ranks", "plan", "seed"), every(2, [(3, "dp=3", 0), (4, "dp=2,tp=2", 1)]))
 def test_the_program_is_in_the_mode_of_its_model(factory: Factory, ranks: int, plan: str, seed: int) -> None:
     """At every level; the seed moves the running statistics too."""
     report = verify.verify_plan(factory(), batch(), ranks=ranks, plan=plan, seed=seed)

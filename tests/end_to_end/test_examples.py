@@ -20,10 +20,8 @@ Load = Callable[[str], ModuleType]
 SCHEDULES = ("1F1B", "GPipe", "interleaved")
 ONE_OF_EACH = [
     ("gpt", "dp=2,tp=2,pp=2", "1F1B", 4),
-    ("gpt", "tp=2,pp=3", "GPipe", 4),
     ("gpt", "pp=2", "interleaved", 4),
     ("gpt", "dp=3", None, 1),
-    ("llama_hf", "dp=2,tp=2", None, 1),
     ("vit_hf", "pp=2", "1F1B", 4),
     ("swin_hf", "tp=2", None, 1),
     ("t5_hf", "pp=2", "1F1B", 2),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.sampling import every
+
 pytest_plugins = ("pytester",)
 
 PLUGIN = ("-p", "no:cacheprovider")  # the plugin itself is an entry point of the installed project
@@ -225,7 +227,7 @@ def test_the_gate_as_tests(pytester: pytest.Pytester) -> None:
     stale.stdout.fnmatch_lines(["*does not occur any more*"])
 
 
-@pytest.mark.parametrize("text", ["", "[tool.nnscaler.gate]\nbudgett = 1\n"])
+@pytest.mark.parametrize("text", every(2, ["", "[tool.nnscaler.gate]\nbudgett = 1\n"]))
 def test_a_gate_without_settings_is_a_usage_error(pytester: pytest.Pytester, text: str) -> None:
     pytester.makepyprojecttoml(text)
     result = pytester.runpytest_subprocess(*PLUGIN, "--nnscaler-gate")

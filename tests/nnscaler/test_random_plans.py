@@ -15,7 +15,7 @@ from nnscaler.runtime.program.load_python import load_user_module
 from verify import verify_plan
 from verify.programs.random_plans import MESHES, PIPELINES, UNLIKE, Mesh, random_plans
 
-COUNTS = {"gpt": 12, "llama_hf": 3, "vit_hf": 3, "t5_hf": 3}
+COUNTS = {"gpt": 8, "llama_hf": 1, "vit_hf": 1, "t5_hf": 1}
 LONG = {"gpt": 400, "llama_hf": 100, "vit_hf": 100, "t5_hf": 100}
 
 
@@ -53,7 +53,7 @@ def test_random_pipelines_of_unlike_meshes_are_exact(examples: Path) -> None:
         model.head.weight = torch.nn.Parameter(model.wte.weight.detach().clone())
         return model
 
-    check(untied, module.sample_inputs(), range(6), UNLIKE)
+    check(untied, module.sample_inputs(), range(3), UNLIKE)
 
 
 def odd_gpt(module: Any, dropout: float = 0.1) -> Callable[[], Any]:
@@ -73,7 +73,7 @@ def odd_inputs(batch: int = 5) -> dict[str, torch.Tensor]:
 
 def test_random_plans_with_unequal_shards_are_exact(examples: Path) -> None:
     module = load_user_module(str(examples / "gpt.py"))
-    check(odd_gpt(module), odd_inputs(), range(7), MESHES)
+    check(odd_gpt(module), odd_inputs(), range(4), MESHES)
 
 
 @pytest.mark.parametrize(("plan", "ranks", "backend"), [("tp=3", 3, "gloo"), ("dp=2,tp=2", 4, "simulator")])

@@ -21,17 +21,17 @@ def shared() -> dict[str, OpInfoEntry]:
 
 
 @pytest.mark.early
-@pytest.mark.parametrize("samples", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_annotations_hold_on_torchs_samples(shared: dict[str, OpInfoEntry], samples: int) -> None:
-    results = [r for entry in shared.values() for r in sample_results(entry, samples)]
+@pytest.mark.parametrize(("samples", "each"), [(1, 3), pytest.param(4, 1, marks=pytest.mark.long)])
+def test_annotations_hold_on_torchs_samples(shared: dict[str, OpInfoEntry], samples: int, each: int) -> None:
+    results = [r for entry in list(shared.values())[::each] for r in sample_results(entry, samples)]
     assert not [r for r in results if r.status == "refuted"]
     count = Counter(r.status for r in results)
     considered = count.total() - count["empty"] - count["excluded"]
     held = count["holds"] + count["nothing to split"]
     wrong = [r for r in results if r.status in ("not bindable", "unknown overload")]
     assert held >= 0.95 * considered, wrong
-    assert count["holds"] >= 250
-    assert sum(r.comparisons for r in results) >= 2000
+    assert count["holds"] >= 250 / each
+    assert sum(r.comparisons for r in results) >= 2000 / each
 
 
 def test_more_than_164_names_are_shared(shared: dict[str, OpInfoEntry]) -> None:

@@ -18,6 +18,7 @@ from nnscaler import files
 from nnscaler.cli.commands import list_things
 from nnscaler.cli.main import main
 from nnscaler.errors import NnscalerError
+from tests.sampling import every
 
 MODEL = """
 import torch
@@ -215,7 +216,7 @@ def test_no_temporary_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TMPDIR" in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["simulator", "gloo"])
+@pytest.mark.parametrize("backend", every(2, ["simulator", "gloo"]))
 @pytest.mark.apart
 def test_a_disk_that_fills_up_during_a_run_is_no_verdict(backend: str, here: Path, small_files: None) -> None:
     """Neither REFUTED (a rank raised) nor a bug; the files of the parent are small enough, those of a rank not."""

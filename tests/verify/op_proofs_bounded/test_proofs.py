@@ -11,6 +11,7 @@ import torch
 from op_registry.builtin import SPECS
 from op_registry.spec import SchemaParameter
 
+from tests.sampling import every
 from tests.verify.op_proofs_bounded.operators import call_of, floats, proofs_of, prove, prove_function, spec_of
 
 # proofs of attention take minutes, and convolutions have tests of their own
@@ -79,7 +80,9 @@ SLOW = ("aten.index.Tensor", "aten.index_put.default", "aten.scatter_add.default
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in dict.fromkeys([*REWRITTEN, *OTHERS])],
+    every(
+        3, [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in dict.fromkeys([*REWRITTEN, *OTHERS])]
+    ),
 )
 def test_built_in(name: str) -> None:
     proofs = proofs_of(name)
